@@ -19,7 +19,7 @@ from dynamix.window import Bounds, Window
 from dynamix_homomorphic.aggregator.server import AggregatorServer
 from dynamix_lab.papers.additive import AdditivePolicy
 from tests.homomorphic.aggregators import join
-from tests.runtime.jobs import Training, classes, classifier
+from tests.runtime.jobs import classes
 
 
 def _decide(policy: Any) -> None:
@@ -37,11 +37,6 @@ def _load(workers: int) -> None:
     list(dynamix.Controller("dynamix", 8).loader(plain))
 
 
-def _train() -> None:
-    Training(dynamix.Controller("guarded:stigmergic", 8, global_batch="adaptive"), classes(64), NET)
-
-
-NET = classifier()
 DONE: dict[str, Callable[[], Any]] = {
     **{f"{name}": lambda name=name: _decide(make_policy(name)) for name in [*policy_names(), "guarded:dynamix"]},
     "untrained": LearnedPolicy,
@@ -50,7 +45,6 @@ DONE: dict[str, Callable[[], Any]] = {
     "an aggregator": _aggregate,
     "a loader": lambda: _load(0),
     "a loader with processes": lambda: _load(2),
-    "a job": _train,
 }
 
 

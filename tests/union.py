@@ -70,28 +70,15 @@ class Deep(nn.Module):
 
 
 class Embedded(nn.Module):
-    """A sparse embedding below a dense layer."""
+    """Sparse embeddings: one below a dense layer, one beside it whose gradient is a view of what the layer gets."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(50, 6, sparse=True)
-        self.out = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.table(x[:, 0].abs().mul(10).long().clamp(max=49)))
-
-
-class Beside(nn.Module):
-    """Tables whose sparse gradients are views of one tensor, which a dense layer gets, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(6, 6)
-        self.tables = nn.ModuleList(nn.Embedding(50, 6, sparse=True) for _ in range(2))
+        self.out, self.tables = nn.Linear(6, 6), nn.ModuleList(nn.Embedding(50, 6, sparse=True) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         at = x[:, 0].abs().mul(10).long().clamp(max=49)
-        return self.out(x) + self.tables[0](at) + self.tables[1](at)
+        return self.out(self.tables[0](at)) + self.tables[1](at)
 
 
 class Headless(Deep):
@@ -115,7 +102,6 @@ class Checkpointed(Deep):
 MODELS: dict[str, type[nn.Module]] = {
     "deep": Deep,
     "embedded": Embedded,
-    "beside": Beside,
     "headless": Headless,
     "checkpointed": Checkpointed,
 }
