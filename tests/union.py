@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
+from dynamix.compression import CompressionState, compression_hook
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 
@@ -69,15 +70,15 @@ class Deep(nn.Module):
 
 
 class Embedded(nn.Module):
-    """A sparse embedding below a dense layer."""
+    """Sparse embeddings: one below a dense layer, one beside it whose gradient is a view of what the layer gets."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(50, 6, sparse=True)
-        self.out = nn.Linear(6, 6)
+        self.out, self.tables = nn.Linear(6, 6), nn.ModuleList(nn.Embedding(50, 6, sparse=True) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.table(x[:, 0].abs().mul(10).long().clamp(max=49)))
+        at = x[:, 0].abs().mul(10).long().clamp(max=49)
+        return self.out(self.tables[0](at)) + self.tables[1](at)
 
 
 class Headless(Deep):
@@ -138,6 +139,8 @@ def hook_of(name: str | None) -> tuple[Any, Any]:
 
     if name is None:
         return None, None
+    if name in ("dense", "gather"):
+        return compression_hook, CompressionState(name)
     if name == "powersgd":
         state = powerSGD_hook.PowerSGDState(
             process_group=None, matrix_approximation_rank=6, start_powerSGD_iter=3, min_compression_rate=0.1
@@ -152,7 +155,7 @@ def larger(worst: float, error: float) -> float:
     return max(worst, error)
 
 
-def _gradient(net: nn.Module) -> Tensor:
+def flat_gradient(net: nn.Module) -> Tensor:
     """One flat tensor; a parameter without a gradient has none in it."""
     return torch.cat([p.grad.to_dense().flatten() for p in net.parameters() if p.grad is not None])
 
@@ -209,7 +212,7 @@ def worst_error(rank: int, case: Case) -> float:
                 reference.zero_grad()
                 factor = 1.0 if case.divide else case.accumulate
                 (F.mse_loss(reference(x[union]), y[union]) * factor).backward()
-                got, want = _gradient(net), _gradient(reference)
+                got, want = flat_gradient(net), flat_gradient(reference)
                 worst = larger(worst, float((got - want).norm() / want.norm()))
                 optimizer.step()
                 optimizer.zero_grad()

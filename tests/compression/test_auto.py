@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +57,8 @@ def _run(links: Callable[[int], Link], steps: int, ranks: int = 2, noise: float 
             chooser.record(seconds * (1 + 0.5 * rank) if timed else None, full=link.full(way))
         if due:
             speeds = [(link.hop_s * (1 + rank), link.byte_s * (1 + rank)) for rank in range(ranks)]
-            reports = [c.report(hop_s=h, byte_s=b) for c, (h, b) in zip(choosers, speeds, strict=True)]
+            left = min(link.spread.union_bytes / link.spread.dense_bytes, 1.0) if choosers[0].full else 1.0
+            reports = [c.report(hop_s=h, byte_s=b, filled=left) for c, (h, b) in zip(choosers, speeds, strict=True)]
             least = [min(column) for column in zip(*reports, strict=True)]
             for chooser in choosers:
                 chooser.agree(least, seen)
@@ -139,6 +140,23 @@ def test_gradients_that_were_full_for_long_are_looked_at_again(late: bool, byte_
     best = min(WAYS, key=empty.cost)
     assert ways[-2000:].count(best) > 1900
     assert ratio < (1.6 if late else 1.5)
+
+
+@pytest.mark.parametrize("was", [(1.0, 1.0), (0.6, 0.7)])  # full for all ways, and for a gather alone
+@pytest.mark.parametrize("now", [(0.01, 0.04), (0.05, 0.05), (0.1, 0.3)])
+@pytest.mark.parametrize("last", [560, 700])
+def test_a_full_bucket_is_asked_again_once_it_is_not(was: Sequence[float], now: Sequence[float], last: int) -> None:
+    full, empty = (Link(_spread(*at), byte_s=1e-7, hop_s=1e-5, computing=FREE) for at in (was, now))
+    ways, _ = _run(lambda step: full if step < last else empty, 1500)
+    best = min(map(empty.cost, WAYS))
+    assert {full.full("gather"), "gather" in ways[last - 32 : last]} == {True, False}
+    assert all(empty.cost(way) < 1.03 * best for way in ways[last + 96 :])
+
+
+def test_a_bucket_that_stays_as_full_is_not_asked_more_often() -> None:
+    full = Link(_spread(0.9, 1.0), byte_s=1e-7, hop_s=1e-5, computing=FREE)
+    ways, _ = _run(lambda _: full, 2000)
+    assert len(ways) - ways.count("dense") < 30
 
 
 def test_a_way_that_went_dense_is_never_taken_for_a_lucky_time() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
+from dynamix_homomorphic.lossy import LossyState, lossy_hook, lossy_topk_hook
 from tests.ranks import run_ranks
-from tests.union import Case, errors_of
+from tests.union import Case, Embedded, errors_of, flat_gradient
 
 pytestmark = pytest.mark.multiproc
 
@@ -40,7 +43,9 @@ for count in SCRIPTS:
     case("loss side with tails", count, weighting="loss", samples=203)
 case("a loss that is not divided sums micro-batches as plain DDP does", 2, accumulate=2, divide=False, samples=151)
 case("loader workers", 2, num_workers=2, samples=300)
-case("sparse embeddings", 2, model="embedded")
+for kind in (None, "allreduce", "dense", "gather"):
+    case(f"sparse embeddings, {kind}", 2, model="embedded", hook=kind)
+case("sparse embeddings, loss side", 3, model="embedded", weighting="loss")
 for side in ("hook", "loss"):
     for parts in (2, 3):
         case(f"accumulate={parts}, {side}", 3, accumulate=parts, weighting=side, samples=211)
@@ -140,3 +145,45 @@ def _static_after_wrap(rank: int) -> float:
 
 def test_a_graph_that_is_said_to_be_static_after_wrap() -> None:
     assert run_ranks(_static_after_wrap, 2, timeout_s=30) == [2.0, 2.0]
+
+
+def _embedded_under_a_hook_of_ones_own(rank: int, name: str) -> float:
+    torch.manual_seed(0)
+    net = Embedded().double()
+    x, reference = torch.randn(8, 6).double(), copy.deepcopy(net)
+    model = DDP(net, bucket_cap_mb=1e-4)
+    hook: Any = {"weighted": allreduce_hook, "lossy": lossy_hook, "top-k": lossy_topk_hook}[name]
+    state = None if name == "weighted" else LossyState(net, keep=1.0, hook=allreduce_hook)
+    model.register_comm_hook(state, dynamix.weighted(hook, count=lambda: (4, 8)))
+    model(x.split(4)[rank]).square().mean().backward()
+    reference(x).square().mean().backward()
+    return float((flat_gradient(net) - flat_gradient(reference)).abs().max())
+
+
+@pytest.mark.parametrize("name", ["weighted", "lossy", "top-k"])
+def test_a_hook_of_ones_own_divides_nothing_that_is_not_its_bucket(name: str) -> None:
+    assert max(run_ranks(_embedded_under_a_hook_of_ones_own, 2, name)) < 1e-12
+
+
+class Flat(nn.Module):
+    """Two parameters whose gradients autograd puts into one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a.view(-1) + self.b.view(-1)) * x
+
+
+def test_gradients_that_share_memory_are_corrected_once() -> None:
+    data, net, controller = TensorDataset(torch.randn(32, 6)), Flat(), dynamix.Controller("static", 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = controller.wrap(net, optimizer, weighting="loss")
+    for step, (x,) in enumerate(DataLoader(data, batch_sampler=controller.batch_sampler(data))):
+        optimizer.zero_grad()
+        controller.weight(model(x).square().mean(), count=1.0 + step % 3).backward()
+        for one in (net.a, net.b):
+            assert torch.allclose(torch.as_tensor(one.grad).flatten(), 4 * x.square().sum(0) / x.numel())
+        optimizer.step()
+        controller.step()

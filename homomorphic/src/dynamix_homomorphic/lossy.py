@@ -210,6 +210,7 @@ def lossy_hook(state: LossyState, bucket: Bucket) -> Future[Tensor]:
     if inner is None or isinstance(inner, dist.ProcessGroup):
         inner = group
     if bucket.buffer().is_sparse:
+        bucket.set_buffer(bucket.buffer().clone())  # it may be a view of other gradients, and hooks divide in place
         return state.hook(inner, bucket)
     _, held = state.sparsify_(bucket)
     return _then(state.hook(inner, bucket), lambda reduced: state.settle(reduced.value(), held))
@@ -225,6 +226,7 @@ def lossy_topk_hook(state: LossyState, bucket: Bucket) -> Future[Tensor]:
     if state.feedback.keep is None:
         raise ConfigError("threshold", state.feedback.threshold, "keep=", "use lossy_hook with a threshold")
     if flat.is_sparse:
+        bucket.set_buffer(flat.clone())
         return default_hooks.allreduce_hook(group, bucket)
     items, held = state.sparsify_(bucket)
     index_bytes = 4 * items.numel()

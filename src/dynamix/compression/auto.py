@@ -20,6 +20,7 @@ from dynamix.errors import ConfigError
 AGREE_EVERY = 32  # steps between agreements; one small collective each
 MEASURE_EVERY = 16  # a settled dense bucket is timed at one step in this many
 REFRESH = 16  # agreements after which the ways not taken count as unknown again
+DROP = 0.8  # a bucket of which less than this share is left of what was not zero when it was full is asked again
 GAIN = 0.97  # a way must take less than this share of the present one's time to replace it
 DRIFT = 1.3  # a time that changed by more than this factor, twice running, means that links have changed
 NEAR = 1.5  # a first trial within this factor of the best is followed by a proper measurement
@@ -31,7 +32,7 @@ class Chooser:
 
     Per step: `next()`, run it, `record(seconds)`; where `due` was set beforehand, reduce `report(...)` over ranks by
     minimum (the last rank to arrive waits for nobody) and hand the result and what all ranks know of the bucket's
-    nonzeros to `agree`.
+    nonzeros to `agree`. If some way found it `full`, the report says which share of the mean is not zero.
 
     candidates   ways beside "dense", of the registry; None: its candidates over a process group
     budget       share of the time spent that trying other ways may cost, beyond one try each of those that may win
@@ -50,6 +51,7 @@ class Chooser:
         self._log: list[tuple[str, float]] = []
         self._full: list[str] = []  # of these, those that found too little to leave out and went dense
         self._steps = 0  # since the last agreement
+        self._filled, self._dropped = 1.0, False  # what was not zero when a way found it full; much less is now
         self._unknown = {*candidates, "dense"}
         self._anchor_s = 0.0  # the picked way's time when it was picked
         self._drifts = self._quiet = 0
@@ -69,6 +71,11 @@ class Chooser:
         """Whether ranks agree after this step."""
         return len(self._plan) == 1 if self._trying else self._steps + 1 >= AGREE_EVERY
 
+    @property
+    def full(self) -> bool:
+        """Whether some way is not taken as it found too little to leave out."""
+        return bool(self._full) or math.inf in self.cost_s.values()
+
     def record(self, seconds: float | None = None, *, full: bool = False) -> None:
         """This step's time on this rank; None when it was not timed.
 
@@ -82,10 +89,13 @@ class Chooser:
             self._full += [way] * full
         self._steps += 1
 
-    def report(self, *, hop_s: float = math.inf, byte_s: float = math.inf) -> list[float]:
-        """This rank's numbers since the last agreement: how fast it found its link (infinite: not seen), and times."""
+    def report(self, *, hop_s: float = math.inf, byte_s: float = math.inf, filled: float = 1.0) -> list[float]:
+        """This rank's numbers since the last agreement: how fast it found its link (infinite: not seen), and times.
+
+        filled   the share of the mean that is not zero
+        """
         speed = [min(hop_s, UNKNOWN_S), min(byte_s, UNKNOWN_S)]
-        return [*speed, *(seconds for _, seconds in self._log)]
+        return [*speed, filled, *(seconds for _, seconds in self._log)]
 
     def agree(self, least: Sequence[float], spread: Spread | None = None) -> None:
         """The element-wise minimum of all ranks' reports; `spread`, the same on all ranks, replaces the last one."""
@@ -93,12 +103,14 @@ class Chooser:
         if spread is not self._forgotten:
             self._spread = spread or self._spread
         times: dict[str, list[float]] = {}
-        for (way, _), seconds in zip(self._log, least[2:], strict=True):
+        for (way, _), seconds in zip(self._log, least[3:], strict=True):
             times.setdefault(way, []).append(seconds)
         # The first of several trials pays for cold caches.
         fresh = {way: median(t[1:] if self._trying and len(t) > 1 else t) for way, t in times.items()}
         known = {**self.cost_s, **fresh}
         never = {way for way in times if 2 * self._full.count(way) > len(times[way])}
+        self._filled = least[2] if never else self._filled
+        self._dropped = least[2] < DROP * self._filled
         best = min(known.values(), default=0.0)
         self._spent_s += sum(max(fresh[way] - best, 0.0) * len(t) for way, t in times.items() if way != self.way)
         self._total_s += sum(sum(t) for t in times.values())
@@ -181,7 +193,7 @@ class Chooser:
         if self._drifts >= 2:
             self.cost_s = {self.way: now}  # what was known of other ways was known of another link
             self._drifts, self._anchor_s = 0, now
-        if self._quiet >= REFRESH:
+        if self._quiet >= REFRESH or self._dropped:
             self._forget()
         if self._drifts >= 2 or overtaken or self._quiet == 0 or len(self.cost_s) == 1:
             self._unknown = {*self.candidates, "dense"} - {self.way}
@@ -191,7 +203,7 @@ class Chooser:
         """What is known of ways that were not taken for long may be wrong: also that one found too little to leave out,
         and how much of the bucket is zero.
         """
-        self._quiet = 0
+        self._quiet, self._filled = 0, 0.0
         self.cost_s = {way: cost for way, cost in self.cost_s.items() if cost < math.inf or way == self.way}
         if self.way == "dense":
             self._forgotten, self._spread = self._spread, None

@@ -151,6 +151,8 @@ class CompressionState:
     def _begin(self, bucket: Bucket, flat: Tensor, path: Path) -> Future[Tensor]:
         if flat.is_sparse and self.mode != "dense":
             return self._sparse.add(flat)
+        if flat.is_sparse:
+            bucket.set_buffer(flat.clone())  # torch's hook divides in place, and this may be a view of other gradients
         if flat.is_sparse or flat.dtype not in DTYPES:
             return default_hooks.allreduce_hook(path.dense, bucket)
         line = self._line_of(bucket)
@@ -215,13 +217,14 @@ class CompressionState:
         if doubt == "mixed":
             self._say_mixed(line)
         elif due and line.chooser is not None:
-            self._agree(line, line.chooser, path, flat.device)
+            self._agree(line, line.chooser, path, flat)
 
-    def _agree(self, line: BucketLine, chooser: Chooser, path: Path, device: torch.device) -> None:
+    def _agree(self, line: BucketLine, chooser: Chooser, path: Path, flat: Tensor) -> None:
         speed = path.chain.speed
-        numbers = chooser.report(hop_s=speed.hop_s, byte_s=speed.byte_s)
+        filled = int(torch.count_nonzero(flat)) / max(flat.numel(), 1) if chooser.full else 1.0
+        numbers = chooser.report(hop_s=speed.hop_s, byte_s=speed.byte_s, filled=filled)
         speed.restart()
-        report = torch.tensor(numbers, dtype=torch.float64, device=device)
+        report = torch.tensor(numbers, dtype=torch.float64, device=flat.device)
         dist.all_reduce(report, op=dist.ReduceOp.MIN, group=path.chain.group)
         chooser.agree(report.tolist(), line.exchange.spread)
 

@@ -23,7 +23,7 @@ from dynamix.errors import ConfigError, PolicyFileError
 from dynamix.features import FEATURES, features
 from dynamix.model.measured import base_total
 from dynamix.policies.files import fill_network, read_policy, retrain, write_policy
-from dynamix.policies.learned.networks import STATE_FAMILIES, flat, kept, pooled
+from dynamix.policies.learned.networks import STATE_FAMILIES, apart, flat, kept, pooled
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -199,7 +199,8 @@ class AdditivePolicy:
         self, net: AdditiveNet | None = None, *, without: Sequence[str] = (), about: dict[str, Any] | None = None
     ) -> None:
         self._kept = kept_features(without)
-        self.net = (net or AdditiveNet()).eval()
+        with apart():
+            self.net = (net or AdditiveNet()).eval()
         self.without, self.about, self.state = tuple(without), about or {}, State(self.net.actions)
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
@@ -241,7 +242,8 @@ class AdditivePolicy:
         about, weights = read_policy(path, KIND, features=INPUTS)
         try:
             actions = Actions(**{**about["actions"], "steps": tuple(about["actions"]["steps"])})
-            net = AdditiveNet(actions, hidden=about["architecture"]["hidden"])
+            with apart():
+                net = AdditiveNet(actions, hidden=about["architecture"]["hidden"])
             policy = cls(net, without=about["without"], about=about)
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             allowed = "actions, and families of the state that it is without"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -21,6 +22,13 @@ STATE_FAMILIES: dict[str, tuple[str, ...]] = {
         *("missing_training", "missing_noise"),
     ),
 }
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, networks are made on the CPU; what they draw leaves torch's global generators as they were."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        yield
 
 
 def pooled(hidden: Tensor, mask: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from dynamix.model import JobModel
 from dynamix.policies.files import fill_network, read_policy, write_policy
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.goodput import worth_changing
-from dynamix.policies.learned.networks import STATE_FAMILIES, flat, kept, pooled
+from dynamix.policies.learned.networks import STATE_FAMILIES, apart, flat, kept, pooled
 from dynamix.policies.learned.residual import OWN_FEATURES, Foretold, ResidualMemory
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -123,7 +123,8 @@ class LearnedPolicy:
     """
 
     def __init__(self, net: ResidualNet | None = None, *, about: dict[str, Any] | None = None) -> None:
-        self.net, self.about = (net or ResidualNet()).eval(), about or {}
+        with apart():
+            self.net, self.about = (net or ResidualNet()).eval(), about or {}
         self.trust = float(self.about.get("trust", TRUST))
         self.memory, self.fitted = ResidualMemory(), FittedModel()
         self._answer: Ints | None = None  # the newest
@@ -210,7 +211,8 @@ class LearnedPolicy:
         if isinstance(trust, bool) or not isinstance(trust, (int, float)) or not 0 < trust <= DELTA_LIMIT:
             allowed = f"a number above 0, at most {DELTA_LIMIT}, beside {path}"
             raise PolicyFileError("trust", trust, allowed, f"{TRUST} is what training writes")
-        net = ResidualNet(hidden=about["architecture"]["hidden"])
+        with apart():
+            net = ResidualNet(hidden=about["architecture"]["hidden"])
         fill_network(net, weights, path, KIND)
         return cls(net, about=about)
 

@@ -57,6 +57,8 @@ def weighted(inner_hook: Hook, *, count: Callable[[], tuple[float, float]]) -> H
         n, total = count()
         if not (0 <= n <= total and total > 0):
             raise ConfigError("count", (n, total), "0 <= n_i <= N, N > 0", "return this step's (n_i, N)")
+        if bucket.buffer().is_sparse:
+            bucket.set_buffer(bucket.buffer().clone())  # `inner_hook` may divide in place, as torch's do
         scale_(bucket.buffer(), n, total, _group_of(state).size())
         return inner_hook(state, bucket)
 
@@ -156,7 +158,7 @@ class GradientHook:
         if bucket.index() == 0:
             self._under_way, self._awaited = [], False
         share = self._begin(bucket)
-        if share is not None and self.direct and _is_dense_on_cpu(bucket.buffer()):
+        if share is not None and self.direct and bucket.buffer().is_cpu and not bucket.buffer().is_sparse:
             summed = self._summed(share, bucket)
             if summed is not None:
                 return summed
@@ -278,7 +280,6 @@ class GradientHook:
 
     def register(self, model: nn.parallel.DistributedDataParallel) -> None:
         """Register with DDP, which refuses a second hook and has no getter to ask whether there is one."""
-
         ddp = weakref.ref(model)  # what C++ holds no collector of garbage can see
 
         def entry(state: Any, bucket: Bucket) -> Future[Tensor]:
@@ -364,7 +365,8 @@ class GradientHook:
         buffer, native = bucket.buffer(), self.native
         if not buffer.is_sparse:
             return default_hooks.allreduce_hook(self.group, bucket)
-        payload = (buffer if native else buffer.to_dense()).div_(self.group.size())
+        # The values of a sparse gradient may be a view of what autograd hands to others; `div_` writes into it.
+        payload = buffer / self.group.size() if native else buffer.to_dense().div_(self.group.size())
         work = dist.all_reduce(payload, group=self.group, async_op=True)
         assert work is not None
 
@@ -385,8 +387,7 @@ class GradientHook:
         if values.is_sparse:
             values = values.coalesce().values()
         wide = torch.promote_types(values.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(values, dtype=wide) / weight
-        scale = self.loss_scale()
+        norm, scale = torch.linalg.vector_norm(values, dtype=wide) / weight, self.loss_scale()
         return torch.square(norm if scale is None else norm / scale.to(norm.device))
 
 
@@ -407,10 +408,6 @@ def _require_same_ranks(own: dist.ProcessGroup, group: dist.ProcessGroup) -> Non
     if ours != theirs:
         fix = "make hook_state with process_group=, the one that the Controller has"
         raise UsageError(f"hook_state reduces over ranks {theirs}, the controller over {ours}: {fix}")
-
-
-def _is_dense_on_cpu(buffer: Tensor) -> bool:
-    return buffer.device.type == "cpu" and not buffer.is_sparse
 
 
 def _closed() -> GradientWeight:

@@ -146,22 +146,22 @@ class Shards:
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """All that has accumulated of the gradients of `model`, as plain tensors of this rank."""
+    """All that has accumulated of the gradients of `model`, as plain tensors of this rank, to be scaled in place."""
     if is_fully_sharded(model) and (shards := Shards.of(model)) is not None:
         of_fsdp = {id(p) for p in shards.parameters()}
         whole = (getattr(p, "_unsharded_param", None) for group in shards.groups for p in group.fsdp_params)
         of_fsdp.update(id(p) for p in whole)
         others = [p.grad for p in model.parameters() if id(p) not in of_fsdp and p.grad is not None]
         return [*shards.reduced(), *shards.kept_back(), *map(_local, others)]
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    # Autograd may give several parameters one memory: each once, and before it the sparse ones that are views of it.
+    found = sorted((p.grad for p in model.parameters() if p.grad is not None), key=lambda g: not g.is_sparse)
+    return list({id(g) if g.is_sparse else (_local(g).data_ptr(), g.numel()): g for g in found}.values())
 
 
 def _groups_of(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is None:
-        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(several)
+    several, one = getattr(state, "_fsdp_param_groups", None), getattr(state, "_fsdp_param_group", None)
+    return list(several) if several is not None else [] if one is None else [one]
 
 
 def _kept_back(parameter: Any) -> Iterator[Tensor]:
