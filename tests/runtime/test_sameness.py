@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dynamix
 from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime import arguments
 from dynamix.runtime.ranks import errors as ending
+from dynamix.runtime.ranks.compare import VERSION
 from dynamix.runtime.state.packing import checksum
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, classes
@@ -88,6 +91,28 @@ def _states() -> tuple[Any, Any, Any]:
         job = Job()
         states.append(job.train(job.sampled(), save_at=step))
     return states[0], states[1], job.controller.state_dict()
+
+
+def _version(version: str | None, **given: Any) -> Odd:
+    """The odd rank runs this version, which may have other arguments, too; None: one that does not say which."""
+
+    def train(odd: bool) -> None:
+        told, compare = sys.modules["dynamix"].__version__, arguments.require_same
+
+        def silent(facts: dict[str, Any], *rest: Any) -> None:
+            compare({name: value for name, value in facts.items() if name != VERSION}, *rest)
+
+        try:
+            if odd and version is None:
+                arguments.require_same = silent
+            elif odd:
+                sys.modules["dynamix"].__version__ = version  # type: ignore[attr-defined]
+            Job(**(given if odd else {}))
+        finally:
+            sys.modules["dynamix"].__version__ = told  # type: ignore[attr-defined]
+            arguments.require_same = compare
+
+    return train
 
 
 Odd = Callable[[bool], None]
@@ -177,6 +202,7 @@ def _power(odd: bool) -> None:
     job.train(job.sampled(), hook=powerSGD_hook, hook_state=state)
 
 
+_UNLIKE = f'version of dynamix is "{dynamix.__version__}" on rank'
 CASES: dict[str, tuple[Odd, list[str]]] = {
     "seed": (_odd("sampler", seed=7), ["seed is 0 on", "7 on rank {last}", "seed=0, not seed=rank"]),
     "length": (_odd("sampler", samples=58), ["dataset_size is 60 on", "58 on rank {last}", "whole data set"]),
@@ -211,6 +237,11 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "momentum": (_odd("training", optimizer=_momentum), ["optimizers: momentum is [0] on", "[0.9] on rank {last}"]),
     "weights": (_odd("training", before=_loads), ["parameters: weight is [", "Load weights on every rank"]),
     "later epoch": (_later_epoch, ["in epochs that differ: 1 on", "2 on rank {last}", "set_epoch(epoch) alike"]),
+    "version": (_version("9.1"), [_UNLIKE, '"9.1" on rank {last}. Install one and the same version']),
+    "version, arguments": (_version("9.1", interval=3), [_UNLIKE, '"9.1" on rank {last}. Install']),
+    "version, impossible there": (_version("9.1", batch_size=0), [_UNLIKE, '"9.1" on rank {last}. Install']),
+    "version, meets otherwise": (_version("9.1", meet="auto"), [_UNLIKE, '"9.1" on rank {last}. Install']),
+    "version, untold": (_version(None), [_UNLIKE, "missing on rank {last}. Install"]),
     "impossible on one": (
         _odd("job", batch_size=0),
         ["error is null on", "batch_size=0 is not possible", "on rank {last}"],

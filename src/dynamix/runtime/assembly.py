@@ -147,19 +147,13 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         check_interval(given.interval, policy)
         if given.global_batch == "fixed" and getattr(policy, "even", False):
             allowed = f"'adaptive' with {given.policy!r}, which gives all workers the same"
-            raise ConfigError(
-                "global_batch", "fixed", allowed, "say global_batch='adaptive', or take lb_bsp or goodput"
-            )
-        replayed = None if given.replay is None else recorded(given.replay)
+            fix = "say global_batch='adaptive', or take lb_bsp or goodput"
+            raise ConfigError("global_batch", "fixed", allowed, fix)
+        replayed = None if given.replay is None else recorded(given.replay, workers)
+        events = background_log(given.events) if rank == 0 else None
         same |= {"policy": given.policy if isinstance(given.policy, str) else type(given.policy).__name__}
-        same |= {
-            "interval": given.interval,
-            "guard": given.guard,
-            **counts,
-            "lr_rule": given.lr_rule,
-            "replay": replayed,
-        }
-        same |= {"max_change": given.max_change, "global_batch": given.global_batch, "meet": given.meet}
+        alike = ("interval", "guard", "lr_rule", "max_change", "global_batch", "meet")
+        same |= {**counts, **{name: getattr(given, name) for name in alike}, "replay": replayed}
         same |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high}
         same |= {"min_global_batch": given.total[0], "max_global_batch": given.total[1]}
         same |= {"shape of the policy's state": shape_of(policy.state_dict())}
@@ -182,7 +176,6 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
     job = JobFacts(
         bounds, int(start.sum()), accumulate=given.accumulate, slack=slack, fixed=fixed, rounds=rounds, hosts=hosts
     )
-    events = background_log(given.events) if rank == 0 else None
     decider = Decider(served, job, replay=replayed, events=events) if rank == 0 else None
     channel = open_channel(control, workers, job, served, decider, replays=replayed is not None, lr_rule=given.lr_rule)
     ranks = None if control is None else Ranks(control)

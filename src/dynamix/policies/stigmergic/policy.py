@@ -278,7 +278,12 @@ class StigmergicPolicy:
         about, weights = read_policy(path, KIND)
         given, values = about.get("parameters"), weights.get("parameters")
         named: dict[str, float] = {}
-        if isinstance(given, dict) and values is not None and list(given.values()) == values.tolist():
+        if (
+            isinstance(given, dict)
+            and values is not None
+            and values.ndim == 1
+            and list(given.values()) == values.tolist()
+        ):
             named = dict(given)  # in the order of the values
         if RANGES.keys() - named.keys() == {"back", "ahead"}:  # of a version that had the two fixed
             named |= {"back": min(named["sure"], 1.0), "ahead": 0.0}
