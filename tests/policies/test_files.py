@@ -105,7 +105,7 @@ def not_finite(file: Path) -> None:
 def nested(file: Path) -> None:
     names = [*stigmergic.RANGES]
     write_raw(file, "F64", [len(names), 1], bytes(8 * len(names)))
-    rewrite(file, parameters=dict.fromkeys(names, [0.0]))
+    rewrite(file, parameters={name: [0.0] for name in names})
 
 
 HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {

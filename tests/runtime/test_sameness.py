@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -93,26 +93,20 @@ def _states() -> tuple[Any, Any, Any]:
     return states[0], states[1], job.controller.state_dict()
 
 
-def _version(version: str | None, **given: Any) -> Odd:
-    """The odd rank runs this version, which may have other arguments, too; None: one that does not say which."""
+def _version(version: str, **given: Any) -> Odd:
+    """The odd rank runs this version, which may have other arguments, too."""
 
     def train(odd: bool) -> None:
-        told, compare = sys.modules["dynamix"].__version__, arguments.require_same
-
-        def silent(facts: dict[str, Any], *rest: Any) -> None:
-            compare({name: value for name, value in facts.items() if name != VERSION}, *rest)
-
-        try:
-            if odd and version is None:
-                arguments.require_same = silent
-            elif odd:
-                sys.modules["dynamix"].__version__ = version  # type: ignore[attr-defined]
+        with patch.object(dynamix, "__version__", version if odd else dynamix.__version__):
             Job(**(given if odd else {}))
-        finally:
-            sys.modules["dynamix"].__version__ = told  # type: ignore[attr-defined]
-            arguments.require_same = compare
 
     return train
+
+
+def _of_0_2(odd: bool) -> None:
+    """It did not say its version."""
+    with patch.object(arguments, "VERSION", "error" if odd else VERSION):
+        Job()
 
 
 Odd = Callable[[bool], None]
@@ -241,7 +235,7 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "version, arguments": (_version("9.1", interval=3), [_UNLIKE, '"9.1" on rank {last}. Install']),
     "version, impossible there": (_version("9.1", batch_size=0), [_UNLIKE, '"9.1" on rank {last}. Install']),
     "version, meets otherwise": (_version("9.1", meet="auto"), [_UNLIKE, '"9.1" on rank {last}. Install']),
-    "version, untold": (_version(None), [_UNLIKE, "missing on rank {last}. Install"]),
+    "version, untold": (_of_0_2, [_UNLIKE, "missing on rank {last}."]),
     "impossible on one": (
         _odd("job", batch_size=0),
         ["error is null on", "batch_size=0 is not possible", "on rank {last}"],

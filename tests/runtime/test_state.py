@@ -406,21 +406,13 @@ def test_a_replay_passes_the_projection(tmp_path: Path) -> None:
     refused(ConfigError, "2 workers", job, "static", replay=tmp_path / "r.jsonl")
 
 
-FOREIGN = {
-    "empty": b"",
-    "unfinished": b'{"schema":2,"window_index":0,"decision":"keep"',
-    "blank lines": b"\n\n",
-    "JSON": b'{"loss": 1.0}\n',
-    "text": b"step loss\n1 0.5\n",
-    "checkpoint": b"PK\x03\x04\x00\n\xff",
-}
+FOREIGN = [b"", b'{"schema":2,"window_index":0', b"\n\n", b'{"loss": 1.0}\n', b"a\n1 0.5\n", b"PK\x00\n\xff"]
 
 
-@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize("content", FOREIGN)
 def test_a_replay_of_no_decisions_and_events_into_another_file_are_refused(content: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "notes"
-    file.write_bytes(content)
-    refused(StateError, "notes", job, "static", replay=file)
-    if content not in (FOREIGN["empty"], FOREIGN["unfinished"]):
-        refused(ConfigError, "events=.*notes.*left as it is", job, "static", events=file)
-        assert file.read_bytes() == content
+    (tmp_path / "notes").write_bytes(content)
+    refused(StateError, "notes", job, "static", replay=tmp_path / "notes")
+    if content not in FOREIGN[:2]:
+        refused(ConfigError, "events=.*notes.*left as it is", job, "static", events=tmp_path / "notes")
+    assert (tmp_path / "notes").read_bytes() == content

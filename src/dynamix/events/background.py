@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
@@ -101,11 +100,7 @@ class BackgroundLog:
 
 
 def background_log(path: str | os.PathLike[str] | None) -> BackgroundLog | None:
-    """Where a job's events go: `path`, else the file that DYNAMIX_EVENTS names, else nowhere.
-
-    Raises `ConfigError` for a file of something else.
-    """
+    """Where a job's events go: `path`, else the file that DYNAMIX_EVENTS names, else nowhere. As `require_events`."""
     chosen = path if path is not None else os.environ.get(EVENTS_VARIABLE)
-    with contextlib.suppress(OSError):  # the thread finds out, and says so
-        require_events(Path(chosen or os.devnull))
+    require_events(Path(chosen or os.devnull))
     return BackgroundLog(chosen) if chosen else None

@@ -16,7 +16,6 @@ from dynamix.window import Window
 
 SCHEMA = 1  # of result.json and what else is written as JSON
 EVENTS_SCHEMA = 2  # sizes are samples per round; 1 counted them per micro-batch
-LONGEST_FIRST = 2**24  # bytes of a file's first line that are looked at
 EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names the events file of a job that names none; `dynamix emulate` sets it
 
 
@@ -32,10 +31,7 @@ class EventLog:
         self._file: IO[bytes] | None = None
 
     def write(self, **fields: Any) -> None:
-        """Append one event. Values are a `Window` and what JSON knows; raises TypeError for others.
-
-        The first raises `ConfigError` where the file is not an events file.
-        """
+        """Append one event: a `Window` and what JSON knows, else TypeError. As `require_events`."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished(self.path)
@@ -108,7 +104,7 @@ def _no_constant(text: str) -> float:
 
 
 def cut_unfinished(path: Path) -> None:
-    """Cut off an unfinished last line, left by a killed run. Raises `ConfigError` for a file that is not ours."""
+    """Cut off an unfinished last line, left by a killed run. As `require_events`."""
     require_events(path)
     with contextlib.suppress(FileNotFoundError):
         if path.is_file():
@@ -122,13 +118,11 @@ def cut_unfinished(path: Path) -> None:
 
 def require_events(path: Path) -> None:
     """Raise `ConfigError` where `path` is a file that does not begin as an events file of this version does."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        line = file.readline(LONGEST_FIRST)
-    ours = line.startswith(
-        line_of({}).replace(b"}\n", b",")[: len(line)]
-    )  # a first line that was not finished, or nothing
+    line, begins = b"", line_of({}).replace(b"}\n", b",")
+    if path.is_file():
+        with contextlib.suppress(OSError), path.open("rb") as file:  # whoever writes finds out
+            line = file.readline(2**24)
+    ours = begins.startswith(line[: len(begins)])  # none yet, or one that was not finished
     if line.endswith(b"\n"):
         with contextlib.suppress(StateError):
             ours = bool(parse_event(line.decode("utf-8", errors="replace"), "", unpack=False))

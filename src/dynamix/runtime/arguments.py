@@ -212,10 +212,7 @@ def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None
     control = open_control(ranks, timeout, name=str(group.group_name))
     if given is not None:
         fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
-        fixes = {
-            "": fix,
-            VERSION: "Install one and the same version of dynamix for every rank, and start them all anew",
-        }
+        fixes = {"": fix, VERSION: "Install one and the same version of dynamix for every rank"}
         facts = {VERSION: sys.modules["dynamix"].__version__, **given}
         require_same(facts, control, "Controller(...) got other arguments on some ranks", fixes)
     return control

@@ -182,8 +182,8 @@ def recorded(path: str | os.PathLike[str], workers: int) -> dict[int, dict[str, 
     if not answers:
         raise StateError(f"{os.fspath(path)} has no decision to replay; {fix}")
     if workers not in worlds:
-        told = f"{', '.join(map(str, sorted(worlds)))} workers"
-        raise ConfigError("replay", told, str(workers), "replay with as many workers as the run had")
+        fix = "replay with as many workers as the run had"
+        raise ConfigError("replay", f"{max(worlds)} workers", str(workers), fix)
     return answers
 
 
