@@ -19,9 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dynamix
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime import arguments
 from dynamix.runtime.ranks import errors as ending
-from dynamix.runtime.ranks.compare import VERSION
 from dynamix.runtime.state.packing import checksum
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, classes
@@ -101,12 +99,6 @@ def _version(version: str, **given: Any) -> Odd:
             Job(**(given if odd else {}))
 
     return train
-
-
-def _of_0_2(odd: bool) -> None:
-    """It did not say its version."""
-    with patch.object(arguments, "VERSION", "error" if odd else VERSION):
-        Job()
 
 
 Odd = Callable[[bool], None]
@@ -235,7 +227,6 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "version, arguments": (_version("9.1", interval=3), [_UNLIKE, '"9.1" on rank {last}. Install']),
     "version, impossible there": (_version("9.1", batch_size=0), [_UNLIKE, '"9.1" on rank {last}. Install']),
     "version, meets otherwise": (_version("9.1", meet="auto"), [_UNLIKE, '"9.1" on rank {last}. Install']),
-    "version, untold": (_of_0_2, [_UNLIKE, "missing on rank {last}."]),
     "impossible on one": (
         _odd("job", batch_size=0),
         ["error is null on", "batch_size=0 is not possible", "on rank {last}"],

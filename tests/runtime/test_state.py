@@ -404,15 +404,7 @@ def test_a_replay_passes_the_projection(tmp_path: Path) -> None:
             job("static", replay=tmp_path / "r.jsonl")
     (tmp_path / "r.jsonl").write_text(json.dumps(event | {"allocation": [8, 8]}) + "\n")
     refused(ConfigError, "2 workers", job, "static", replay=tmp_path / "r.jsonl")
-
-
-FOREIGN = [b"", b'{"schema":2,"window_index":0', b"\n\n", b'{"loss": 1.0}\n', b"a\n1 0.5\n", b"PK\x00\n\xff"]
-
-
-@pytest.mark.parametrize("content", FOREIGN)
-def test_a_replay_of_no_decisions_and_events_into_another_file_are_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "notes").write_bytes(content)
-    refused(StateError, "notes", job, "static", replay=tmp_path / "notes")
-    if content not in FOREIGN[:2]:
-        refused(ConfigError, "events=.*notes.*left as it is", job, "static", events=tmp_path / "notes")
-    assert (tmp_path / "notes").read_bytes() == content
+    for foreign in (b"", b'{"schema":2,"window_index":0', b"\n\n", b'{"loss": 1.0}\n', b"a\n1 0.5\n", b"PK\x00\n\xff"):
+        (tmp_path / "notes").write_bytes(foreign)
+        refused(StateError, "notes", job, "static", replay=tmp_path / "notes")
+    refused(ConfigError, "events=.*notes.*left as it is", job, "static", events=tmp_path / "notes")

@@ -16,15 +16,7 @@ from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
 from dynamix.policies.wrappers import peers_of
-from dynamix.runtime.arguments import (
-    check_counts,
-    check_interval,
-    job_bounds,
-    one_for_all,
-    paced,
-    policy_of,
-    watched,
-)
+from dynamix.runtime.arguments import check_counts, check_interval, job_bounds, one_for_all, paced, policy_of, watched
 from dynamix.runtime.decide.channel import DRAIN_S
 from dynamix.runtime.decide.decision import Decider, recorded
 from dynamix.runtime.decide.job_facts import JobFacts

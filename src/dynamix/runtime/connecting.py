@@ -17,6 +17,7 @@ from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.measure.recorder import Recorder, Unmeasured
 from dynamix.runtime.memory import Memory, within
 from dynamix.runtime.state import random_state
+from dynamix.runtime.sync.collectives import require_sums
 from dynamix.runtime.sync.connected_model import ConnectedModel, attach
 from dynamix.runtime.sync.local_sgd import attach_apart, attach_both
 from dynamix.runtime.sync.sharded import attach_sharded
@@ -36,6 +37,8 @@ def connect(
     for name, allowed in (("weighting", ("hook", "loss", "given")), ("batchnorm", ("rank0", "weighted"))):
         if options[name] not in allowed:
             raise ConfigError(name, options[name], " or ".join(allowed), "check the spelling")
+    if coordinator.ways is not None or coordinator.steps_apart or options["batchnorm"] == "weighted":
+        require_sums(model.named_buffers())
     if coordinator.micro_batch is not None or coordinator.steps_apart:
         require_own_passes(model, group, apart=coordinator.steps_apart)
     if coordinator.loop.add_optimizer(model, optimizer):
