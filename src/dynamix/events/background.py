@@ -102,5 +102,7 @@ class BackgroundLog:
 def background_log(path: str | os.PathLike[str] | None) -> BackgroundLog | None:
     """Where a job's events go: `path`, else the file that DYNAMIX_EVENTS names, else nowhere. As `require_events`."""
     chosen = path if path is not None else os.environ.get(EVENTS_VARIABLE)
-    require_events(Path(chosen or os.devnull))
-    return BackgroundLog(chosen) if chosen else None
+    if not chosen:
+        return None
+    require_events(Path(chosen))
+    return BackgroundLog(chosen)

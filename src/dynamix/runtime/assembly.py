@@ -125,13 +125,10 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         require_way_of_meeting(given)
         bounds, start = job_bounds(
             workers,
-            given.batch_size,
-            given.each,
-            given.total,
-            given.global_batch,
-            quantum=given.quantum,
-            accumulate=given.accumulate,
-            micro_batch=given.micro_batch,
+            each=given.each,
+            total=given.total,
+            global_batch=given.global_batch,
+            **counts,
             apart=given.meet == "parameters",
             max_change=given.max_change,
         )
@@ -144,8 +141,9 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         replayed = None if given.replay is None else recorded(given.replay, workers)
         events = background_log(given.events) if rank == 0 else None
         same |= {"policy": given.policy if isinstance(given.policy, str) else type(given.policy).__name__}
-        alike = ("interval", "guard", "lr_rule", "max_change", "global_batch", "meet")
-        same |= {**counts, **{name: getattr(given, name) for name in alike}, "replay": replayed}
+        same |= {**counts, "interval": given.interval, "guard": given.guard}
+        same |= {"lr_rule": given.lr_rule, "replay": replayed}
+        same |= {"max_change": given.max_change, "global_batch": given.global_batch, "meet": given.meet}
         same |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high}
         same |= {"min_global_batch": given.total[0], "max_global_batch": given.total[1]}
         same |= {"shape of the policy's state": shape_of(policy.state_dict())}

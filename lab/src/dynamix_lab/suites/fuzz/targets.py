@@ -180,7 +180,6 @@ class Events:
 
     def attempt(self, rng: random.Random) -> bool:
         line = rng.choice(self.lines)
-        workers = len(line["allocation"])
         if rng.random() < 0.5:
             try:
                 text = json.dumps(mutations.value(line, rng), default=str)
@@ -191,7 +190,7 @@ class Events:
         self.file.write_bytes(text.encode("utf-8", errors="surrogatepass") + b"\n")
         try:
             events = read_events(self.file)
-            recorded(self.file, workers)
+            recorded(self.file, len(line["allocation"]))
         except DynamixError:
             return False
         again = [json.loads(json.dumps(event)) for event in events]
