@@ -1,9 +1,11 @@
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from dynamix.errors import StateError
+from dynamix.errors import ConfigError, StateError
+from dynamix.events.background import BackgroundLog, background_log
 from dynamix.events.records import EventLog, read_events
 from dynamix.window import Window
 from tests.refused import refused
@@ -48,3 +50,31 @@ def test_lines_of_version_0_1_are_refused_by_name(tmp_path):
     path.write_text(json.dumps({"schema": 1, "loss": 2.0}) + "\n")
     with pytest.raises(StateError, match=r"events\.jsonl:1: event has schema 1 \(version 0\.1\), this version reads 2"):
         read_events(path)
+
+
+def test_opening_reads_the_ends_of_a_file_and_not_all_of_it(tmp_path):
+    path, line = tmp_path / "events.jsonl", b'{"schema":2,"a":"' + b"x" * 500_000 + b'"}\n'
+    for whole, unfinished in ((40, b""), (40, b"{"), (40, line[:-1]), (0, line[:-1])):
+        path.write_bytes(whole * line + unfinished)
+        tracemalloc.start()
+        background_log(path)
+        with EventLog(path) as log:
+            log.write(b=1)
+        assert tracemalloc.get_traced_memory()[1] < 6e6
+        tracemalloc.stop()
+        assert path.read_bytes() == whole * line + b'{"schema":2,"b":1}\n'
+
+
+@pytest.mark.parametrize(
+    "content", [b"a note", b"a\nb", b'{"schema":1}\n', b'{"schema":25}\n{', b"[1]\n", b"\x1f\x8b\n\xff"]
+)
+def test_a_file_of_something_else_is_neither_cut_nor_written_to(tmp_path, content, monkeypatch):
+    path = tmp_path / "notes"
+    path.write_bytes(content)
+    refused(ConfigError, "notes", EventLog(path).write, step=1)
+    monkeypatch.setenv("DYNAMIX_EVENTS", str(path))
+    refused(ConfigError, "notes", background_log, None)
+    log = BackgroundLog(path)  # the file became another one after the job began
+    log.write(step=1)
+    assert log.close()
+    assert (log.dropped, path.read_bytes()) == (1, content)

@@ -1,6 +1,7 @@
 """Policy files of every kind: written and read by one module, refused for one set of reasons."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -85,15 +86,26 @@ def rewrite(file: Path, **changed: Any) -> None:
 
 def rehash(file: Path, **weights: torch.Tensor) -> None:
     """Other weights, with a description that vouches for them."""
-    import hashlib
-
     save_file({**load_file(file), **weights}, file)
+    rewrite(file, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+
+
+def write_raw(file: Path, kind: str, shape: list[int], content: bytes) -> None:
+    """One tensor of this type and shape, which safetensors may take and torch may not."""
+    header = json.dumps({"parameters": {"dtype": kind, "shape": shape, "data_offsets": [0, len(content)]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content)
     rewrite(file, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
 
 
 def not_finite(file: Path) -> None:
     name, value = next(iter(load_file(file).items()))
     rehash(file, **{name: torch.full_like(value, float("nan"))})
+
+
+def nested(file: Path) -> None:
+    names = [*stigmergic.RANGES]
+    write_raw(file, "F64", [len(names), 1], bytes(8 * len(names)))
+    rewrite(file, parameters={name: [0.0] for name in names})
 
 
 HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -110,6 +122,11 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda file: file.unlink(), "existing file"),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), "a file that can be read"),
     "not finite": (not_finite, "finite weights"),
+    "65 dimensions": (lambda file: write_raw(file, "F32", [1] * 65, bytes(4)), "that torch can read"),
+    "a dimension of 2^63": (lambda file: write_raw(file, "F32", [0, 2**63], b""), "that torch can read"),
+    "a type without infinities": (lambda file: write_raw(file, "F8_E4M3", [4], bytes(4)), "that torch can read"),
+    "a type of tomorrow": (lambda file: write_raw(file, "F4", [4], bytes(2)), "that torch can read"),
+    "two numbers each": (nested, "architecture|parameters"),
 }
 
 

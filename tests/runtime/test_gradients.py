@@ -164,3 +164,40 @@ def test_weighted_average_refuses_negative_and_empty() -> None:
     for messages in run_ranks(_refused, 2):
         assert "count=-1" in messages[0]
         assert "no worker has trained on a sample" in messages[1]
+
+
+KINDS = [torch.int16, torch.uint16, torch.uint32, torch.uint64]  # that gloo does not know
+EIGHTS = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def _with_buffers(kinds: list[torch.dtype], rank: int) -> nn.Module:
+    net = nn.Linear(2, 1)
+    for kind in kinds:
+        values = [2**63 + 5, 3, 2**64 - 1] if kind == torch.uint64 else [4, 3, 5]
+        net.register_buffer(str(kind)[6:], torch.tensor(values[rank:] + values[:rank], dtype=kind))
+    return net
+
+
+def _exchanged(rank: int) -> list[Any]:
+    """For each way and list of types whether it is taken, and whether the first rank's buffers arrived to the bit."""
+    told: list[Any] = []
+    for meet, norm in (("gradients", "rank0"), ("gradients", "weighted"), ("parameters", "rank0"), ("auto", "rank0")):
+        for kinds in (KINDS, EIGHTS):
+            model = DDP(_with_buffers(kinds, rank), init_sync=False).eval()
+            controller, steps = dynamix.Controller("static", 4, meet=meet), torch.optim.SGD(model.parameters(), lr=0.1)
+            told.append(refusal(UsageError, controller.wrap, model, steps, batchnorm=norm))
+            if told[-1] == "accepted":
+                model(torch.ones(4, 2))
+                pairs = zip(model.buffers(), _with_buffers(kinds, 0).buffers(), strict=True)
+                assert all(torch.equal(own.view(torch.uint8), first.view(torch.uint8)) for own, first in pairs)
+            controller.close()
+    dynamix.weighted_average(net := _with_buffers(KINDS, rank), 1)
+    assert [b.tolist() for b in net.buffers()] == [*[[4, 5, 5]] * 3, [2**63 + 5, 2**64 - 1, 2**64 - 1]]
+    return [*told, refusal(UsageError, dynamix.weighted_average, _with_buffers(EIGHTS, rank), 1)]
+
+
+@pytest.mark.multiproc
+def test_buffers_of_types_that_gloo_does_not_know_travel_to_the_bit_or_are_refused_by_name() -> None:
+    for told in run_ranks(_exchanged, 2):
+        assert [told[at] for at in (0, 1, 2, 4, 6)] == ["accepted"] * 5
+        assert all("float8_e4m3fn, of which workers cannot take the mean" in told[at] for at in (3, 5, 7, 8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -88,6 +89,16 @@ def _states() -> tuple[Any, Any, Any]:
         job = Job()
         states.append(job.train(job.sampled(), save_at=step))
     return states[0], states[1], job.controller.state_dict()
+
+
+def _version(version: str, **given: Any) -> Odd:
+    """The odd rank runs this version, which may have other arguments, too."""
+
+    def train(odd: bool) -> None:
+        with patch.object(dynamix, "__version__", version if odd else dynamix.__version__):
+            Job(**(given if odd else {}))
+
+    return train
 
 
 Odd = Callable[[bool], None]
@@ -177,6 +188,7 @@ def _power(odd: bool) -> None:
     job.train(job.sampled(), hook=powerSGD_hook, hook_state=state)
 
 
+_UNLIKE = f'version of dynamix is "{dynamix.__version__}" on rank'
 CASES: dict[str, tuple[Odd, list[str]]] = {
     "seed": (_odd("sampler", seed=7), ["seed is 0 on", "7 on rank {last}", "seed=0, not seed=rank"]),
     "length": (_odd("sampler", samples=58), ["dataset_size is 60 on", "58 on rank {last}", "whole data set"]),
@@ -211,6 +223,10 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "momentum": (_odd("training", optimizer=_momentum), ["optimizers: momentum is [0] on", "[0.9] on rank {last}"]),
     "weights": (_odd("training", before=_loads), ["parameters: weight is [", "Load weights on every rank"]),
     "later epoch": (_later_epoch, ["in epochs that differ: 1 on", "2 on rank {last}", "set_epoch(epoch) alike"]),
+    "version": (_version("9.1"), [_UNLIKE, '"9.1" on rank {last}. Install one and the same version']),
+    "version, arguments": (_version("9.1", interval=3), [_UNLIKE, '"9.1" on rank {last}. Install']),
+    "version, impossible there": (_version("9.1", batch_size=0), [_UNLIKE, '"9.1" on rank {last}. Install']),
+    "version, meets otherwise": (_version("9.1", meet="auto"), [_UNLIKE, '"9.1" on rank {last}. Install']),
     "impossible on one": (
         _odd("job", batch_size=0),
         ["error is null on", "batch_size=0 is not possible", "on rank {last}"],

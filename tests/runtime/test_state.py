@@ -20,12 +20,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.checkpoint.stateful import Stateful
 
 import dynamix
-from dynamix.errors import DynamixError, StateError
+from dynamix.errors import ConfigError, StateError
 from dynamix.policies import make_policy
 from dynamix.runtime.state.packing import checksum, pack, unpack
 from dynamix.runtime.state.schema import SavedState
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
+from tests.refused import refused
 from tests.runtime.jobs import Training, adaptive, classes
 
 DATA = classes(300)
@@ -402,6 +403,8 @@ def test_a_replay_passes_the_projection(tmp_path: Path) -> None:
         with pytest.raises(StateError, match=next(iter(broken))):
             job("static", replay=tmp_path / "r.jsonl")
     (tmp_path / "r.jsonl").write_text(json.dumps(event | {"allocation": [8, 8]}) + "\n")
-    controller, _, train = job("static", replay=tmp_path / "r.jsonl")
-    with pytest.raises(DynamixError, match="2 workers"):
-        train()
+    refused(ConfigError, "2 workers", job, "static", replay=tmp_path / "r.jsonl")
+    for foreign in (b"", b'{"schema":2,"window_index":0', b"\n\n", b'{"loss": 1.0}\n', b"a\n1 0.5\n", b"PK\x00\n\xff"):
+        (tmp_path / "notes").write_bytes(foreign)
+        refused(StateError, "notes", job, "static", replay=tmp_path / "notes")
+    refused(ConfigError, "events=.*notes.*left as it is", job, "static", events=tmp_path / "notes")

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from dynamix.events.records import EVENTS_VARIABLE, cut_unfinished, line_of
+from dynamix.events.records import EVENTS_VARIABLE, cut_unfinished, line_of, require_events
 
 BACKLOG = 1_000  # lines that may wait for a slow disk; further ones are dropped
 _log = logging.getLogger("dynamix")
@@ -100,6 +100,9 @@ class BackgroundLog:
 
 
 def background_log(path: str | os.PathLike[str] | None) -> BackgroundLog | None:
-    """Where a job's events go: `path`, else the file that DYNAMIX_EVENTS names, else nowhere."""
+    """Where a job's events go: `path`, else the file that DYNAMIX_EVENTS names, else nowhere. As `require_events`."""
     chosen = path if path is not None else os.environ.get(EVENTS_VARIABLE)
-    return BackgroundLog(chosen) if chosen else None
+    if not chosen:
+        return None
+    require_events(Path(chosen))
+    return BackgroundLog(chosen)

@@ -6,10 +6,11 @@ import contextlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from dynamix.errors import StateError
+from dynamix.errors import ConfigError, StateError
 from dynamix.events.windows import unpacked, window_record
 from dynamix.window import Window
 
@@ -30,7 +31,7 @@ class EventLog:
         self._file: IO[bytes] | None = None
 
     def write(self, **fields: Any) -> None:
-        """Append one event. Values are a `Window` and what JSON knows; raises TypeError for others."""
+        """Append one event: a `Window` and what JSON knows, else TypeError. As `require_events`."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished(self.path)
@@ -62,12 +63,18 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises `StateError` naming the line when anything else is broken or of another schema, such as that of version 0.1.
     """
+    return list(each_event(path))
+
+
+def each_event(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """`read_events`, one at a time: files may be larger than memory."""
     try:
-        text = Path(path).read_bytes().decode("utf-8", errors="replace")
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip() and line.endswith(b"\n"):  # without that end it is unfinished
+                    yield parse_event(line.decode("utf-8", errors="replace"), f"{os.fspath(path)}:{number}")
     except OSError as error:
         raise StateError(f"cannot read events file {os.fspath(path)}: {error.strerror}") from error
-    lines = text.split("\n")[:-1]  # what follows the last end of a line is unfinished, or empty
-    return [parse_event(line, f"{os.fspath(path)}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def parse_event(line: str, place: str, *, unpack: bool = True) -> dict[str, Any]:
@@ -97,11 +104,31 @@ def _no_constant(text: str) -> float:
 
 
 def cut_unfinished(path: Path) -> None:
-    """Cut off an unfinished last line, left by a killed run."""
+    """Cut off an unfinished last line, left by a killed run. As `require_events`."""
+    require_events(path)
     with contextlib.suppress(FileNotFoundError):
         if path.is_file():
             with path.open("rb+") as file:
-                file.truncate(file.read().rfind(b"\n") + 1)
+                begin, found = file.seek(0, os.SEEK_END), -1
+                while found < 0 < begin:
+                    begin = file.seek(max(begin - 2**16, 0))
+                    found = file.read(2**16).rfind(b"\n")
+                file.truncate(begin + found + 1)
+
+
+def require_events(path: Path) -> None:
+    """Raise `ConfigError` where `path` is a file that does not begin as an events file of this version does."""
+    line, begins = b"", line_of({}).replace(b"}\n", b",")
+    if path.is_file():
+        with contextlib.suppress(OSError), path.open("rb") as file:  # whoever writes finds out
+            line = file.readline(2**24)
+    ours = begins.startswith(line[: len(begins)])  # none yet, or one that was not finished
+    if line.endswith(b"\n"):
+        with contextlib.suppress(StateError):
+            ours = bool(parse_event(line.decode("utf-8", errors="replace"), "", unpack=False))
+    if not ours:
+        fix = "name another one: this does not begin with an event of this version, and is left as it is"
+        raise ConfigError("events", str(path), "a new file, or the events file of an earlier run", fix)
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -125,9 +125,10 @@ def read_policy(
         raise PolicyFileError("policy", str(file), "a file whose sha256 is the one in its .json", retrain(kind))
     try:
         weights = load(data)
-    except (SafetensorError, ValueError) as error:
-        raise PolicyFileError("policy", str(file), "safetensors", _AGAIN) from error
-    if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
+        finite = all(bool(torch.isfinite(value).all()) for value in weights.values())
+    except (SafetensorError, ValueError, RuntimeError, LookupError, TypeError, ArithmeticError) as error:
+        raise PolicyFileError("policy", str(file), "safetensors that torch can read", retrain(kind)) from error
+    if not finite:
         raise PolicyFileError("policy", str(file), "finite weights", retrain(kind))
     return about, weights
 

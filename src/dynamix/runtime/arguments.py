@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from dynamix.model.rounds import MOST
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.decide.job_facts import fixed_at
-from dynamix.runtime.ranks.compare import require_same
+from dynamix.runtime.ranks.compare import VERSION, require_same
 from dynamix.runtime.ranks.group import ControlGroup, open_control
 from dynamix.runtime.ranks.rendezvous import meet, refuse
 from dynamix.window import Bounds, Ints
@@ -211,7 +212,9 @@ def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None
     control = open_control(ranks, timeout, name=str(group.group_name))
     if given is not None:
         fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
-        require_same(given, control, "Controller(...) got other arguments on some ranks", {"": fix})
+        fixes = {"": fix, VERSION: "Install one and the same version of dynamix for every rank"}
+        facts = {VERSION: sys.modules["dynamix"].__version__, **given}
+        require_same(facts, control, "Controller(...) got other arguments on some ranks", fixes)
     return control
 
 

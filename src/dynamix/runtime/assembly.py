@@ -16,15 +16,7 @@ from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
 from dynamix.policies.wrappers import peers_of
-from dynamix.runtime.arguments import (
-    check_counts,
-    check_interval,
-    job_bounds,
-    one_for_all,
-    paced,
-    policy_of,
-    watched,
-)
+from dynamix.runtime.arguments import check_counts, check_interval, job_bounds, one_for_all, paced, policy_of, watched
 from dynamix.runtime.decide.channel import DRAIN_S
 from dynamix.runtime.decide.decision import Decider, recorded
 from dynamix.runtime.decide.job_facts import JobFacts
@@ -133,13 +125,10 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         require_way_of_meeting(given)
         bounds, start = job_bounds(
             workers,
-            given.batch_size,
-            given.each,
-            given.total,
-            given.global_batch,
-            quantum=given.quantum,
-            accumulate=given.accumulate,
-            micro_batch=given.micro_batch,
+            each=given.each,
+            total=given.total,
+            global_batch=given.global_batch,
+            **counts,
             apart=given.meet == "parameters",
             max_change=given.max_change,
         )
@@ -147,18 +136,13 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         check_interval(given.interval, policy)
         if given.global_batch == "fixed" and getattr(policy, "even", False):
             allowed = f"'adaptive' with {given.policy!r}, which gives all workers the same"
-            raise ConfigError(
-                "global_batch", "fixed", allowed, "say global_batch='adaptive', or take lb_bsp or goodput"
-            )
-        replayed = None if given.replay is None else recorded(given.replay)
+            fix = "say global_batch='adaptive', or take lb_bsp or goodput"
+            raise ConfigError("global_batch", "fixed", allowed, fix)
+        replayed = None if given.replay is None else recorded(given.replay, workers)
+        events = background_log(given.events) if rank == 0 else None
         same |= {"policy": given.policy if isinstance(given.policy, str) else type(given.policy).__name__}
-        same |= {
-            "interval": given.interval,
-            "guard": given.guard,
-            **counts,
-            "lr_rule": given.lr_rule,
-            "replay": replayed,
-        }
+        same |= {**counts, "interval": given.interval, "guard": given.guard}
+        same |= {"lr_rule": given.lr_rule, "replay": replayed}
         same |= {"max_change": given.max_change, "global_batch": given.global_batch, "meet": given.meet}
         same |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high}
         same |= {"min_global_batch": given.total[0], "max_global_batch": given.total[1]}
@@ -182,7 +166,6 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
     job = JobFacts(
         bounds, int(start.sum()), accumulate=given.accumulate, slack=slack, fixed=fixed, rounds=rounds, hosts=hosts
     )
-    events = background_log(given.events) if rank == 0 else None
     decider = Decider(served, job, replay=replayed, events=events) if rank == 0 else None
     channel = open_channel(control, workers, job, served, decider, replays=replayed is not None, lr_rule=given.lr_rule)
     ranks = None if control is None else Ranks(control)

@@ -17,6 +17,7 @@ from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.measure.recorder import Recorder, Unmeasured
 from dynamix.runtime.memory import Memory, within
 from dynamix.runtime.state import random_state
+from dynamix.runtime.sync.collectives import require_sums
 from dynamix.runtime.sync.connected_model import ConnectedModel, attach
 from dynamix.runtime.sync.local_sgd import attach_apart, attach_both
 from dynamix.runtime.sync.sharded import attach_sharded
@@ -30,14 +31,17 @@ def connect(
     """`Controller.wrap`, its options being those of `attach`. Whether `model` is the first that is connected."""
     refuse_fsdp1(model)
     require_pair(model, optimizer, group)
-    if options["averaging"] is not None and not coordinator.steps_apart:
+    apart = coordinator.steps_apart
+    if options["averaging"] is not None and not apart:
         fix = "write Controller(meet='parameters'), or leave averaging= out"
         raise UsageError(f"wrap(averaging=...) says how models are averaged, but workers meet over gradients: {fix}")
     for name, allowed in (("weighting", ("hook", "loss", "given")), ("batchnorm", ("rank0", "weighted"))):
         if options[name] not in allowed:
             raise ConfigError(name, options[name], " or ".join(allowed), "check the spelling")
-    if coordinator.micro_batch is not None or coordinator.steps_apart:
-        require_own_passes(model, group, apart=coordinator.steps_apart)
+    if apart or options["batchnorm"] == "weighted":
+        require_sums(model.named_buffers())
+    if coordinator.micro_batch is not None or apart:
+        require_own_passes(model, group, apart=apart)
     if coordinator.loop.add_optimizer(model, optimizer):
         coordinator.add_optimizer(optimizer, model)
         return False
@@ -92,6 +96,7 @@ def _attach(
 ) -> ConnectedModel:
     ending = None if coordinator.ranks is None else coordinator.ranks.ending
     if coordinator.ways is not None:
+        require_sums(model.named_buffers())
         return attach_both(model, group, coordinator.share, recorder, ending, **options)
     if coordinator.steps_apart:
         return attach_apart(model, group, recorder, ending, **options)

@@ -255,14 +255,7 @@ class Controller(Feeding):
             coordinator.fail(error)
             raise
 
-    def step(
-        self,
-        *,
-        loss: Any = None,
-        logits: Any = None,
-        target: Any = None,
-        count: int | None = None,
-    ) -> None:
+    def step(self, *, loss: Any = None, logits: Any = None, target: Any = None, count: int | None = None) -> None:
         """Once per micro-batch, after the optimizer's step (if any): observe; every k steps decide.
 
         loss, logits, target   of this micro-batch, as observations: tensors, dicts or a model's output; may be None.

@@ -173,7 +173,7 @@ class VirtualCluster:
         job.limit_to(len(dataset))
         # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
         self._ahead = 0 if per_epoch else max(self.world.delay - 1, 0)
-        replayed = None if replay is None else recorded(replay)
+        replayed = None if replay is None else recorded(replay, start.size)
         self._events = None if events is None else EventLog(events)
         decider = _ForAll(self.policy, job, replay=replayed, events=self._events, clock=self._workers.time.mark)
         channel = DecisionChannel(None, start.size, decider)

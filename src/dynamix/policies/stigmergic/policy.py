@@ -276,9 +276,9 @@ class StigmergicPolicy:
     def load(cls, path: str | Path, **options: Any) -> StigmergicPolicy:
         """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
         about, weights = read_policy(path, KIND)
-        given, values = about.get("parameters"), weights.get("parameters")
+        given, values = about.get("parameters"), weights.get("parameters", torch.empty(0))
         named: dict[str, float] = {}
-        if isinstance(given, dict) and values is not None and list(given.values()) == values.tolist():
+        if isinstance(given, dict) and values.ndim == 1 and list(given.values()) == values.tolist():
             named = dict(given)  # in the order of the values
         if RANGES.keys() - named.keys() == {"back", "ahead"}:  # of a version that had the two fixed
             named |= {"back": min(named["sure"], 1.0), "ahead": 0.0}

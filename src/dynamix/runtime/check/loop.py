@@ -197,15 +197,7 @@ class LoopCheck:
     muted       whether passes are being discarded (warm-up, the search for limits)
     """
 
-    def __init__(
-        self,
-        accumulate: int,
-        fail_with: Fail,
-        muted: Callable[[], bool],
-        *,
-        rank: int,
-        workers: int,
-    ) -> None:
+    def __init__(self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, rank: int, workers: int) -> None:
         self.accumulate, self._fail, self.muted, self.workers = accumulate, fail_with, muted, workers
         self.rank = rank
         self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches

@@ -11,7 +11,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.background import BackgroundLog
-from dynamix.events.records import EventLog, read_events
+from dynamix.events.records import EventLog, each_event
 from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, report_of, window_length_of
@@ -167,18 +167,23 @@ def out_of_turn(rows: Floats) -> str | None:
 _ANSWER = ("decision", "from_step", "allocation", "noise", "signal", "interval", "piece")
 
 
-def recorded(path: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
+def recorded(path: str | os.PathLike[str], workers: int) -> dict[int, dict[str, Any]]:
     """Window index -> what an earlier run's events file says was answered, for `Decider(replay=)`.
 
-    Raises `StateError` for a file whose lines do not say it.
+    Raises `StateError` for a file whose lines do not say it, `ConfigError` for one of a run of other `workers`.
     """
-    answers = {}
-    for number, event in enumerate(read_events(path), 1):
+    answers, worlds, fix = {}, set(), "replay the events.jsonl of a job, unchanged"
+    for number, event in enumerate(each_event(path), 1):
         answer = {k: event[k] for k in _ANSWER if k in event}
         if why := _unfit(event.get("window_index"), answer):
-            fix = "replay the events.jsonl of a job, unchanged"
             raise StateError(f"{os.fspath(path)}, event {number}: {why}; {fix}")
         answers[event["window_index"]] = answer
+        worlds.add(len(answer["allocation"]))
+    if not answers:
+        raise StateError(f"{os.fspath(path)} has no decision to replay; {fix}")
+    if workers not in worlds:
+        fix = "replay with as many workers as the run had"
+        raise ConfigError("replay", f"{max(worlds)} workers", str(workers), fix)
     return answers
 
 
@@ -197,10 +202,9 @@ def _unfit(index: Any, answer: dict[str, Any]) -> str:
         value = answer.get(name, 0)
         if type(value) is not int or not 0 <= value <= _MOST:
             return f"{name}={value!r} is no number of {of}"
-    if answer["decision"] != "new":
-        return ""
-    if type(answer.get("from_step")) is not int or not 0 <= answer["from_step"] <= _MOST:
-        return f"from_step={answer.get('from_step')!r} is no round"
+    step = answer.get("from_step")
+    if answer["decision"] == "new" and (type(step) is not int or not 0 <= step <= _MOST):
+        return f"from_step={step!r} is no round"
     sizes = answer.get("allocation")
     if type(sizes) is not list or set(map(type, sizes)) != {int} or not 0 <= min(sizes) <= max(sizes) <= _MOST:
         return "allocation is no list of batch sizes"

@@ -14,10 +14,9 @@ from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.ranks.errors import Explain, JobErrors, unnamed, wait_for
 from dynamix.runtime.ranks.group import ControlGroup
 
+VERSION = "version of dynamix"
 MOST_FIELDS = 5  # that one message names
-SKETCHED = (
-    "parameters: "  # begins the name of a parameter, whose value is (sum of every second entry, of the others, norm)
-)
+SKETCHED = "parameters: "  # begins a parameter's name; its value is (sum of every second entry, of the others, norm)
 NEAR = 1e-3  # of the norm: so far apart may those sums be. Devices that are not alike differ in last bits
 LONGEST_VALUE = 80  # characters of a value in a message
 _SAMPLER = "Write controller.batch_sampler(dataset, seed=0) with the same data set, seed and options on every rank"
@@ -70,7 +69,7 @@ def require_same(
     differing = [name for name in fields if _differs(name, [of_rank.get(name) for of_rank in told])]
     if not differing:
         return
-    differing = ["error"] if "error" in differing else differing  # what else differs follows from it
+    differing = next(([name] for name in (VERSION, "error") if name in differing), differing)  # the rest follows
     said = [f"{name} is {by_rank([of_rank.get(name, 'missing') for of_rank in told])}" for name in differing]
     more = f" (and {len(said) - MOST_FIELDS} more)" if len(said) > MOST_FIELDS else ""
     fix = fixes.get(differing[0].partition(":")[0], fixes[""])

@@ -13,6 +13,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.ranks.errors import JobErrors, wait_for
 
+_TOP = torch.iinfo(torch.int64).min
 BUCKET = 2**23  # elements of a payload: what is packed next travels while the one before does
 
 
@@ -24,12 +25,13 @@ def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup
     `count` is the number of samples this worker has trained on since the last averaging (H steps); a worker with 0
     contributes nothing and receives the average. With H = 1 and plain SGD this equals the weighted gradient (DBS,
     arXiv 2007.11831). Integer buffers become the largest. Raises `ConfigError` for a negative count, `UsageError` when
-    no worker has a sample.
+    no worker has a sample, or as `require_sums`.
     """
     if not count >= 0:
         raise ConfigError("count", count, "0 or more", "pass the samples trained on since the last averaging")
     workers = Workers(group if group is not None else cast(dist.ProcessGroup, dist.group.WORLD))
-    tensors = list({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+    require_sums(named := (*model.named_parameters(), *model.named_buffers()))
+    tensors = list({id(t): t for _, t in named}.values())
     floating = [t.detach() for t in tensors if t.is_floating_point() or t.is_complex()]
     payloads = [Bucket(bucket, count) for bucket in buckets(floating)] or [Bucket([torch.zeros(1)], count)]
     for payload in payloads:
@@ -86,12 +88,26 @@ class MaxReduce:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-        self.flat = torch.cat([t.detach().reshape(-1).to(torch.int64) for t in tensors])
+        self.flat = torch.cat([_ordered(t.detach()).reshape(-1) for t in tensors])
 
     def take(self) -> None:
         """It has arrived: the tensors become it."""
         for tensor, found in zip(self.tensors, self.flat.split([t.numel() for t in self.tensors]), strict=True):
-            tensor.copy_(torch.maximum(found.view(tensor.shape), tensor.to(torch.int64)))  # it may have grown meanwhile
+            most = torch.maximum(found.view(tensor.shape), _ordered(tensor))  # it may have grown meanwhile
+            tensor.copy_((most ^ _TOP).view(tensor.dtype) if tensor.dtype == torch.uint64 else most)
+
+
+def _ordered(tensor: Tensor) -> Tensor:
+    """As int64, in the same order: of uint64, whose upper half int64 has not, the first bit is turned."""
+    return tensor.view(torch.int64) ^ _TOP if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
+
+
+def require_sums(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise `UsageError` naming a floating tensor of a type that torch has no sums of: float8 and smaller."""
+    for name, tensor in named:
+        if tensor.is_floating_point() and tensor.dtype.itemsize < 2:
+            fix = "keep it as float32 or, if it is to be the same everywhere, as tensor.view(torch.uint8)"
+            raise UsageError(f"{name} is {tensor.dtype}, of which workers cannot take the mean: {fix}")
 
 
 class Bucket:
@@ -171,6 +187,7 @@ def broadcast_(tensors: Iterable[Tensor], group: dist.ProcessGroup, ending: JobE
         by_type.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_type.values():
         flat = _flatten_dense_tensors(alike)
-        wait_for(dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group, async_op=True), ending)
+        sent = flat.view(torch.uint8)  # as bytes: gloo knows not all types
+        wait_for(dist.broadcast(sent, src=dist.get_global_rank(group, 0), group=group, async_op=True), ending)
         for tensor, told in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
             tensor.copy_(told)

@@ -185,8 +185,7 @@ def attach(
     attached.exchanges = f"{name}, buffers {batchnorm}"
     attached.settings = {option: getattr(model, option, None) for option in _ALIKE_IN_DDP}
     attached.settings |= {"losses scaled": scaler is not None, **hook_settings(hook_state)}
-    weighted = batchnorm == "weighted"
-    exchange = _averaging(model, attached, entry, share) if weighted else _broadcasting(model, entry)
+    exchange = _averaging(model, attached, entry, share) if batchnorm == "weighted" else _broadcasting(model, entry)
     _exchange_buffers(model, attached, exchange)
     return attached
 

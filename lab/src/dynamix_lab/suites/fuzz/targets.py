@@ -190,7 +190,7 @@ class Events:
         self.file.write_bytes(text.encode("utf-8", errors="surrogatepass") + b"\n")
         try:
             events = read_events(self.file)
-            recorded(self.file)
+            recorded(self.file, len(line["allocation"]))
         except DynamixError:
             return False
         again = [json.loads(json.dumps(event)) for event in events]
