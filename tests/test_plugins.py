@@ -260,7 +260,8 @@ WITHOUT = """
 import sys
 from importlib import metadata
 found = metadata.entry_points
-metadata.entry_points = lambda **kind: [e for e in found(**kind) if not e.dist.name.startswith(("dynamix-lab", "dynamix-homo"))]
+ours = ("dynamix-lab", "dynamix-homomorphic")
+metadata.entry_points = lambda **kind: [e for e in found(**kind) if e.dist.name not in ours]
 sys.modules["dynamix_lab"] = sys.modules["dynamix_homomorphic"] = None
 from dynamix.cli import main
 main()

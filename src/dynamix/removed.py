@@ -115,7 +115,6 @@ class RemovedModules:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        del path, target
         if name in MODULES:
             raise ImportError(f"{name}: {message(MODULES[name])}", name=name)
         return None

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamix.model import JobModel
+from dynamix.model import JobModel, log_goodput, measured_log_goodput
 from dynamix.model.elasticity import LocalElasticity
-from dynamix.model.measured import base_total, busy_seconds
+from dynamix.model.measured import base_total, busy_seconds, step_seconds
 from dynamix.window import Bounds
 from tests.model.trajectories import CASES, windows
 
@@ -65,7 +65,10 @@ def followed(case: str) -> list[dict[str, Any]]:
         steep, known = curve.around(excess, unit, window.batch_size.astype(np.float64))
         figures = _of_model(model, case, t)
         # Recorded with windows that counted samples per piece, and two pieces to a step: twice these samples a second.
-        figures["reached"] = [model.achieved(window), model.achieved(window, noise="window") + np.log(2.0)]
+        total = window.batch_size.sum(-1).astype(np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            reached = log_goodput(total, np.log(step_seconds(window)), model.log_waste(total, unknown="base"))
+        figures["reached"] = [reached, measured_log_goodput(window) + np.log(2.0)]
         figures["elasticity"] = [steep[..., 0], steep[..., 1], known[..., 0], known[..., 1]]
         figures["warned"] = curve.beyond(excess, unit, window.batch_size, np.full(window.batch_size.shape, 150.0))
         found.append({name: np.asarray(value, dtype=np.float64) for name, value in figures.items()})

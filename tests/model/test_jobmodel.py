@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.model import JobModel, log_goodput
-from dynamix.model.measured import base_total, step_seconds
+from dynamix.model.measured import base_total
 from dynamix.window import PER_CLUSTER, PER_WORKER, Bounds, Window
 from tests.model.trajectories import CASES, windows
 
@@ -204,14 +204,13 @@ def test_before_any_window_nothing_can_be_asked() -> None:
         lambda m: m.step_s([1, 2]),
         lambda m: m.log_waste(3.0),
         lambda m: m.best(Bounds.of(2)),
-        lambda m: m.achieved(Window.of([1, 2])),
     ):
         with pytest.raises(UsageError, match="no window"):
             ask(JobModel())
 
 
 def test_what_cannot_be_asked_is_refused_by_name() -> None:
-    model, window = fitted("four"), windows("four")[11]
+    model = fitted("four")
     for ask in (model.step_s, model.speedup):
         with pytest.raises(ConfigError, match=r"quantile=1\.0.*more than 0, less than 1"):
             ask(model.sizes, quantile=1.0)
@@ -219,8 +218,6 @@ def test_what_cannot_be_asked_is_refused_by_name() -> None:
         model.step_s(model.sizes, costs="line")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"unknown='zero'.*none, base"):
         model.log_waste(100.0, unknown="zero")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"noise='raw'.*fitted, window"):
-        model.achieved(window, noise="raw")  # type: ignore[arg-type]
 
 
 def test_a_step_takes_the_slowest_workers_time_and_the_exchange() -> None:
@@ -285,24 +282,6 @@ def test_an_unknown_noise_scale_counts_nothing_or_as_the_base_batch() -> None:
     assert not model.guided
 
 
-def test_what_was_achieved_is_samples_a_second_less_the_waste() -> None:
-    window = affine([70, 50], [0.1, 0.0], [1e-3, 4e-3], exchange=0.2, phi=200.0, base_batch=64.0)
-    model = known([0.1, 0.0], [1e-3, 4e-3], phi=np.nan).update(window)
-    step, total, base = 0.2 + 0.2, 120.0, 64.0
-    fitted_phi = 200.0 * 1.0  # measured at this very batch
-    at_base = fitted_phi * (total / base) ** 0.0
-    expected = math.log(total / step * (at_base + base) / (at_base + total))
-    assert float(model.achieved(window)) == pytest.approx(expected, rel=1e-9)
-    raw = math.log(total / step * (200.0 + base) / (200.0 + total))
-    assert float(model.achieved(window, noise="window")) == pytest.approx(raw, rel=1e-9)
-    unknown = known([0.1, 0.0], [1e-3, 4e-3], phi=np.nan)
-    assert float(unknown.achieved(window)) == pytest.approx(
-        math.log(total / step * 2 * base / (base + total)), rel=1e-9
-    )
-    assert np.isnan(unknown.achieved(window, noise="window")) == np.isnan(window.noise_scale)
-    assert np.isnan(unknown.achieved(Window.of([70, 50])))
-
-
 def test_goodput_is_put_together_from_its_parts() -> None:
     model = fitted("clusters")
     sizes = np.stack([model.sizes, np.full((2, 3), 80.0)])
@@ -312,11 +291,6 @@ def test_goodput_is_put_together_from_its_parts() -> None:
         waste = model.log_waste(sizes.sum(-1), unknown=unknown)  # type: ignore[arg-type]
         np.testing.assert_array_equal(whole, log_goodput(sizes.sum(-1), step, waste))
     window = windows("clusters")[11]
-    measured = model.achieved(window)
-    total = window.batch_size.sum(-1)
-    np.testing.assert_allclose(
-        measured, np.log(total) - np.log(step_seconds(window)) - model.log_waste(total, unknown="base"), rtol=1e-12
-    )
     np.testing.assert_array_equal(model.base, base_total(window))
 
 

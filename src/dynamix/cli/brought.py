@@ -10,7 +10,6 @@ from dynamix.errors import UsageError
 from dynamix.plugins import COMMANDS, LABORATORY, load_all, named, plug_ins, why
 
 _HOMOMORPHIC = "pip install './homomorphic[cli]'  (in dynamix's source tree)"
-# What each is for, whose it is, and how to install that.
 _ELSEWHERE = {
     "aggregator": ("Add gradients in the network, for many jobs.", "dynamix-homomorphic", _HOMOMORPHIC),
     "bench": ("Measure dynamix itself.", "dynamix-lab", LABORATORY),

@@ -18,9 +18,9 @@ from dynamix.errors import ConfigError, UsageError
 from dynamix.model.costs import WorkerCosts
 from dynamix.model.draws import Draws, drawn_log_seconds, drawn_log_step, draws_for, told
 from dynamix.model.exchange import Exchange
-from dynamix.model.measured import base_total, exposed_seconds, noise_scale, slowest_seconds, step_seconds
+from dynamix.model.measured import base_total, exposed_seconds, noise_scale, slowest_seconds
 from dynamix.model.noise import NoiseByBatch
-from dynamix.model.outcome import log_goodput, measured_log_goodput
+from dynamix.model.outcome import log_goodput
 from dynamix.model.running import Largest, Smoothed
 from dynamix.model.split import best_split, split, within
 from dynamix.model.state import merged, nothing, restored, saved
@@ -28,7 +28,6 @@ from dynamix.window import Bounds, Floats, Window
 
 CostForm = Literal["tangent", "full"]
 UnknownNoise = Literal["none", "base"]
-NoiseSource = Literal["fitted", "window"]
 MOST_SPREAD = 2.0
 GROUND = 0.1  # nats that windows must have told of fixed costs
 
@@ -169,21 +168,6 @@ class JobModel:
         """Expected log goodput (...) of `sizes` (..., W), up to a constant of the cluster."""
         total = np.asarray(sizes, dtype=np.float64).sum(-1)
         return log_goodput(total, self.log_step(sizes, costs=costs), self.log_waste(total, unknown=unknown))
-
-    def achieved(self, window: Window, *, noise: NoiseSource = "fitted") -> Floats:
-        """Log goodput (...) of `window` as it was measured; NaN where times are missing.
-
-        noise   "fitted": by the fitted noise scale, the base batch where that is unknown, on the scale of
-                `log_goodput`; "window": by the window's own noise scale (`outcome.measured_log_goodput`)
-        """
-        _one_of("noise", noise, "fitted", "window")
-        if noise == "window":
-            return measured_log_goodput(window)
-        self._require_a_window()
-        total = window.batch_size.sum(-1).astype(np.float64)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            log_step = np.log(step_seconds(window))
-        return log_goodput(total, log_step, self._waste(total, base_total(window), "base"))
 
     def best(self, bounds: Bounds, reach: ArrayLike = np.inf) -> Floats:
         """Real sizes (..., W) within `bounds` of highest expected goodput, by the lines of `step_s`.
