@@ -6,7 +6,6 @@ Embeddings have sparse gradients (`sparse=True`), which the hook gathers, those 
 buckets went which way, and how many bytes that took in place of a dense all-reduce. With --aggregator HOST:PORT the
 gradients are dense, and an aggregator in the network forms their sums in fixed point (dynamix-homomorphic;
 start one with `dynamix aggregator`, which prints its address).
-Memory caps are found before training, and a batch that does not fit after all goes on in pieces.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_the_base_of_the_laboratory_is_what_emulate_needs(with_lab: Path) -> Non
     assert json.loads(ran.stdout)["exit_code"] == 0
     for words in (["bench", "stepcount"], ["demo"], ["policy", "evaluate"]):
         done = _call([command, *words], with_lab)
-        assert (done.returncode, "pip install './lab[bench]'" in done.stderr) == (2, True), done.stderr
+        assert (done.returncode, "pip install ./homomorphic './lab[bench]'" in done.stderr) == (2, True), done.stderr
 
 
 def _metadata(file: Path) -> Message:

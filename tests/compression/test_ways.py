@@ -73,7 +73,7 @@ def test_an_aggregator_that_is_not_installed_says_what_to_install(installed: Cal
 
 @pytest.mark.parametrize("name", ["Aggregator", "AggregatorWire", "LossyState", "lossy_hook"])
 def test_names_that_moved_say_what_to_write_and_to_install(name: str) -> None:
-    with pytest.raises(ImportError, match=rf"removed in 0\.3: write from dynamix_homomorphic import {name}.*{INSTALL}"):
+    with pytest.raises(ImportError, match=rf"removed in 0\.3: write from dynamix_homomorphic import {name} \(pip "):
         getattr(dynamix.compression, name)
 
 

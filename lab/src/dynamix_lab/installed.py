@@ -13,9 +13,9 @@ def how_to_install(extra: str = "") -> str:
     """The line that brings the laboratory, with an extra.
 
     >>> how_to_install("bench")
-    "pip install './lab[bench]'  (in dynamix's source tree)"
+    "pip install ./homomorphic './lab[bench]'  (in dynamix's source tree)"
     """
-    what = f"'./lab[{extra}]'" if extra else "./lab"
+    what = f"./homomorphic './lab[{extra}]'" if extra in ("bench", "dev") else f"'./lab[{extra}]'" if extra else "./lab"
     return f"pip install {what}  (in dynamix's source tree)"
 
 

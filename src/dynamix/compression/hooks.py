@@ -83,6 +83,8 @@ class CompressionState:
         aggregator: Any = None,
     ) -> None:
         self._known = registry()
+        if mode.startswith(AGGREGATED):  # only an aggregator's line names such a way
+            raise ConfigError("mode", mode, ", ".join(("auto", *self._known.names)), "pick one")
         if mode != "auto":
             self._known.of(mode, "mode")
         if aggregator is not None and mode in ("dense", "gather", "blocks"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @functools.cache
 def available() -> bool:
-    """Whether numba is installed (`pip install dynamix-train[compression]`)."""
+    """Whether numba is installed (`pip install '.[compression]'`)."""
     return importlib.util.find_spec("numba") is not None
 
 

@@ -102,10 +102,9 @@ class Registry:
     def of(self, name: str, argument: str = "way") -> Way:
         """Raises `ConfigError`, which names `argument`, for ways that are unknown or missing."""
         way = self._ways.get(name)
-        if way is None:
-            raise ConfigError(argument, name, ", ".join(self.names), "pick one")
-        if way.missing is not None:
-            raise ConfigError(argument, name, ", ".join(self.names), way.missing)
+        if way is None or way.missing is not None:
+            fix = "pick one" if way is None else str(way.missing)
+            raise ConfigError(argument, name, ", ".join(("auto", *self.names)), fix)
         return way
 
     @property

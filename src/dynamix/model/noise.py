@@ -11,7 +11,7 @@ import numpy as np
 from dynamix.model.state import nothing
 from dynamix.window import Floats
 
-RHO = 0.2  # of log phi with log B: 0.2 on emulated hosts (`bench fidelity --against`); public figures 0.35 and 0.7
+RHO = 0.2  # of log phi with log B: 0.2 on emulated hosts (measured with 0.2); public figures 0.35 and 0.7
 
 
 @dataclass(frozen=True, eq=False)

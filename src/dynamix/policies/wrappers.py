@@ -80,7 +80,7 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
 
 def _refuse_learned(state: dict[str, Any]) -> None:
     """Raise `StateError` for what a policy of 0.2 that learned on its job had saved."""
-    if "learned" in unguarded(state):
+    if {"learned", "reference", "trials"} <= unguarded(state).keys():
         fix = "controller.load_state_dict(state, policy=False), and the policy begins anew"
         raise StateError(f"the saved state is of a policy that learns on the job (learn=True): {message(fix)}")
 

@@ -22,4 +22,4 @@ def laboratory() -> list[tuple[str, bool, str]]:
     """
     missing = [name for name in BENCH if find_spec(name) is None]
     bench = f"{', '.join(missing)} missing: {how_to_install('bench')}" if missing else ", ".join(BENCH)
-    return [("emulate", True, "emulate, policy train"), ("bench", not missing, bench)]
+    return [("emulate", True, "emulate"), ("bench", not missing, bench)]

@@ -28,8 +28,8 @@ A_A_LIMIT = 0.05  # a call whose A/A pairs differ by more says something about t
 
 
 def is_learned(policy: str) -> bool:
-    """Whether a name stands for what is judged, which never says what is attainable: `LEARNED`, watched or learning or
-    not, a file, or a class of the user's own.
+    """Whether a name stands for what is judged, which never says what is attainable: `LEARNED`, watched or not, a file,
+    or a class of the user's own.
 
     >>> is_learned("guarded:dynamix"), is_learned("runs/mine.safetensors"), is_learned("goodput")
     (True, True, False)
