@@ -77,6 +77,12 @@ def test_names_that_moved_say_what_to_write_and_to_install(name: str) -> None:
         getattr(dynamix.compression, name)
 
 
+@pytest.mark.parametrize("mode", ["aggregator-compaction", "aggregator-gather", "atuo"])
+def test_what_is_no_mode_is_refused_with_all_that_are(mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"mode='{mode}' .*allowed is auto, dense, "):
+        CompressionState(mode)
+
+
 def test_a_way_of_another_distribution_is_taken_like_a_built_in_one(installed: Callable[..., Registry]) -> None:
     found = installed(Entry("other", lambda: _mine))
     assert found.candidates == ("gather", "blocks", "mine")
