@@ -103,8 +103,7 @@ class Registry:
         """Raises `ConfigError`, which names `argument`, for ways that are unknown or missing."""
         way = self._ways.get(name)
         if way is None or way.missing is not None:
-            fix = "pick one" if way is None else str(way.missing)
-            raise ConfigError(argument, name, ", ".join(("auto", *self.names)), fix)
+            raise ConfigError(argument, name, ", ".join(("auto", *self.names)), str(way.missing) if way else "pick one")
         return way
 
     @property
