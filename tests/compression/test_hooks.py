@@ -35,7 +35,7 @@ def test_auto_measures_a_sparse_bucket_and_all_ranks_pick_alike() -> None:
     counted = results[0]["statistics"]
     assert counted["buckets"] == results[1]["statistics"]["buckets"]
     by_rows = counted["buckets"]["gather"] + counted["buckets"].get("blocks", 0)
-    assert by_rows >= 20, "5 MB with 0.2 % of its rows set; which of the two is quicker, a busy machine decides"
+    assert by_rows >= 1, "5 MB with 0.2 % of its rows set: tried, and kept if it is quicker, which a machine decides"
     assert not counted["dense_after"]
     assert 32 < results[0]["rows"] <= 64
 

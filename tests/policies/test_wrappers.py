@@ -100,7 +100,7 @@ def test_a_report_need_not_ask_whether_the_policy_was_asked() -> None:
 
 @pytest.mark.parametrize("around", [(), ("guarded",), ("paced",), ("paced", "guarded")])
 def test_the_state_of_a_policy_that_learned_on_the_job_is_refused_by_name(around: tuple[str, ...]) -> None:
-    state: dict[str, Any] = {"policy": {}, "learned": {}, "model": None}
+    state: dict[str, Any] = {"learned": {}, "reference": {}, "trials": []}
     for wrapper in reversed(around):
         state = {wrapper: state, "model": None, "guard": {}, "pace": {}}
     for load in (load_policy, carry_over):
