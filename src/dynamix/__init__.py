@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dynamix.runtime.sync.parameter_averaging import Averaging
     from dynamix.window import Bounds, Window
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "Averaging",
