@@ -15,7 +15,6 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from dynamix.compression.spread import Sent, Spread
 from dynamix.compression.wire import Wire
 from dynamix.errors import ConfigError
+from dynamix.plugins import load_all, why
 
 ENTRY_POINTS = "dynamix.compression"
 AGGREGATED = "aggregator-"  # before the name of a way: its sums are formed by an aggregator
@@ -141,9 +141,9 @@ def registry() -> Registry:
     found = Registry()
     for own in _BUILT_IN:
         own(found)
-    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
+    for name, register in load_all(ENTRY_POINTS, tell=_log.warning).items():
         try:
-            found = found.with_those_of(entry.load())
+            found = found.with_those_of(register)
         except Exception as error:  # whatever is wrong with it, gradients are exchanged without it
-            _log.warning("compression ways of %s are left out: %s: %s", entry.value, type(error).__name__, error)
+            _log.warning("the compression ways of %s are left out: %s", name, why(error))
     return found
