@@ -17,7 +17,7 @@ from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.sync.connected_model import ConnectedModel
 
-_WHERE = "call it where the last piece of a round was stepped: `if controller.met:`"
+_WHERE = "call it at a meeting: `if controller.checkpoint_due(every=N):`, or at any of them, `if controller.met:`"
 
 
 class StepsApart(Protocol):
