@@ -213,6 +213,8 @@ def test_replicas_deal_it_and_go_on_with_the_order_of_a_state() -> None:
     before = {name: value for name, value in shares.state_dict().items() if name != "order"}  # as 0.2 wrote it
     other.load_state_dict(before)
     assert trained(other, 5) == order_of(40, 1, 3).tolist()
+    with pytest.raises(StateError, match="order is called 'computed 2'"):
+        other.load_state_dict({**before, "order": "computed 2"})
 
 
 # 2**33 samples

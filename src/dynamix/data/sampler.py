@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
 from dynamix.data.allocations import Allocations
-from dynamix.data.computed_order import COMPUTED, LARGE, Order, Spliced, order_of_epoch
+from dynamix.data.computed_order import COMPUTED, LARGE, Order, Spliced, order_of_epoch, require_known
 from dynamix.data.cutting import RULES_VERSION, is_regular, next_group, whole_epoch
 from dynamix.data.lengths import SampleCosts
 from dynamix.data.order import SampleOrder, require_equal
@@ -194,8 +194,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         require_equal(
             state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle, partition=self.partition
         )
-        if (order := state["order"]) not in ("", COMPUTED):
-            raise StateError(f"the samples' order is called {order!r}: go on with the version of dynamix that saved it")
+        require_known(state["order"])
         lengths = state["lengths"]
         if lengths and self.costs is not None and lengths != self.costs.checksum:
             raise StateError(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamix.data.computed_order import COMPUTED, LARGE, Order, order_of_epoch
+from dynamix.data.computed_order import COMPUTED, LARGE, Order, order_of_epoch, require_known
 from dynamix.data.cutting import next_group
 from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError, UsageError
@@ -170,6 +170,7 @@ class ReplicaShares:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the replica that gave `state`, now."""
+        require_known(state.get("order", ""))
         self._load(state)
         self._dealt = state["dealt"]
         self._kept = self._state()

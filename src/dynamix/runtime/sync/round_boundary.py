@@ -96,7 +96,8 @@ class RoundBoundary:
         """The loop has ended: say so if models differ."""
         if self.between and sys.exc_info()[0] is None:
             left = "the loop was left between two meetings, so the workers' models differ"
-            warnings.warn(f"{left}: leave it where controller.met is true", RuntimeWarning, stacklevel=3)
+            fix = "leave it where controller.met is true; at a limit of steps, where controller.checkpoint_due(every=N)"
+            warnings.warn(f"{left}: {fix}", RuntimeWarning, stacklevel=3)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`Controller.optimizer_state`."""
