@@ -59,7 +59,6 @@ def main() -> None:
         controller.load_state_dict(state["controller"])
         if rank == 0:
             print(f"goes on at sample {controller.samples_seen} with {controller.batch_sizes.tolist()}", flush=True)
-    steps = 0
     while controller.samples_seen < args.epochs * len(dataset):
         for inputs, target in loader:
             loss = F.cross_entropy(model(inputs), target)
@@ -67,8 +66,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             controller.step(loss=loss)
-            steps += 1
-            if steps % args.every == 0 or controller.stopping:
+            if controller.checkpoint_due(every=args.every) or controller.stopping:
                 save()
             if controller.stopping:
                 elastic.leave(controller)

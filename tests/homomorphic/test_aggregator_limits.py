@@ -28,8 +28,9 @@ from dynamix_homomorphic.aggregator.handshake import (
 )
 from dynamix_homomorphic.aggregator.job import Limits
 from dynamix_homomorphic.aggregator.link import ASK_EVERY, GOOD, MOST_BETWEEN, Backoff
-from dynamix_homomorphic.aggregator.protocol import OR, ProtocolError, parse_address
+from dynamix_homomorphic.aggregator.protocol import ADD, OR, ProtocolError, parse_address
 from dynamix_homomorphic.aggregator.server import AggregatorServer
+from tests.compression.local import in_threads
 from tests.homomorphic.aggregators import eventually, join
 
 WHO = {"job": "x", "session": "s", "workers": 1, "rank": 0, "timeout_s": 5.0, "nonce": "00" * 32}
@@ -165,6 +166,104 @@ def test_one_address_opens_so_many_jobs_and_no_more() -> None:
         second.close()
         eventually(lambda: server.statistics()["jobs"]["done"] == 1)
         AggregatorClient.connect(where, session="t", workers=1, rank=0).close()
+
+
+def come(
+    server: AggregatorServer, session: str, workers: int, rank: int = 0, host: str = "127.0.0.1"
+) -> AggregatorClient:
+    """A worker of one of this machine's addresses; for the aggregator each is another host."""
+    sock = socket.create_connection(parse_address(server.address), timeout=10, source_address=(host, 0))
+    try:
+        sock.sendall(PLAIN)
+        who = Introduction("training", session, workers, rank, 20.0)
+        terms = introduce(sock, who, "", bytes([rank]) * 32, time.monotonic() + 10)
+    except ProtocolError:
+        sock.close()
+        raise
+    return AggregatorClient(sock, **terms)
+
+
+def summed(clients: list[AggregatorClient]) -> None:
+    """A round of theirs, and their end."""
+
+    def work(rank: int, client: AggregatorClient) -> None:
+        values = np.full(9, rank + 1, np.int32)
+        client.reduce_((ADD, values.view(np.uint8)))
+        assert (values == sum(range(1, len(clients) + 1))).all()
+        client.close()
+
+    in_threads(clients, work)
+
+
+def test_workers_that_are_announced_and_not_here_take_no_room() -> None:
+    with AggregatorServer() as server:
+        announced = [come(server, f"half {n}", 256) for n in range(8)]  # they would need more than all
+        assert 8 * server.limits.job_bytes(256) > server.limits.memory_bytes
+        summed([come(server, "whole", 3, rank, host=f"127.0.0.{2 + rank}") for rank in range(3)])
+        summed([come(server, "many", 200, rank, host="127.0.0.9") for rank in range(200)])
+        assert server.statistics()["failed"] == {}
+        for client in announced:
+            client.close()
+
+
+def test_a_job_that_stays_incomplete_makes_room_where_others_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with AggregatorServer(limits=Limits(jobs=2)) as server:
+        halves = [come(server, f"half {n}", 2) for n in range(2)]
+        with pytest.raises(ProtocolError, match="no more than 2 jobs"):
+            come(server, "early", 1)  # their other workers may still come
+        monkeypatch.setattr("dynamix_homomorphic.aggregator.server.GATHER_S", 0.05)
+        time.sleep(0.1)
+        summed([come(server, "whole", 2, rank) for rank in range(2)])
+        with pytest.raises(WireLost, match="closed"):
+            halves[0].reduce_((OR, np.ones(9, np.uint8)))
+        summed([halves[1], come(server, "half 1", 2, 1)])  # nobody needed its room
+        eventually(lambda: server.statistics()["jobs"]["done"] == 2)
+        assert server.statistics()["failed"] == {"stalled": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"connections_per_address": 4}, "no more than 4 workers of one address at once: .*--connections-per-address"),
+        (
+            {"memory_bytes": 4 * Limits().job_bytes(2)},
+            "workers of one address have .* bytes, and may have .*--memory-mb",
+        ),
+        ({"jobs_per_address": 2}, "no more than 2 jobs of one address at once: .*--jobs-per-address"),
+    ],
+    ids=["connections", "bytes", "jobs"],
+)
+def test_one_address_leaves_room_for_others(more: dict[str, int], said: str) -> None:
+    with AggregatorServer(limits=Limits(**more)) as server:
+        first = [[come(server, f"job {n}", 2, rank) for rank in range(2)] for n in range(2)]
+        with pytest.raises(ProtocolError, match=said):
+            come(server, "third", 2)
+        summed([come(server, "others", 2, rank, host="127.0.0.2") for rank in range(2)])
+        for job in first:
+            summed(job)
+        eventually(lambda: server.statistics()["jobs"]["done"] == 3)
+        summed([come(server, "third", 2, rank) for rank in range(2)])
+
+
+def test_one_job_of_one_address_may_have_all_of_the_memory() -> None:
+    with AggregatorServer(limits=Limits(memory_bytes=Limits().job_bytes(3))) as server:
+        summed([come(server, "s", 3, rank) for rank in range(3)])
+
+
+def test_a_job_without_room_for_one_of_its_workers_leaves_it_to_another() -> None:
+    """Both would fit alone. Without this each would hold what the other lacks."""
+    limits = Limits(memory_bytes=Limits().job_bytes(6) + Limits().job_bytes(2))
+    with AggregatorServer(limits=limits) as server:
+        one, other = [], []
+        for rank in range(4):
+            one.append(come(server, "one", 6, rank, host=f"127.0.0.{10 + rank}"))
+            other.append(come(server, "other", 6, rank, host=f"127.0.0.{20 + rank}"))
+        with pytest.raises(ProtocolError, match="--memory-mb"):
+            come(server, "one", 6, 4)
+        summed([*other, *(come(server, "other", 6, rank) for rank in (4, 5))])
+        assert server.statistics()["failed"] == {"limit": 1}
+        for client in one:
+            client.close()
 
 
 # coming back

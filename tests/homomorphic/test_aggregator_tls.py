@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import ssl
@@ -105,6 +106,49 @@ def test_who_has_no_certificate_of_the_authority_is_told_so_at_once(secured: Agg
         assert time.monotonic() - began < 8, "nobody waits for a handshake to time out"
         eventually(lambda: secured.statistics()["refused"] == {"tls": 4, "token": 1})
         connect(good).reduce_((OR, np.ones(9, np.uint8)))
+
+
+def made(folder: Path, name: str, usage: str, *signed: str) -> TlsFiles:
+    """A certificate for `usage` that the recipe would not make: `signed` are options of `openssl x509`."""
+    with_name = f"extendedKeyUsage={usage}\nsubjectAltName=IP:127.0.0.1\n"
+    (folder / f"{name}.ext").write_text(with_name)
+    new = ["openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=dynamix"]
+    for command in (
+        [*new, "-keyout", f"{name}.key", "-out", f"{name}.csr"],
+        ["openssl", "x509", "-req", "-in", f"{name}.csr", "-extfile", f"{name}.ext", "-out", f"{name}.pem", *signed],
+    ):
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
+    return files_of(folder, name)
+
+
+@pytest.mark.parametrize("wrong", ["purpose", "expired", "self-signed"])
+def test_what_is_wrong_with_a_certificate_is_called_that_on_both_sides(
+    wrong: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = folder / "here"
+    authority = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
+    signed = {"purpose": authority, "expired": [*authority, "-days", "-1"], "self-signed": ["-signkey", "{}.key"]}
+    files = []
+    for name, right, other in (("aggregator", "serverAuth", "clientAuth"), ("worker", "clientAuth", "serverAuth")):
+        own = f"{wrong}-{name}"
+        options = [option.format(own) for option in signed[wrong]]
+        files.append(made(here, own, other if wrong == "purpose" else right, *options))
+    seen, told = {
+        "purpose": ("other side's certificate is of the wrong purpose.*serverAuth", "this side's.*the wrong purpose"),
+        "expired": ("not valid at this time .*expired", "it has expired"),
+        "self-signed": ("is self-signed, not from the authority of tls_ca", "it is not from its tls_ca"),
+    }[wrong]
+    aggregator, worker = files
+    with (
+        AggregatorServer(token=TOKEN, tls=aggregator) as server,
+        pytest.raises(WireLost, match=seen),
+    ):
+        connect(worker_of(here, server.address))
+    with AggregatorServer(token=TOKEN, tls=files_of(here, "aggregator")) as server:
+        with pytest.raises(WireLost, match=told):
+            connect(replace(worker_of(here, server.address), tls_cert=worker.cert, tls_key=worker.key))
+        eventually(lambda: server.statistics()["refused"] == {"tls": 1})
+    assert any(re.search(seen, line) for line in caplog.messages), caplog.messages
 
 
 def test_an_old_version_of_tls_is_refused(secured: AggregatorServer, folder: Path) -> None:

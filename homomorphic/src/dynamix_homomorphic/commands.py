@@ -20,6 +20,7 @@ def aggregator(
     tls_ca: Annotated[Path | None, typer.Option(help="PEM file: the authority of all workers' certificates.")] = None,
     jobs: Annotated[int, typer.Option(help="At once.")] = 16,
     jobs_per_address: Annotated[int, typer.Option(help="At once, of those that workers of one address opened.")] = 8,
+    connections_per_address: Annotated[int, typer.Option(help="At once, of the workers of one address.")] = 512,
     memory_mb: Annotated[int, typer.Option(help="For what all jobs have under way.")] = 1024,
     timeout: Annotated[float, typer.Option(help="Longest wait for a worker within a round, seconds.")] = 600,
     metrics_port: Annotated[
@@ -33,5 +34,11 @@ def aggregator(
     from dynamix_homomorphic.aggregator.tls import TlsFiles
 
     tls = TlsFiles.of(tls_cert, tls_key, tls_ca)
-    limits = Limits(jobs=jobs, jobs_per_address=jobs_per_address, memory_bytes=memory_mb << 20, timeout_s=timeout)
+    limits = Limits(
+        jobs=jobs,
+        jobs_per_address=jobs_per_address,
+        connections_per_address=connections_per_address,
+        memory_bytes=memory_mb << 20,
+        timeout_s=timeout,
+    )
     serve(host, port, token_file=token_file, tls=tls, limits=limits, metrics_port=metrics_port, as_json=as_json)

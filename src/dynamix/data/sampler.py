@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
 from dynamix.data.allocations import Allocations
+from dynamix.data.computed_order import COMPUTED, LARGE, Order, Spliced, order_of_epoch, require_known
 from dynamix.data.cutting import RULES_VERSION, is_regular, next_group, whole_epoch
 from dynamix.data.lengths import SampleCosts
 from dynamix.data.order import SampleOrder, require_equal
@@ -38,6 +38,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     """Batches of unequal size per rank, every sample of an epoch exactly once.
 
     One permutation per epoch, as `torch.utils.data.DistributedSampler` draws it (a generator seeded with seed + epoch).
+    From `LARGE` samples on it is a `ComputedOrder` of seed and epoch, which takes no memory.
     Micro-step t takes its next B_t entries and rank i the slice that begins at sum of b_j, j < i, so the order of
     samples does not depend on how they are split, and a position is one integer. All ranks take the same number of
     steps; `cutting.next_group` says how an epoch ends. A rank with a share of zero gets a placeholder of 2 real
@@ -104,7 +105,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         self.costs, self.draws_alike = costs, costs is None or not costs.padded
         self._cuts: list[dict[str, list[int]]] = []  # of this epoch, at earlier world sizes
         self._regions: Regions | None = None
-        self._order: tuple[int, Ints] | None = None
+        self._order: tuple[int, Order] | None = None
+        self._order_name = COMPUTED if dataset_size >= LARGE else ""  # a loaded job goes on with the order that it had
         self._usual: Group | None = None  # the last ordinary optimizer step
         self.goes_on_ahead = partition == "stream"  # regions are those of the epoch being consumed
 
@@ -164,6 +166,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             "shuffle": self.shuffle,
             "partition": self.partition,
             "lengths": "" if self.costs is None else self.costs.checksum,
+            "order": self._order_name,
             "cuts": [dict(cut) for cut in self._cuts],
             "regions": self._regions_state(),
         }
@@ -191,6 +194,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         require_equal(
             state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle, partition=self.partition
         )
+        require_known(state["order"])
         lengths = state["lengths"]
         if lengths and self.costs is not None and lengths != self.costs.checksum:
             raise StateError(
@@ -210,6 +214,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         saved = state["regions"]
         self._load_position(state)
         self._cuts, self._regions = [dict(cut) for cut in state["cuts"]], None
+        self._order_name = state["order"]
         if saved is not None and len(saved["lengths"]) == self.world_size:
             self._regions = Regions(np.asarray(saved["sizes"]), np.asarray(saved["lengths"]), int(saved["begin"]))
         elif saved is not None:
@@ -234,7 +239,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             else:
                 yield order[np.clip([first, first + 1], 0, order.size - 1)].tolist()
 
-    def _dealt(self, plan: StepPlan) -> tuple[Ints, int]:
+    def _dealt(self, plan: StepPlan) -> tuple[Order, int]:
         """Indices in which the samples of `plan` follow each other rank by rank, and where they begin."""
         return (self._epoch_order(plan.epoch), plan.start) if plan.order is None else (plan.order, 0)
 
@@ -277,25 +282,21 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         left = self.dataset_size - position
         return whole_epoch(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=position == 0)
 
-    def _epoch_order(self, epoch: int) -> Ints:
+    def _epoch_order(self, epoch: int) -> Order:
         """The indices of an epoch in order; after cuts at other world sizes, only those left then."""
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, self._draw(epoch)
         return self._order[1]
 
-    def _draw(self, epoch: int) -> Ints:
-        if self.shuffle:
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + epoch)
-            order: Ints = torch.randperm(self.dataset_size, generator=generator).numpy()
-        else:
-            order = np.arange(self.dataset_size, dtype=np.int64)
+    def _draw(self, epoch: int) -> Order:
+        seed = self.seed if self.shuffle else None
+        order = order_of_epoch(epoch, self.dataset_size, seed, computed=self._order_name == COMPUTED)
         for cut in self._cuts:
             ends = np.cumsum(cut["lengths"])
             starts = ends - cut["lengths"] + cut["taken"]
-            left = [order[a:b] for a, b in zip(starts, ends, strict=True)]
+            left = list(zip(starts, ends, strict=True))
             if self.partition == "stream":  # positions are of the whole epoch: what is trained stays, in front
-                trained = [order[a - t : a] for a, t in zip(starts, cut["taken"], strict=True)]
-                left = [*trained, *left, order[ends[-1] :]]
-            order = np.concatenate(left)
+                trained = [(a - t, a) for a, t in zip(starts, cut["taken"], strict=True)]
+                left = [*trained, *left, (ends[-1], order.size)]
+            order = Spliced(order, left)
         return order

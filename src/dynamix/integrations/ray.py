@@ -6,7 +6,8 @@
     controller.wrap(model, optimizer)
     resume(controller, net=net, optimizer=optimizer)
     ...
-    report({"loss": loss.item()}, controller, net=net, optimizer=optimizer)  # every so many steps, on every worker
+    if controller.checkpoint_due(every=100):  # after every controller.step(), on every worker
+        report({"loss": loss.item()}, controller, net=net, optimizer=optimizer)
 
 Ray starts the workers again as `FailureConfig` allows.
 """
@@ -25,7 +26,7 @@ FILE = "dynamix.pt"
 def report(metrics: dict[str, Any], controller: Controller, **parts: Any) -> None:
     """`ray.train.report` with a checkpoint of the controller and of `parts`: what has a `state_dict`, by name.
 
-    A collective call, where the controller can be saved: between optimizer steps. The first worker writes.
+    A collective call, where the controller can be saved: at a meeting (`checkpoint_due`). The first worker writes.
     """
     import ray.train
 

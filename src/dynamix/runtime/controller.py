@@ -325,7 +325,7 @@ class Controller(Feeding):
     # ------------------------------------------------------------ state
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """Everything to go on from here: call it between optimizer steps. Includes the sampler and this rank's RNG.
+        """Everything to go on from here: call it where `checkpoint_due`. Includes the sampler and this rank's RNG.
 
         At most 1 MB at 1,024 workers. The keys are always the same, and all values are what
         `torch.load(weights_only=True)` and `torch.distributed.checkpoint` take: the controller is `Stateful`. Asked by

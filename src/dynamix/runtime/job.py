@@ -273,6 +273,7 @@ class TrainingJob:
         progress = self.progress
         progress.steps += 1
         progress.samples += plan.samples
+        progress.here += plan.samples / (plan.at_once or self.rates.at_once or 1) if plan.apart else 1.0
         for attached in self.connected:
             attached.step_done()
         self.decisions.count(plan)

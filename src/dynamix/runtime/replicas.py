@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynamix.data.computed_order import COMPUTED, LARGE, Order, order_of_epoch, require_known
 from dynamix.data.cutting import next_group
 from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError, UsageError
@@ -80,7 +81,8 @@ class ReplicaShares:
         self._seen: Floats = np.zeros((2, 0))  # samples and seconds (2, W) since the last decision
         self._dealt, self._own = 0, (_UNKNOWN, 0.0)
         self._began: float | None = None
-        self._order: tuple[int, Ints] | None = None
+        self._order_name = COMPUTED if samples >= LARGE else ""  # a state goes on with the order that it had
+        self._order: tuple[int, Order] | None = None
         self._kept = self._state()
 
     def meet(self, rank: int | None, workers: int, average: Callable[[Tensor], object]) -> None:
@@ -168,6 +170,7 @@ class ReplicaShares:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the replica that gave `state`, now."""
+        require_known(state.get("order", ""))
         self._load(state)
         self._dealt = state["dealt"]
         self._kept = self._state()
@@ -182,20 +185,21 @@ class ReplicaShares:
             sizes = project(self._policy.decide(window, bounds), bounds)
         self.sizes, self._seen = sizes, np.zeros((2, workers))
 
-    def _epoch_order(self) -> Ints:
+    def _epoch_order(self) -> Order:
         if self._order is None or self._order[0] != self.epoch:
-            drawn = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self.samples, generator=drawn) if self.shuffle else torch.arange(self.samples)
-            self._order = self.epoch, order.numpy()
+            seed, computed = self.seed if self.shuffle else None, self._order_name == COMPUTED
+            self._order = self.epoch, order_of_epoch(self.epoch, self.samples, seed, computed=computed)
         return self._order[1]
 
     def _state(self) -> dict[str, Any]:
-        where = {"epoch": self.epoch, "position": self.position, "rounds": self.rounds}
+        where = {"epoch": self.epoch, "position": self.position, "rounds": self.rounds, "order": self._order_name}
         decided = {"sizes": self.sizes.tolist(), "seen": self._seen.tolist(), "policy": self._policy.state_dict()}
         return where | copy.deepcopy(decided)
 
     def _load(self, state: dict[str, Any]) -> None:
         self.epoch, self.position, self.rounds = state["epoch"], state["position"], state["rounds"]
+        if (order := state.get("order", "")) != self._order_name:  # of 0.2: the one that is drawn
+            self._order_name, self._order = order, None
         self.sizes = np.asarray(state["sizes"], dtype=np.int64)
         self._seen = np.asarray(state["seen"], dtype=np.float64).reshape(2, -1)
         self._policy.load_state_dict(copy.deepcopy(state["policy"]))

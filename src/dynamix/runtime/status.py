@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dynamix.runtime.arguments import check_counts
 from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.metrics import metrics_of
 from dynamix.window import Bounds, Ints
@@ -33,6 +34,19 @@ class ControllerStatus:
     def met(self) -> bool:
         """Whether the batch just stepped ended a round: between rounds evaluate, save, or leave the loop."""
         return self._coordinator.met
+
+    def checkpoint_due(self, *, every: int) -> bool:
+        """Whether to save now: at the first meeting after `every` optimizer steps, on all ranks alike.
+
+        Ask on all ranks after every `step()`. Steps are counted since it was last true, from the start or the load of a
+        state on; where workers step apart, those of a worker in the mean. Each `every` has a count of its own. Asked
+        again before the next `step()`, it answers the same. No collective call. At a meeting all ranks are here, so a
+        loop may also evaluate, talk to the other ranks, or end where this is true.
+
+        Raises `ConfigError` where `every` is not a whole number of 1 or more.
+        """
+        check_counts(every=every)
+        return self._coordinator.met and self._coordinator.progress.due(every)
 
     @property
     def batch_sizes(self) -> Ints:

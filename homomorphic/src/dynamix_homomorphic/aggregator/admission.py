@@ -5,7 +5,10 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from dynamix_homomorphic.aggregator.job import Limits
 from dynamix_homomorphic.aggregator.tls import shut
 
 
@@ -68,3 +71,38 @@ class Greetings:
     def _end(self, greeting: Greeting) -> None:
         del self._all[greeting]
         shut(greeting.sock)  # its thread sees the end, counts and closes
+
+
+def beyond(limits: Limits, here: Mapping[Any, Sequence[str]], job: Any, workers: int, address: str) -> str | None:
+    """Which limit one more worker of `address` exceeds, in a job that says it will have `workers`; None: none.
+
+    here    addresses of the workers that came, by job
+
+    >>> beyond(Limits(workers=2), {}, "a", 3, "10.0.0.7")
+    '3 workers are too many: allowed are 2 a job'
+    """
+    came = here.get(job, ())
+    if workers > limits.workers:
+        return f"{workers} workers are too many: allowed are {limits.workers} a job"
+    if not came and len(here) >= limits.jobs:
+        return f"no more than {limits.jobs} jobs at once: start it with a higher --jobs"
+    if not came and sum(first == address for first, *_ in here.values()) >= limits.jobs_per_address:
+        text = f"no more than {limits.jobs_per_address} jobs of one address at once"
+        return f"{text}: start it with a higher --jobs-per-address"
+    if sum(every.count(address) for every in here.values()) >= limits.connections_per_address:
+        text = f"no more than {limits.connections_per_address} workers of one address at once"
+        return f"{text}: start it with a higher --connections-per-address"
+    one = limits.job_bytes(1) - limits.job_bytes(0)
+    # Of a new job it is known what it will need; room is taken worker by worker all the same.
+    needed = one if came else limits.job_bytes(workers)
+    if needed > (left := limits.memory_bytes - sum(limits.job_bytes(len(every)) for every in here.values())):
+        text = f"{workers} workers need {limits.job_bytes(workers)} bytes, {left} are left"
+        return f"{text}: start it with a higher --memory-mb"
+    taken = {key: one * every.count(address) for key, every in here.items()}
+    taken |= {key: taken[key] + limits.job_bytes(0) for key, every in here.items() if every[0] == address}
+    most, own = int(limits.address_share * limits.memory_bytes), taken.pop(job, 0)
+    others = sum(taken.values())
+    if others and others + own + (one if came else limits.job_bytes(1)) > most:
+        text = f"workers of one address have {others + own} bytes, and may have {most}"
+        return f"{text}: start it with a higher --memory-mb"
+    return None

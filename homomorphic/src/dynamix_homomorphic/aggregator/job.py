@@ -37,12 +37,16 @@ class Limits:
     timeout_s       the longest that a job may wait for one of its workers; jobs may ask for less
     handshakes      under way at once, and of those of one address; beyond it the oldest ends
     jobs_per_address   opened by workers of one address
+    connections_per_address   of its workers, in all jobs
+    address_share   the part of `memory_bytes` that workers of one address may take; one job alone may take all
     """
 
     jobs: int = 16
     jobs_per_address: int = 8
     handshakes: int = 512
     handshakes_per_address: int = 256
+    connections_per_address: int = 512
+    address_share: float = 0.5
     workers: int = 256
     chunk_bytes: int = 1 << 19
     window: int = 8

@@ -21,7 +21,7 @@ from collections import Counter, deque
 from typing import Any
 
 from dynamix.errors import ConfigError
-from dynamix_homomorphic.aggregator.admission import Greeting, Greetings, origin
+from dynamix_homomorphic.aggregator.admission import Greeting, Greetings, beyond, origin
 from dynamix_homomorphic.aggregator.handshake import (
     NONCE_BYTES,
     ONLY_TLS,
@@ -39,6 +39,7 @@ from dynamix_homomorphic.aggregator.tls import FIRST_BYTE, TlsFiles, explained, 
 
 _log = logging.getLogger(__name__)
 HANDSHAKE_S = 10.0
+GATHER_S = 10.0  # after that a job whose workers are not all here makes room for others
 SWEEP_S = 0.5  # between two looks at jobs whose workers are not all there
 _REMEMBERED = 4096  # ended sessions, which nobody can join again
 MIN_TOKEN = 16
@@ -47,8 +48,8 @@ MIN_TOKEN = 16
 class _Gathering:
     """A job some of whose workers are still missing."""
 
-    def __init__(self, who: Introduction, address: str) -> None:
-        self.workers, self.timeout_s, self.address = who.workers, who.timeout_s, address
+    def __init__(self, who: Introduction) -> None:
+        self.workers, self.timeout_s = who.workers, who.timeout_s
         self.sockets: dict[int, socket.socket] = {}
         self.since_s = time.monotonic()
 
@@ -95,7 +96,7 @@ class AggregatorServer:
         self._lock = threading.Lock()
         self._gathering: dict[tuple[str, str], _Gathering] = {}
         self._running: dict[tuple[str, str], AggregatedJob] = {}
-        self._addresses: dict[tuple[str, str], str] = {}  # who opened which job
+        self._addresses: dict[tuple[str, str], list[str]] = {}  # of every job's workers that came, in their order
         self._ended: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
         self._counts, self._failed, self._refused = Counter[str](), Counter[str](), Counter[str]()
         self._greetings = Greetings(self.limits.handshakes, self.limits.handshakes_per_address)
@@ -231,15 +232,15 @@ class AggregatorServer:
         """Let a worker in, or say why not. The last of a job starts it."""
         key, sock = (who.job, who.session), greeting.sock
         with self._lock:
-            if (why := self._reason_against(who, key, greeting.address)) is not None:
+            if (why := self._reason_against(who, key) or self._no_room(who, key, greeting.address)) is not None:
                 return why
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             terms = {"chunk_bytes": self.limits.chunk_bytes, "timeout_s": min(who.timeout_s, self.limits.timeout_s)}
             answer(sock, terms, self._token, nonce, deadline_s)  # short, so it never waits
             sock.setblocking(False)
-            gathering = self._gathering.setdefault(key, _Gathering(who, greeting.address))
-            self._addresses[key] = gathering.address
+            gathering = self._gathering.setdefault(key, _Gathering(who))
+            self._addresses.setdefault(key, []).append(greeting.address)
             gathering.sockets[who.rank] = sock
             if len(gathering.sockets) == gathering.workers:
                 del self._gathering[key]
@@ -247,8 +248,8 @@ class AggregatorServer:
                 threading.Thread(target=self._run, args=(key,), name=f"dynamix-job-{who.job}", daemon=True).start()
         return None
 
-    def _reason_against(self, who: Introduction, key: tuple[str, str], address: str) -> ProtocolError | None:
-        limits, gathering = self.limits, self._gathering.get(key)
+    def _reason_against(self, who: Introduction, key: tuple[str, str]) -> ProtocolError | None:
+        gathering = self._gathering.get(key)
         if key in self._ended:
             return ProtocolError("ended", f"job {who.job} of this session has ended")
         if key in self._running:
@@ -259,20 +260,26 @@ class AggregatorServer:
                 return ProtocolError("workers", text)
             if who.rank in gathering.sockets:
                 return ProtocolError("rank", f"rank {who.rank} of job {who.job} is here already")
-            return None
-        if who.workers > limits.workers:
-            return ProtocolError("limit", f"{who.workers} workers are too many: allowed are {limits.workers} a job")
-        if len(self._running) + len(self._gathering) >= limits.jobs:
-            return ProtocolError("limit", f"no more than {limits.jobs} jobs at once: start it with a higher --jobs")
-        if list(self._addresses.values()).count(address) >= limits.jobs_per_address:
-            text = f"no more than {limits.jobs_per_address} jobs of one address at once"
-            return ProtocolError("limit", f"{text}: start it with a higher --jobs-per-address")
-        sizes = [job.workers for job in self._running.values()] + [job.workers for job in self._gathering.values()]
-        taken = sum(limits.job_bytes(workers) for workers in sizes)
-        if (needed := limits.job_bytes(who.workers)) > (left := limits.memory_bytes - taken):
-            text = f"{who.workers} workers need {needed} bytes, {left} are left"
-            return ProtocolError("limit", f"{text}: start it with a higher --memory-mb")
         return None
+
+    def _no_room(self, who: Introduction, key: tuple[str, str], address: str) -> ProtocolError | None:
+        """Why a worker is one too many. Where it helps, jobs whose workers are not all here after `GATHER_S` make room.
+
+        Room is taken by workers that are here, not by those that a job says will come. A job that lacks it for one of
+        its workers makes room for others at once: its ranks join together or not at all.
+        """
+        old, here, making_room = time.monotonic() - GATHER_S, dict(self._addresses), []
+        waiting = [other for other, job in self._gathering.items() if other != key and job.since_s < old]
+        while (why := beyond(self.limits, here, key, who.workers, address)) is not None and waiting:
+            making_room.append(waiting.pop(0))  # the oldest first
+            del here[making_room[-1]]
+        if why is None:
+            for other in making_room:
+                self._let_go(other, "stalled", "others asked for its room")
+            return None
+        if key in self._gathering:
+            self._let_go(key, "limit", why)
+        return ProtocolError("limit", why)
 
     # jobs
 
@@ -304,8 +311,12 @@ class AggregatorServer:
             for key, gathering in list(self._gathering.items()):
                 late = now - gathering.since_s > min(gathering.timeout_s, self.limits.timeout_s)
                 if late or any(is_closed(sock) for sock in gathering.sockets.values()):
-                    del self._gathering[key], self._addresses[key]
-                    self._ended.append(key)
-                    self._failed["stalled" if late else "left"] += 1
-                    _log.warning("job %s: not all of its %d workers came", key[0], gathering.workers)
-                    gathering.close()
+                    self._let_go(key, "stalled" if late else "left", "too late" if late else "one has left")
+
+    def _let_go(self, key: tuple[str, str], kind: str, why: str) -> None:
+        """Of a job whose workers are not all here."""
+        gathering, came = self._gathering.pop(key), len(self._addresses.pop(key))
+        self._ended.append(key)
+        self._failed[kind] += 1
+        _log.warning("job %s: %d of its %d workers came: %s", key[0], came, gathering.workers, why)
+        gathering.close()

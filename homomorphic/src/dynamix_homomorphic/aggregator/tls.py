@@ -17,14 +17,17 @@ PathText = str | PathLike[str]
 FIRST_BYTE = 0x16  # of every TLS connection; no word of ours begins so
 SPEAK_TLS = "pass tls_cert, tls_key and tls_ca to Aggregator(...)"
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_SELF_SIGNED = 18  # OpenSSL's number
 _RECORD_BYTES = 1 << 14  # what TLS encrypts at once
 
+_PURPOSE = "the aggregator's must be made for serverAuth, a worker's for clientAuth"
 _WHY = {  # by OpenSSL's word for it
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the worker showed no certificate",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": f"the aggregator asks for a certificate: {SPEAK_TLS}",
     "TLSV1_ALERT_UNKNOWN_CA": "the other side does not accept the certificate: it is not from its tls_ca",
     "SSLV3_ALERT_BAD_CERTIFICATE": "the other side does not accept the certificate",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the other side does not accept the certificate: it has expired",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": f"this side's certificate is of the wrong purpose: {_PURPOSE}",
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "the other side does not accept the certificate",
     "WRONG_VERSION_NUMBER": "what answers there does not speak TLS: start the aggregator with --tls-cert, --tls-key "
     "and --tls-ca",
@@ -87,6 +90,10 @@ def explained(error: Exception) -> str:
             return f"the certificate is for another host ({said}): list this one in its subjectAltName"
         if "expired" in said or "not yet valid" in said:
             return f"the certificate is not valid at this time ({said})"
+        if "purpose" in said:
+            return f"the other side's certificate is of the wrong purpose ({said}): {_PURPOSE}"
+        if error.verify_code == _SELF_SIGNED:
+            return f"the certificate is self-signed, not from the authority of tls_ca ({said})"
         return f"the certificate is not from the authority of tls_ca ({said})"
     if isinstance(error, ssl.SSLError) and error.reason in _WHY:
         return _WHY[error.reason]

@@ -18,6 +18,7 @@ class Progress:
     samples   trained on by all workers
     shared    (round, noise, signal, interval): ranks may learn of the noise scale at other moments, so it counts from
               an agreed step; `interval` is the length of the window now open where a policy says it, else 0
+    here      optimizer steps since this process began or a state was loaded; where workers step apart, their mean
     """
 
     window: int = 0
@@ -25,6 +26,19 @@ class Progress:
     opens: int = 0
     samples: int = 0
     shared: list[tuple[int, float, float, int]] = field(default_factory=lambda: [(0, _UNKNOWN, _UNKNOWN, 0)])
+    here: float = 0.0
+    _due: dict[int, float] = field(default_factory=dict)  # `here` when it was last due, by `every`
+
+    def due(self, every: int) -> bool:
+        """Whether `every` optimizer steps were taken since this was last so; the same until the next step.
+
+        >>> progress = Progress()
+        >>> [progress.due(2) for progress.here in (0.0, 1.5, 3.0, 3.0, 4.5, 5.0)]
+        [False, False, True, True, False, True]
+        """
+        if self.here - self._due.get(every, 0.0) >= every - 1e-6:  # a round may have a third of a step
+            self._due[every] = self.here
+        return self._due.get(every) == self.here
 
     def told(self, from_step: int, noise: float, signal: float, interval: int = 0) -> None:
         """A window was answered; its noise scale counts from round `from_step` on. `interval` 0: it stays."""
@@ -47,6 +61,7 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("window", "steps", "opens", "samples"):
             setattr(self, name, state[name])
+        self.here, self._due = 0.0, {}
         shared = state["shared"]
         self.shared = [(int(step), noise, signal, int(interval)) for step, noise, signal, interval in shared]
 

@@ -17,7 +17,7 @@ from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.sync.connected_model import ConnectedModel
 
-_WHERE = "call it where the last piece of a round was stepped: `if controller.met:`"
+_WHERE = "call it at a meeting: `if controller.checkpoint_due(every=N):`, or at any of them, `if controller.met:`"
 
 
 class StepsApart(Protocol):
@@ -96,7 +96,8 @@ class RoundBoundary:
         """The loop has ended: say so if models differ."""
         if self.between and sys.exc_info()[0] is None:
             left = "the loop was left between two meetings, so the workers' models differ"
-            warnings.warn(f"{left}: leave it where controller.met is true", RuntimeWarning, stacklevel=3)
+            fix = "leave it where controller.met is true; at a limit of steps, where controller.checkpoint_due(every=N)"
+            warnings.warn(f"{left}: {fix}", RuntimeWarning, stacklevel=3)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`Controller.optimizer_state`."""

@@ -91,7 +91,8 @@ def main(kind: str, core: int, *files: str) -> None:
         print(f"127.0.0.1:{listener.getsockname()[1]}", flush=True)
         sys.stdin.read()
         return
-    with AggregatorServer(token=TOKEN, tls=tls, limits=Limits(jobs=64, jobs_per_address=64)) as server:
+    limits = Limits(jobs=64, jobs_per_address=64, address_share=1.0)  # all come from this machine
+    with AggregatorServer(token=TOKEN, tls=tls, limits=limits) as server:
         print(server.address, flush=True)
         sys.stdin.read()
         print(json.dumps(server.statistics()), flush=True)
