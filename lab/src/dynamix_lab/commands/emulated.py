@@ -134,5 +134,7 @@ def _print_table(data: dict[str, Any]) -> None:
     for row in rows:
         shown.add_row(*[Text(cell) for cell in row])
     console.print(shown)
+    for said in data["comparison"]["notes"]:
+        console.print(Text(said))
     for row in data["comparison"]["absent"]:
         console.print(Text(f"{row['name']}: {row['why']}"))
