@@ -39,6 +39,7 @@ def comparison(
     common_samples = min((view.samples for view in fit), default=math.nan)
     rows = []
     for view, why in zip(views, reasons, strict=True):
+        alike = view.began_at == views[0].began_at  # else its times are to something else
         loss, accuracy = (smooth(view.series.mean(name), width) for name in ("loss", "accuracy"))
         row = {
             "seconds": view.seconds,
@@ -49,8 +50,8 @@ def comparison(
             "global_batch": _median(view.series.mean("global_batch")),
             "loss": lowest[view],
             "accuracy": -_least(-accuracy),
-            "samples_s": seconds_to(view, common_samples),
-            "loss_s": first_at(view, loss <= common_loss),
+            "samples_s": seconds_to(view, common_samples) if alike else math.nan,
+            "loss_s": first_at(view, loss <= common_loss) if alike else math.nan,
         }
         told = {name: value if math.isfinite(value) else None for name, value in row.items()}
         rows.append({"name": view.name, "workers": view.workers, "windows": view.windows, **told, "no_verdict": why})
@@ -108,12 +109,12 @@ def seconds_to(view: RunView, samples: float) -> float:
 
 def _reasons(views: Sequence[RunView], unfit: Sequence[str]) -> list[str]:
     """Why a run is not compared with the first one, in words; empty if it is."""
-    if unfit and unfit[0]:
-        return [unfit[0], *(why or f"{views[0].name} is no measurement" for why in unfit[1:])]
-    return [
-        why or ("" if view.began_at == views[0].began_at else _began_unlike(view, views[0]))
-        for view, why in zip(views, unfit, strict=True)
-    ]
+    found = []
+    for view, why in zip(views, unfit, strict=True):
+        unlike = "" if view.began_at == views[0].began_at else _began_unlike(view, views[0])
+        both = "; ".join(filter(None, (why, unlike)))
+        found.append(both or (f"{views[0].name} is no measurement" if unfit[0] else ""))
+    return found
 
 
 def _began_unlike(view: RunView, first: RunView) -> str:
@@ -153,7 +154,7 @@ def _headline(rows: Sequence[dict[str, Any]], by: str) -> str:
     told = [row for row in rows[1:] if row["over_first"] is not None]
     said = [f"No verdict for {row['name']}: {row['no_verdict']}." for row in rows if row["no_verdict"]]
     if not told:
-        return " ".join([f"{len(rows)} runs beside each other." if len(rows) > 1 else "1 run.", *said])
+        return " ".join([f"{len(rows)} run{'s'[: len(rows) != 1]} beside each other.", *said])
     what = "To the loss that all runs reach" if by == "loss_s" else "For the samples that all runs used"
     each = [f"{row['name']} took {_ratio(row)}{'' if _clear(row) else ', no clear difference'}" for row in told]
     each[0] = each[0].replace(" took ", f" took, as parts of {rows[0]['name']}'s time, ", 1)

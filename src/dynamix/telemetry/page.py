@@ -74,7 +74,8 @@ def page_data(sources: Iterable[RunSource], *, title: str | None = None) -> dict
     runs = [run_data(source, view, cells) for source, view in views]
     missing = [said for source in found for said in source.missing()]
     names = ", ".join(dict.fromkeys(source.name for source in found))
-    absent = [{"name": source.name, "why": source.absent} for source in found if source.absent]
+    unseen = [source for source in found if source.absent or (len(found) > 1 and not source.views)]
+    absent = [{"name": s.name, "why": s.absent or s.unfit or "no window was written"} for s in unseen]
     together = None
     if len(views) > 1 or absent:
         unfit, overran = [source.unfit for source, _ in views], [source.overran for source, _ in views]

@@ -84,7 +84,7 @@ def run_compared(
         for name, done in result["rows"].items():
             why = done["available"] if isinstance(done["available"], str) else f"exit code {done['exit_code']}"
             typer.echo(f"{name}: {why}")
-    else:
+    elif data["comparison"]:
         _print_table(data)
     _say(data)
     held = ", report.html" if data is not None else ""
