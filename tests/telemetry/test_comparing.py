@@ -11,13 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
-from dynamix.events.records import EventLog
+from dynamix.events.records import EventLog, read_events
 from dynamix.telemetry.comparing import table
 from dynamix.telemetry.run import RunView
 from dynamix.telemetry.sentences import sentences
 from dynamix.telemetry.sources import find_sources
 from dynamix.window import Window
 from tests.telemetry.test_page import made
+from tests.v0_2 import FIXTURES
 
 BATCH, STEPS = 64, 10  # of a window
 
@@ -183,3 +184,13 @@ def test_the_command_prints_what_is_unlike(tmp_path: Path) -> None:
     assert "No verdict for goodput: it began at sample 6,400" in done.stdout
     shown = CliRunner().invoke(app, ["watch", str(runs[1]), "--once"])
     assert "5,760 samples" in shown.stdout
+
+
+def test_files_of_0_2_are_reports_as_before(tmp_path: Path) -> None:
+    """They say neither where a job began nor which window is short."""
+    for path in sorted((FIXTURES / "events").glob("*.jsonl")):
+        events = read_events(path)
+        (run,) = made(path)["runs"]
+        assert (run["samples"], run["began_at"], run["windows"]) == (events[-1]["samples_seen"], 0, len(events))
+        assert run["samples_per_s"] == pytest.approx(events[-1]["samples_seen"] / events[-1]["time_s"], rel=1e-3)
+        assert run["one"]["samples_per_s"]["mean"][0] is None  # its first window holds the start-up
