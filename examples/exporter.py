@@ -36,6 +36,8 @@ class Run:
         yield from ((Counter, name, [], {"": value}) for name, value in totals.items())
         yield Counter, "decisions", ["decision"], view.decisions
         yield Counter, "events", ["kind"], view.notices.counts
+        if window is None:  # a run that ended before its first whole window
+            return
         gauges = {name: view.latest[key] for name, key in NEWEST.items()} | {"expected_step_seconds": self.expected}
         yield from ((Gauge, name, [], {"": value}) for name, value in gauges.items())
         each = np.asarray(window.seconds_per_sample)

@@ -269,7 +269,7 @@ class Job:
         self.controller.close()
         if dist.get_rank() == 0 and self.events.exists():
             lines = map(json.loads, self.events.read_text().splitlines())
-            told["decisions"] = [{name: line.get(name) for name in DECIDED} for line in lines]
+            told["decisions"] = [{name: line.get(name) for name in DECIDED} for line in lines if not line.get("short")]
         return told
 
 

@@ -202,3 +202,18 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pyt
         file.write(array("f", [0.0] * len(FIELDS)), ended=False)
     file.close()
     assert capfd.readouterr().err.count("rank 3 can no longer write") == 1
+
+
+@pytest.mark.parametrize("size", [7, 32, 129])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("known", [True, False])
+def test_shares_to_write_are_the_batch_together(ranks: int, size: int, known: bool, tmp_path: Path) -> None:
+    """Rounded one by one they would often be a sample too many or too few."""
+    more = [{"forward": 0.013 * rank, "backward": 0.007 * rank} for rank in range(ranks)]
+    write(tmp_path, more, sizes=[[size if known else float("nan")] * ranks] * 60)
+    result = conclude(tmp_path)
+    gains = result["gains"]
+    assert gains["sizes_known"] is known
+    assert sum(gains["sizes"]) == sum(gains["now"]) == ranks * (size if known else 1000)
+    shares = f"with shares of {', '.join(map(str, gains['sizes']))}"
+    assert shares in result["text"]

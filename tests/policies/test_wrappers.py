@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, StateError
-from dynamix.events.records import read_events
 from dynamix.policies import make_policy
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic.policy import StigmergicPolicy
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy, peers_of, report_of
 from dynamix.window import Bounds, Ints, Window
+from tests.runtime.jobs import decided
 
 
 class Notes:
@@ -58,7 +58,7 @@ def test_events_carry_its_report_and_it_works_on_after_the_answer(tmp_path: Path
         optimizer.step()
         controller.step()
     controller.close()
-    events = read_events(path)
+    events = decided(path)
     assert [event["notes"] for event in events] == [{"asked": True, "answered": i} for i in range(len(events))]
     assert all(("guard" in event) == guard for event in events)
     assert policy.answered == len(events) >= 3

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
+from dynamix.events.records import read_events
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.window import Ints
 from tests.union import larger
@@ -113,6 +114,11 @@ class Training:
 
     def weights(self) -> Tensor:
         return torch.cat([p.detach().flatten() for p in self.net.parameters()])
+
+
+def decided(path: Any) -> list[dict[str, Any]]:
+    """The events of windows on which somebody decided: without the last, short one."""
+    return [event for event in read_events(path) if not event.get("short")]
 
 
 def order_of(samples: int, epoch: int = 0, seed: int = 0) -> Tensor:

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 
 import dynamix
 from dynamix.errors import DynamixError
-from dynamix.events.records import read_events
 from dynamix.runtime.decide.channel import PATIENCE_S
 from dynamix.runtime.decide.decision import Decider
 from tests.ranks import Ok, refusal, run_ranks
-from tests.runtime.jobs import Training, adaptive, classes
+from tests.runtime.jobs import Training, adaptive, classes, decided
 
 pytestmark = pytest.mark.multiproc
 
@@ -128,7 +127,7 @@ def _repeat_on_a_busy_machine(rank: int, events: str, replay: str) -> torch.Tens
 def test_windows_that_a_busy_policy_never_saw_are_written_down_and_replay_to_the_last_bit(tmp_path: Path) -> None:
     live, again = str(tmp_path / "live.jsonl"), str(tmp_path / "again.jsonl")
     weights = run_ranks(_follow_noise, 3, Sluggish(0.0), live, None)[0]
-    events = read_events(live)
+    events = decided(live)
     assert [e["window_index"] for e in events] == list(range(len(events)))
     decisions = [e["decision"] for e in events]
     assert decisions.count("late") > decisions[::4].count("late"), "no window was skipped, so this shows nothing"
@@ -140,4 +139,4 @@ def test_windows_that_a_busy_policy_never_saw_are_written_down_and_replay_to_the
     repeated = run_ranks(_repeat_on_a_busy_machine, 3, again, live)[0]
     assert torch.equal(weights, repeated)
     told = [(e["noise"], e["signal"], e["allocation"]) for e in events]
-    assert [(e["noise"], e["signal"], e["allocation"]) for e in read_events(again)] == told
+    assert [(e["noise"], e["signal"], e["allocation"]) for e in decided(again)] == told

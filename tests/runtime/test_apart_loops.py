@@ -18,10 +18,9 @@ from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
-from dynamix.events.records import read_events
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import Ok, run_ranks
-from tests.runtime.jobs import Training, apart, classes
+from tests.runtime.jobs import Training, apart, classes, decided
 from tests.union import Script
 
 SHARES = [[24, 8], [12, 20]]
@@ -347,7 +346,7 @@ def test_adaptive_rounds_grow_where_meetings_take_long(policy: str, tmp_path: Pa
     assert seldom[0] == seldom[1]
     assert sum(seldom[0][0]) > 1.5 * sum(often[0][0])
     assert seldom[0][0][0] > seldom[0][0][1]
-    last = read_events(tmp_path / "slow.jsonl")[-1]["rounds"]
+    last = decided(tmp_path / "slow.jsonl")[-1]["rounds"]
     assert last["meeting_s"] > 0.04
     assert last["steps"] > 4
 
@@ -368,6 +367,6 @@ def _noisy(rank: int, events: str) -> None:
 def test_the_noise_scale_is_known_where_no_gradient_crosses_ranks(tmp_path: Path) -> None:
     """Gradients are w - x with x of unit variance in 60 dimensions: tr(Sigma) = 60, and |G|^2 = 60 at w = 1."""
     run_ranks(_noisy, 2, str(tmp_path / "events.jsonl"))
-    last = read_events(tmp_path / "events.jsonl")[-1]
+    last = decided(tmp_path / "events.jsonl")[-1]
     assert last["noise"] == pytest.approx(60.0, rel=0.3)
     assert last["signal"] == pytest.approx(60.0, rel=0.3)

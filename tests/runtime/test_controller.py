@@ -15,10 +15,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, PolicyFileError, UsageError
-from dynamix.events.records import read_events
 from dynamix.runtime.state.packing import checksum, pack
 from tests.ranks import run_ranks
-from tests.runtime.jobs import Training, adaptive, classes, classifier, order_of
+from tests.runtime.jobs import Training, adaptive, classes, classifier, decided, order_of
 from tests.union import Script
 
 
@@ -88,7 +87,7 @@ def test_single_process_adapts_the_batch_and_leaves_the_learning_rate(tmp_path: 
     assert set(seen) >= {8, 16, 32, 64}
     assert sum(seen) == 3 * 240 == controller.samples_seen
     assert job.optimizer.param_groups[0]["lr"] == 0.1
-    windows = [dynamix.Window.from_dict(event["window"]) for event in read_events(events)]
+    windows = [dynamix.Window.from_dict(event["window"]) for event in decided(events)]
     assert all(w.compute[0] > 0 and w.steps == 4 for w in windows)
     assert any(w.noise > 0 for w in windows), "one worker measures the noise scale from consecutive gradients"
 

@@ -15,9 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import TensorDataset
 
 import dynamix
-from dynamix.events.records import read_events
 from tests.ranks import run_ranks
-from tests.runtime.jobs import Training, adaptive, classes, classifier, furthest, order_of
+from tests.runtime.jobs import Training, adaptive, classes, classifier, decided, furthest, order_of
 from tests.union import Script
 
 
@@ -59,7 +58,7 @@ def test_patience_is_for_the_policy_not_for_the_slowest_rank(tmp_path: Path) -> 
     sizes = run_ranks(_slow_to_arrive, 2, events)
     assert sizes[0] == sizes[1] != [20, 20]
     # One may be a pause of the machine; if the slow rank used up the policy's patience, all would be late.
-    assert len([e for e in read_events(events) if e["decision"] == "late"]) <= 1
+    assert len([e for e in decided(events) if e["decision"] == "late"]) <= 1
 
 
 def _evaluates(rank: int) -> bool:

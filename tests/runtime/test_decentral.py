@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError
-from dynamix.events.records import read_events
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic.policy import PRETRAINED, StigmergicPolicy
 from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, TRACES, TraceKind
@@ -27,7 +26,7 @@ from dynamix.runtime.measure.recorder import ROW
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.window import Bounds, Window
 from tests.ranks import Ok, run_ranks
-from tests.runtime.jobs import Training, adaptive, classes, classifier
+from tests.runtime.jobs import Training, adaptive, classes, classifier, decided
 from tests.runtime.test_resume import _assert_every_sample_once, _run
 
 SAMPLES = 1200
@@ -67,7 +66,7 @@ def test_all_ranks_apply_the_same_sizes_at_the_same_step_and_use_every_sample_on
     assert Counter(i for r in results for i in r["seen"]) == Counter(range(SAMPLES))
     assert len({counts for _, counts in results[0]["plans"]}) > 2, "sizes hardly ever changed"
     assert all(torch.equal(r["weights"], results[0]["weights"]) for r in results)  # one learning rate everywhere
-    lines = read_events(events)
+    lines = decided(events)
     assert [line["window_index"] for line in lines] == list(range(len(lines)))
     assert (lines[-1]["noise"] is not None) == (rule == "adascale")
     assert lines[-1]["window"]["compute"][0] > 0

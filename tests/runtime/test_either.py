@@ -18,11 +18,10 @@ from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
-from dynamix.events.records import read_events
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Ints, Window
 from tests.ranks import refusal, run_ranks
-from tests.runtime.jobs import Training, furthest, order_of
+from tests.runtime.jobs import Training, decided, furthest, order_of
 from tests.runtime.test_apart import net
 from tests.runtime.test_apart_loops import nesterov
 from tests.union import Script, larger
@@ -173,7 +172,7 @@ def test_a_recorded_run_whose_batch_moved_is_run_again(tmp_path: Path) -> None:
         assert len(set(first.pieces)) >= 3
         assert (again.pieces, again.indices) == (first.pieces, first.indices)
         assert all(map(torch.equal, again.weights, first.weights))
-    changes = [event for event in read_events(events) if event["decision"] == "new"]
+    changes = [event for event in decided(events) if event["decision"] == "new"]
     assert {event.get("piece", 0) for event in changes} == {*first.pieces}
 
 
@@ -286,13 +285,13 @@ def test_the_way_follows_what_an_exchange_takes(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     ranks = run_ranks(at_cost, 2, str(events))
     assert ranks[0] == ranks[1]
-    ways = [event["rounds"]["meet"] for event in read_events(events)]
+    ways = [event["rounds"]["meet"] for event in decided(events)]
     first, last = ways.index("parameters"), len(ways) - 1 - ways[::-1].index("parameters")
     assert first >= 4
     assert set(ways[first : last + 1]) == {"parameters"}
     assert last < len(ways) - 1
     assert ranks[0][-1][1] == 0
-    why = read_events(events)[first]["rounds"]["why"]
+    why = decided(events)[first]["rounds"]["why"]
     assert "parameters after" in why
     assert "50 ms" in why
 

@@ -65,9 +65,9 @@ def test_nccl_step_never_synchronises_and_times_are_measured(tmp_path: Any) -> N
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
         controller.close()
-        from dynamix.events.records import read_events
+        from tests.runtime.jobs import decided
 
-        windows = [dynamix.Window.from_dict(event["window"]) for event in read_events(events)]
+        windows = [dynamix.Window.from_dict(event["window"]) for event in decided(events)]
         assert len(windows) > 5
         last = windows[-1]
         assert 0 < last.compute[0] < 1

@@ -11,10 +11,9 @@ import pytest
 
 import dynamix
 from dynamix.errors import ConfigError
-from dynamix.events.records import read_events
 from dynamix.policies.guard import Guard
 from dynamix.runtime.state.packing import unpack
-from tests.runtime.jobs import Training, adaptive, classes
+from tests.runtime.jobs import Training, adaptive, classes, decided
 from tests.union import Script
 
 
@@ -40,7 +39,7 @@ def _train(policy: Any, events: Path | None, *, epochs: int = 3, **options: Any)
 def test_a_policy_that_breaks_does_not_end_a_watched_job(tmp_path: Path) -> None:
     controller = _train(Broken([[16], [12]]), tmp_path / "events.jsonl", guard=True)
     assert controller.samples_seen == 720
-    events = read_events(tmp_path / "events.jsonl")
+    events = decided(tmp_path / "events.jsonl")
     reports = [event["guard"] for event in events]
     assert {"by", "reason", "lost", "rest_windows", "falls", "error"} <= set(reports[0])
     assert "fault" not in {report["reason"] for report in reports[:2]}  # which else depends on real times
@@ -55,7 +54,7 @@ def test_learned_policies_are_watched_unless_it_is_turned_off(tmp_path: Path) ->
     watched = _train("dynamix", paths[0], epochs=1)
     _train("dynamix", paths[1], epochs=1, guard=False)
     _train("lb_bsp", paths[2], epochs=1)
-    assert ["guard" in read_events(path)[0] for path in paths] == [True, False, False]
+    assert ["guard" in decided(path)[0] for path in paths] == [True, False, False]
     state = json.loads(json.dumps(unpack(watched.state_dict()["policy"])))
     guard = Guard(Script([[8]]))
     guard.policy = watched.policy

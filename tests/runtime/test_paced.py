@@ -10,10 +10,9 @@ import torch
 
 import dynamix
 from dynamix.errors import ConfigError
-from dynamix.events.records import read_events
 from dynamix.policies.paced import FIRST, MOST
 from tests.ranks import run_ranks
-from tests.runtime.jobs import Training, classes
+from tests.runtime.jobs import Training, classes, decided
 from tests.runtime.test_resume import job
 from tests.union import Script
 
@@ -36,7 +35,7 @@ def _job(rank: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
 def test_lengths_are_agreed_on_and_repeat_in_a_replay_and_after_a_restart(tmp_path: Path) -> None:
     events = str(tmp_path / "events.jsonl")
     whole = run_ranks(_job, 2, str(tmp_path), {"events": events})
-    told = list(read_events(events))
+    told = list(decided(events))
     assert [event["window"]["steps"] for event in told[:7]] == [3, 4, 2, 1, 4, 2, 1]  # the first is the controller's
     assert [event["interval"] for event in told[:4]] == [4, 2, 1, 4]
     run_ranks(_job, 2, str(tmp_path), {"replay": events, "save_at": 9, "stop_at": 9})  # in a window of four
@@ -52,7 +51,7 @@ def test_a_lone_worker_s_windows_follow_what_changes(tmp_path: Path) -> None:
         job.backward(x, y)
         job.finish()
     controller.close()
-    steps = [event["window"]["steps"] for event in read_events(tmp_path / "events.jsonl")]
+    steps = [event["window"]["steps"] for event in decided(tmp_path / "events.jsonl")]
     assert steps[0] == FIRST
     assert max(steps) > 2 * FIRST
     assert max(steps) <= MOST

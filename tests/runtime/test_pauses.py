@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from dynamix.events.records import read_events
 from dynamix.policies.registry import make_policy, policy_names
 from dynamix.probes.timing import StepTimer
 from dynamix.runtime.decide.decision import Decider
@@ -20,7 +19,7 @@ from dynamix.runtime.measure.recorder import Recorder, assemble
 from dynamix.window import Bounds, Floats, Ints, Window
 from dynamix_lab.virtual.workers import VirtualTime
 from tests.ranks import run_ranks
-from tests.runtime.jobs import Training, adaptive, classes
+from tests.runtime.jobs import Training, adaptive, classes, decided
 
 SPEED = np.array([1.0, 0.8, 0.5, 0.4])
 NOISE, SIGNAL = 12.0, 0.04
@@ -184,7 +183,7 @@ def _live(rank: int, events: str) -> None:
 def test_a_live_workers_pause_is_in_no_window(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     run_ranks(_live, 2, str(events))
-    windows = [Window.from_dict(event["window"]) for event in read_events(events)]
+    windows = [Window.from_dict(event["window"]) for event in decided(events)]
     assert len(windows) > 4
     for window in windows:
         # Of a window's five steps one took 4 s. What else a busy machine does takes less.

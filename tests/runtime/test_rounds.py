@@ -10,11 +10,10 @@ import pytest
 
 import dynamix
 from dynamix.errors import ConfigError
-from dynamix.events.records import read_events
 from dynamix.features import features
 from dynamix.model.measured import base_total, noise_scale
 from dynamix.window import Window
-from tests.runtime.jobs import Training, adaptive, classes
+from tests.runtime.jobs import Training, adaptive, classes, decided
 from tests.union import Script, Watching
 
 DATA = classes(400)
@@ -71,7 +70,7 @@ def test_errors_name_what_the_user_wrote() -> None:
 
 def test_events_count_rounds_and_a_replay_repeats_them(tmp_path: Path) -> None:
     whole, _ = trained(Script([[24], [14]]), events=tmp_path / "events.jsonl", epochs=2)
-    first = read_events(tmp_path / "events.jsonl")[0]
+    first = decided(tmp_path / "events.jsonl")[0]
     assert (first["window"]["batch_size"], first["allocation"], first["from_step"]) == ([8], [24], 3)
     again, _ = trained(Script([[2]]), replay=tmp_path / "events.jsonl", epochs=2)
     assert again == whole

@@ -47,7 +47,7 @@ def sparkline(values: np.ndarray) -> str:
 def _of_run(view: RunView) -> list[RenderableType]:
     series = view.series
     parts: list[RenderableType] = [Text(view.name, "bold"), Text(headline(view))]
-    told = f"{seconds(view.seconds)}, {view.samples:,.0f} samples, window {view.index:,}"
+    told = f"{seconds(view.seconds)}, {view.trained:,.0f} samples, window {view.index:,}"
     parts.append(Text(f"{told}, global batch {int(view.sizes.sum()):,}, noise scale {_or_dash(view.noise_scale)}"))
     lines = Table.grid(padding=(0, 2))
     for name, title, said in (
@@ -56,7 +56,7 @@ def _of_run(view: RunView) -> list[RenderableType]:
         ("global_batch", "global batch", number),
         ("loss", "loss", number),
     ):
-        values = series.mean(name)[-_LINE:]
+        values = (view.speeds if name == "samples_per_s" else series.mean(name))[-_LINE:]
         if np.isfinite(values).any():
             last = float(values[np.isfinite(values)][-1])
             lines.add_row(Text(title, "dim"), Text(sparkline(values)), Text(said(last)))

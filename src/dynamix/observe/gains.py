@@ -12,7 +12,8 @@ from dynamix.model import JobModel
 from dynamix.model.measured import exposed_seconds
 from dynamix.model.rounds import RoundSize, samples_a_second
 from dynamix.model.split import split
-from dynamix.window import Bounds, Window
+from dynamix.projection import project
+from dynamix.window import Bounds, Ints, Window
 
 LOW, HIGH = 0.1, 0.9  # quantiles of the ranges
 WORTH = 1.03  # a gain that a change of the script is worth
@@ -76,7 +77,7 @@ def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
         _gain(model, sizes, now),
         _gain(model, twice, now),
         rarely,
-        np.rint(sizes).astype(int).tolist(),
+        sizes.tolist(),
         now.tolist(),
         apart,
         bool(model.grounded),
@@ -95,11 +96,11 @@ def _in_parts(window: Window) -> Window:
     return dataclasses.replace(window, batch_size=window.batch_size * UNIT, base_batch=base)
 
 
-def _balanced(model: JobModel, total: int) -> np.ndarray:
+def _balanced(model: JobModel, total: int) -> Ints:
     """Whole sizes of sum `total` whose slowest worker is done first."""
     workers = model.sizes.shape[-1]
     bounds = Bounds.of(workers, 1, max(_LARGEST * total // workers, 2), total_low=total, total_high=total)
-    return split(np.asarray(float(total)), *model.line, bounds)
+    return project(split(np.asarray(float(total)), *model.line, bounds), bounds)
 
 
 def _gain(model: JobModel, sizes: np.ndarray, now: np.ndarray) -> Gain:

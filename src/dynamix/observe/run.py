@@ -45,7 +45,7 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
     with EventLog(unfinished) as log:
         for index, (window, more) in enumerate(told):
             sizes = window.batch_size.tolist()
-            known = {"window_index": index, "window": window, "decision": "keep", "allocation": sizes}
+            known = {"window_index": index, "window": window, "decision": "keep", "allocation": sizes, "began_at": 0}
             log.write(
                 **known, from_step=0, time_s=more["time_s"], samples_seen=more["samples_seen"], parts=more["parts"]
             )

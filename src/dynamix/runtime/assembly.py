@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -62,6 +63,7 @@ class Assembly:
     coordinator: TrainingJob
     events: BackgroundLog | None
     control: ControlGroup | None
+    decider: Decider | None
     exit_note: ExitNote | None = None
 
     def close(self) -> None:
@@ -79,14 +81,26 @@ class Assembly:
         finally:
             patience_s = 0.0 if failing else DRAIN_S
             groups = coordinator.close(patience_s=patience_s)
-            if self.events is not None:
-                self.events.close()
+            self.end_events()
             if self.control is not None:
                 groups += self.control.release()
                 self.control = None
             destroy_groups(groups, patience_s=patience_s)
             if liveness is not None:
                 liveness.leave()
+
+    def end_events(self) -> None:
+        """Write the steps after the last window, and close the events file. A rank does it alone; twice does no harm.
+
+        Also called for loops that do not close their controller.
+        """
+        decider, self.decider = self.decider, None
+        decisions = self.coordinator.decisions
+        if decider is not None and (rest := decisions.rest()) is not None:
+            with contextlib.suppress(RuntimeError):  # no thread can start any more: the process ends, none was written
+                decider.write_rest(rest, decisions.ended_s)
+        if self.events is not None:
+            self.events.close()
 
 
 def require_way_of_meeting(given: JobArguments) -> None:
@@ -181,8 +195,9 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         ranks=ranks,
         micro_batch=given.micro_batch,
         apart=apart,
+        begins=None if decider is None else decider.begin,
     )
     if control is not None and ranks is not None and workers > 1:
         liveness = coordinator.liveness = Liveness.open(control)
         channel.explain = ranks.explain = coordinator.loss_weight.explain = liveness.explain
-    return Assembly(policy, coordinator, events, control)
+    return Assembly(policy, coordinator, events, control, decider)

@@ -145,7 +145,7 @@ class Controller(Feeding):
             # At the latest when this process ends; its end must not find a thread inside the store's client.
             self._leave = weakref.finalize(self, liveness.leave, "its process ended")
         if self._parts.events is not None:
-            weakref.finalize(self, self._parts.events.close)  # for loops that do not close their controller
+            weakref.finalize(self, self._parts.end_events)  # for loops that do not close their controller
 
     # ------------------------------------------------------------ setting up
 
@@ -363,6 +363,8 @@ class Controller(Feeding):
 
     def close(self) -> None:
         """Finish a pending decision, write the last events, and let go of threads, sockets and process groups.
+
+        The last event is of the steps after the last window, where there are any.
 
         Safe to call twice; every rank should call it, before `dist.destroy_process_group()`. Nothing is waited for
         after a rank was lost. The connected model cannot be trained on after it.

@@ -52,6 +52,7 @@ class TrainingJob:
     interval  optimizer steps per window; of the first one, if `policy` says how long later ones are
     ranks     None: there are no others
     micro_batch   most samples of a piece of this rank's share; None: a share is one, or one of `accumulate`
+    begins        called with the samples trained on so far when the first step of this process is about to begin
     apart         every piece is an optimizer step of this rank's own, and workers meet over parameters. Where `job` has
               `Ways`, the allocation in force says whether, and how large the pieces are
     """
@@ -70,8 +71,10 @@ class TrainingJob:
         ranks: Ranks | None = None,
         micro_batch: int | None = None,
         apart: bool = False,
+        begins: Callable[[int], None] | None = None,
     ) -> None:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
+        self._begins = begins
         self.loss_weight, self.paced = loss_weight, window_length_of(policy) is not None
         self.micro_batch, self.apart = micro_batch if self.ways is None else NO_LIMIT, apart
         self.whole_piece = micro_batch  # what learning rates are for; a rank's memory may hold less
@@ -136,6 +139,8 @@ class TrainingJob:
 
     def _begin(self) -> None:
         self.loop.begin()
+        if self._begins is not None and not self.recorder.all_steps:
+            self._begins(self.progress.samples)
         if self.ranks is not None and self.source is not None and self.source.left_early:
             self.ranks.agreed = False  # a rank may have left it after another round than the others
         if getattr(self.source, "sharded", False):

@@ -12,38 +12,55 @@ from dynamix.telemetry.run import RunView
 from dynamix.telemetry.sentences import number, percent, seconds
 
 _CLEAR = 1.1  # a smaller ratio of two single runs is called no difference
-_SMOOTH = 5  # bins; a loss counts as reached by the mean of so many
+_SMOOTH = 5  # bins; a loss counts as reached by the mean of so many, and of at most a quarter of the shortest run
+_LEAST_BINS = 4  # of which the scatter of a run's speed is told
 
 
-def comparison(views: Sequence[RunView]) -> dict[str, Any]:
-    """A table of runs, the first being what the others are compared with; `headline` says which was the fastest.
+def comparison(
+    views: Sequence[RunView], unfit: Sequence[str] = (), overran: Sequence[Sequence[float]] = ()
+) -> dict[str, Any]:
+    """A table of runs, and every run beside the first one, which `headline` says in words.
 
-    Rows hold `seconds`, `samples`, `samples_per_s`, `waiting`, `global_batch` (median), `loss` (the lowest smoothed
-    one), `accuracy` (the highest), and `samples_s` and `loss_s`: seconds to `common_samples` and `common_loss`, which
-    every run reached. What is unknown is None.
+    unfit     why a run's times are no measurement, empty if they are one: `RunSource.unfit`
+    overran   the part of each rank's device steps that ended late: `RunSource.overran`
+
+    Rows hold `seconds`, `samples` and `began_at` (samples of the job, at its end and before this run), `samples_per_s`,
+    `waiting`, `global_batch` (median), `loss` (the lowest smoothed one), `accuracy` (the highest), and `samples_s` and
+    `loss_s`: seconds to `common_samples` and `common_loss`, which every run reached that can be compared. `over_first`
+    is a run's time to these over the first one's, with `low` and `high` (95 %, by the scatter of both runs' speeds);
+    `no_verdict` why there is none. `notes` are sentences on what is unlike. What is unknown is None.
     """
-    losses = [smooth(view.series.mean("loss")) for view in views]
-    lowest = [float(np.nanmin(loss)) if np.isfinite(loss).any() else math.nan for loss in losses]
-    common_loss = max(lowest) if lowest and all(map(math.isfinite, lowest)) else math.nan
-    common_samples = min((view.samples for view in views), default=math.nan)
+    reasons = _reasons(views, unfit or [""] * len(views))
+    fit = [view for view, why in zip(views, reasons, strict=True) if not why] or list(views)
+    width = max(min([_SMOOTH, *(view.series.bins // 4 for view in fit)]), 1)
+    lowest = {view: _least(smooth(view.series.mean("loss"), width)) for view in views}
+    known = all(math.isfinite(lowest[view]) for view in fit)
+    common_loss = max((lowest[view] for view in fit), default=math.nan) if known else math.nan
+    common_samples = min((view.samples for view in fit), default=math.nan)
     rows = []
-    for view, loss, least in zip(views, losses, lowest, strict=True):
-        accuracy = smooth(view.series.mean("accuracy"))
+    for view, why in zip(views, reasons, strict=True):
+        alike = view.began_at == views[0].began_at  # else its times are to something else
+        loss, accuracy = (smooth(view.series.mean(name), width) for name in ("loss", "accuracy"))
         row = {
             "seconds": view.seconds,
             "samples": view.samples,
+            "began_at": view.began_at,
             "samples_per_s": view.samples_per_s,
             "waiting": view.mean_waiting,
             "global_batch": _median(view.series.mean("global_batch")),
-            "loss": least,
-            "accuracy": float(np.nanmax(accuracy)) if np.isfinite(accuracy).any() else math.nan,
-            "samples_s": first_at(view, view.series.mean("samples") >= common_samples),
-            "loss_s": first_at(view, loss <= common_loss),
+            "loss": lowest[view],
+            "accuracy": -_least(-accuracy),
+            "samples_s": seconds_to(view, common_samples) if alike else math.nan,
+            "loss_s": first_at(view, loss <= common_loss) if alike else math.nan,
         }
-        known = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        rows.append({"name": view.name, "workers": view.workers, "windows": view.windows, **known})
+        told = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        rows.append({"name": view.name, "workers": view.workers, "windows": view.windows, **told, "no_verdict": why})
+    by = "loss_s" if all(row["loss_s"] is not None for row in rows if not row["no_verdict"]) else "samples_s"
+    for view, row in zip(views, rows, strict=True):
+        row.update(_over_first(row, rows[0], by, _half_width(view, views[0])))
     return {
-        "headline": _headline(rows),
+        "headline": _headline(rows, by),
+        "notes": _notes(views, overran or [()] * len(views)),
         "common_samples": common_samples if math.isfinite(common_samples) else None,
         "common_loss": common_loss if math.isfinite(common_loss) else None,
         "rows": rows,
@@ -55,23 +72,25 @@ def table(compared: dict[str, Any]) -> list[list[str]]:
     samples, loss = compared["common_samples"], compared["common_loss"]
     to_samples = f"to {samples:,.0f} samples" if samples else "to equal samples"
     to_loss = f"to loss {loss:.3g}" if loss is not None else "to equal loss"
-    rows = [["run", "time", "samples", "per s", "waiting", to_samples, to_loss]]
+    over = f"over {compared['rows'][0]['name']}" if compared["rows"] else "over the first"
+    rows = [["run", "time", "samples", "per s", "waiting", to_samples, to_loss, over]]
     for row in compared["rows"]:
         shown = [row["name"], _said(row["seconds"], seconds), _said(row["samples"], lambda n: f"{n:,.0f}")]
         shown += [_said(row["samples_per_s"], number), _said(row["waiting"], percent)]
-        rows.append([*shown, _said(row["samples_s"], seconds), _said(row["loss_s"], seconds)])
+        verdict = "no verdict" if row["no_verdict"] else _said(row["over_first"], lambda _, of=row: _ratio(of))
+        rows.append([*shown, _said(row["samples_s"], seconds), _said(row["loss_s"], seconds), verdict])
     return rows
 
 
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Means of the last few bins, unknown ones left out; NaN where fewer than half of them are known."""
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """Means of the last `width` bins, unknown ones left out; NaN where fewer than half of them are known."""
     if not values.size:
         return values
     known = np.isfinite(values)
-    ones = np.ones(_SMOOTH)
+    ones = np.ones(width)
     total = np.convolve(np.where(known, values, 0.0), ones)[: values.size]
     count = np.convolve(known.astype(float), ones)[: values.size]
-    return np.asarray(np.where(count >= _SMOOTH / 2, total / np.maximum(count, 1.0), np.nan))
+    return np.asarray(np.where(count >= width / 2, total / np.maximum(count, 1.0), np.nan))
 
 
 def first_at(view: RunView, reached: np.ndarray) -> float:
@@ -80,24 +99,95 @@ def first_at(view: RunView, reached: np.ndarray) -> float:
     return float(view.series.ends_s[at[0]]) if at.size else math.nan
 
 
-def _headline(rows: Sequence[dict[str, Any]]) -> str:
-    by = "loss_s" if all(row["loss_s"] is not None for row in rows) else "samples_s"
-    known = sorted((row for row in rows if row[by]), key=lambda row: row[by])
-    if len(known) < 2:
-        return f"{len(rows)} runs beside each other."
-    first, second = known[0], known[1]
-    what = "to the loss that all runs reach" if by == "loss_s" else "for the samples that all runs used"
-    if second[by] / first[by] < _CLEAR:
-        return (
-            f"Of {len(rows)} runs none is clearly the fastest {what}: {first['name']} took {seconds(first[by])}, "
-            f"{second['name']} {seconds(second[by])}."
-        )
-    baseline = rows[0] if rows[0] is not first and rows[0][by] else second
-    return (
-        f"Of {len(rows)} runs {first['name']} is the fastest {what}: {seconds(first[by])}, "
-        f"{number(baseline[by] / first[by])} times as fast as {baseline['name']}. Runs of one thing scatter, too: "
-        "repeat them before you trust a small difference."
-    )
+def seconds_to(view: RunView, samples: float) -> float:
+    """Seconds at which the job had trained on so many, between two bins in proportion; NaN where it never had."""
+    reached = np.maximum.accumulate(np.concatenate([[view.began_at], view.reached]))
+    if not view.began_at <= samples <= reached[-1]:
+        return math.nan
+    return float(np.interp(samples, reached, np.concatenate([[0.0], view.series.ends_s])))
+
+
+def _reasons(views: Sequence[RunView], unfit: Sequence[str]) -> list[str]:
+    """Why a run is not compared with the first one, in words; empty if it is."""
+    found = []
+    for view, why in zip(views, unfit, strict=True):
+        unlike = "" if view.began_at == views[0].began_at else _began_unlike(view, views[0])
+        both = "; ".join(filter(None, (why, unlike)))
+        found.append(both or (f"{views[0].name} is no measurement" if unfit[0] else ""))
+    return found
+
+
+def _began_unlike(view: RunView, first: RunView) -> str:
+    began = f"it began at sample {view.began_at:,.0f}, {first.name} at sample {first.began_at:,.0f}"
+    return f"{began}: one went on from a saved state. Give each row a folder of its own (docs/report.md)"
+
+
+def _half_width(view: RunView, first: RunView) -> float:
+    """How far the logarithm of two runs' ratio may be off, at 95 %, by the scatter of their speeds; NaN of few bins."""
+    both = [one.speeds[np.isfinite(one.speeds) & (one.speeds > 0)] for one in (view, first)]
+    bins = min(speeds.size for speeds in both)
+    if bins < _LEAST_BINS:
+        return math.nan
+    return _student(bins - 1) * math.hypot(*(speeds.std(ddof=1) / speeds.mean() / speeds.size**0.5 for speeds in both))
+
+
+def _student(freedom: int) -> float:
+    """The 97.5 % point of Student's t of 3 degrees of freedom or more, right to 1 %.
+
+    >>> [round(_student(freedom), 2) for freedom in (3, 10, 100)]
+    [3.16, 2.23, 1.98]
+    """
+    z = 1.959964
+    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def _over_first(row: dict[str, Any], first: dict[str, Any], by: str, half_width: float) -> dict[str, float | None]:
+    known = not row["no_verdict"] and row[by] and first[by]
+    ratio = row[by] / first[by] if known else None
+    if ratio is None or row is first or not math.isfinite(half_width):
+        return {"over_first": ratio, "low": None, "high": None}
+    return {"over_first": ratio, "low": ratio * math.exp(-half_width), "high": ratio * math.exp(half_width)}
+
+
+def _headline(rows: Sequence[dict[str, Any]], by: str) -> str:
+    told = [row for row in rows[1:] if row["over_first"] is not None]
+    said = [f"No verdict for {row['name']}: {row['no_verdict']}." for row in rows if row["no_verdict"]]
+    if not told:
+        return " ".join([f"{len(rows)} run{'s'[: len(rows) != 1]} beside each other.", *said])
+    what = "To the loss that all runs reach" if by == "loss_s" else "For the samples that all runs used"
+    each = [f"{row['name']} took {_ratio(row)}{'' if _clear(row) else ', no clear difference'}" for row in told]
+    each[0] = each[0].replace(" took ", f" took, as parts of {rows[0]['name']}'s time, ", 1)
+    scatter = "Runs of one thing scatter, too: repeat them before you trust a small difference."
+    return " ".join([f"{what}, {'; '.join(each)}.", *said, scatter])
+
+
+def _clear(row: dict[str, Any]) -> bool:
+    """Whether a run is slower or faster than the first one by more than what scatters."""
+    ratio, low, high = row["over_first"], row["low"], row["high"]
+    return low is not None and not low <= 1 <= high and max(ratio, 1 / ratio) >= _CLEAR
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    within = "" if row["low"] is None else f" ({row['low']:.2f} to {row['high']:.2f})"
+    return f"{row['over_first']:.2f}{within}"
+
+
+def _notes(views: Sequence[RunView], overran: Sequence[Sequence[float]]) -> list[str]:
+    """What is unlike in the runs and no reason against a verdict, and how often devices overran."""
+    said = []
+    for view, late in zip(views, overran, strict=True):
+        first = views[0]
+        if abs(view.samples - first.samples) > max(view.sizes.sum(), first.sizes.sum()):
+            ended = f"{view.name} ended at sample {view.samples:,.0f}, {first.name} at sample {first.samples:,.0f}"
+            said.append(f"{ended}: they are compared by what both reached.")
+        if max(late, default=0.0) > 0:
+            said.append(f"{view.name}: on a rank up to {percent(max(late))} of the device's steps overran.")
+    return said
+
+
+def _least(values: np.ndarray) -> float:
+    return float(np.nanmin(values)) if np.isfinite(values).any() else math.nan
 
 
 def _median(values: np.ndarray) -> float:

@@ -74,8 +74,12 @@ def page_data(sources: Iterable[RunSource], *, title: str | None = None) -> dict
     runs = [run_data(source, view, cells) for source, view in views]
     missing = [said for source in found for said in source.missing()]
     names = ", ".join(dict.fromkeys(source.name for source in found))
-    absent = [{"name": source.name, "why": source.absent} for source in found if source.absent]
-    together = comparison([view for _, view in views]) | {"absent": absent} if len(views) > 1 or absent else None
+    unseen = [source for source in found if source.absent or (len(found) > 1 and not source.views)]
+    absent = [{"name": s.name, "why": s.absent or s.unfit or "no window was written"} for s in unseen]
+    together = None
+    if len(views) > 1 or absent:
+        unfit, overran = [source.unfit for source, _ in views], [source.overran for source, _ in views]
+        together = comparison([view for _, view in views], unfit, overran) | {"absent": absent}
     return {
         "schema": DATA_SCHEMA,
         "title": title or names,
@@ -91,6 +95,7 @@ def run_data(source: RunSource, view: RunView, cells: int = MOST_CELLS) -> dict[
     """One run's part of `page_data`; `cells` bounds its heat maps together."""
     series = view.series
     one = {name: {"mean": numbers(series.mean(name))} for name in series.single}
+    one["samples_per_s"] = {"mean": numbers(view.speeds)}
     for name in _BANDS:
         one[name] |= {"least": numbers(series.least(name)), "greatest": numbers(series.greatest(name))}
     return {
@@ -98,6 +103,10 @@ def run_data(source: RunSource, view: RunView, cells: int = MOST_CELLS) -> dict[
         "workers": view.workers,
         "windows": view.windows,
         "seconds": view.seconds,
+        "samples": view.samples,
+        "began_at": view.began_at,
+        "samples_per_s": _number(view.samples_per_s),
+        "global_batch": int(view.sizes.sum()),
         "waiting": _number(view.mean_waiting),
         "headline": headline(view),
         "sentences": sentences(view),
@@ -212,12 +221,8 @@ def _facts(source: RunSource, view: RunView) -> list[list[str]]:
 
 def _device_facts(source: RunSource) -> list[list[str]]:
     """How often emulated devices were late, by rank."""
-    steps = source.result.get("device_steps")
-    try:
-        late = [(rank, row["overruns"] / max(row["steps"], 1)) for rank, row in enumerate(steps or ())]
-    except (KeyError, TypeError):
-        return []
-    return [["device steps that overran", ", ".join(f"rank {r}: {part:.1%}" for r, part in late)]] if late else []
+    late = ", ".join(f"rank {rank}: {part:.1%}" for rank, part in enumerate(source.overran))
+    return [["device steps that overran", late]] if late else []
 
 
 def _number(value: float) -> float | None:

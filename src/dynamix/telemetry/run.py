@@ -41,20 +41,23 @@ class RunView:
         self.workers = 0
         self.steps = 0.0  # optimizer steps of the job until the newest window closed, also before it was resumed
         self.seconds = 0.0  # at the end of the newest window, restarts added up
-        self.samples = 0.0
+        self.samples = 0.0  # of the job until the newest window closed, also before this run began
+        self.began_at = 0.0  # samples that the job had trained on before
         self.start_sizes = self.sizes = np.empty(0, dtype=np.int64)
         self.noise_scale = math.nan
         self.index = -1  # of the newest window
-        self.newest: Window | None = None
+        self.newest: Window | None = None  # that is whole
         self.latest: dict[str, float] = {}  # its numbers of the cluster, by the names of `SINGLE`
         self._waiting: list[tuple[Window, dict[str, float]]] = []  # for `settle`
         self._offset_s = self._time_s = 0.0
+        self._start: Any = None  # `began_at` of the newest line
         self._active = 0  # workers of the newest window
 
     def is_another(self, fields: dict[str, Any]) -> bool:
         """Whether a line begins another run, appended to the same file."""
         index = fields.get("window_index")
-        return index == 0 and self.index > 0
+        fewer = _number(fields.get("samples_seen")) < self.samples
+        return index == 0 and (self.index > 0 or fewer)
 
     def add(self, line: Recorded) -> None:
         """Take in the next line. Call `settle` after the last one that is there."""
@@ -64,18 +67,20 @@ class RunView:
         self._follow_workers(window)
         index = fields.get("window_index")
         self.index = index if type(index) is int and index >= 0 else self.index + 1
-        weight = _one(window.steps, least=1.0)
+        weight, short = _one(window.steps, least=1.0), fields.get("short") is True
         self._follow_samples(fields, window, weight)
         told = {"begin_s": begin_s, "end_s": self.seconds, "weight": weight, "samples": self.samples}
         self.changes.add(window, begin_s, self.index)
         took_s = self.seconds - begin_s
-        told["samples_per_s"] = self._gained / took_s if took_s > 0 and self.windows else math.nan
+        timed = took_s > 0 and (self.windows or self._start is not None)  # 0.2 counted the start-up, too
+        told["samples_per_s"] = self._gained / took_s if timed else math.nan
         self._waiting.append((window, told))
         if len(self._waiting) == BLOCK:
             self.settle()
-        self.newest = window
-        self.notices.of_line(fields, self.seconds, self.index)
-        self.decisions[str(fields.get("decision"))] += 1
+        if not short:  # in which nothing but samples is known, and on which nobody decides
+            self.newest = window
+            self.notices.of_line(fields, self.seconds, self.index)
+            self.decisions[str(fields.get("decision"))] += 1
         if not self.windows:
             self.start_sizes = window.batch_size
         self.sizes, self.windows = window.batch_size, self.windows + 1
@@ -93,7 +98,8 @@ class RunView:
         with np.errstate(all="ignore"):  # numbers that no job could have had
             single = _single(block) | {name: given[name] for name in ("samples", "samples_per_s")}
             self.series.extend(given["begin_s"], given["end_s"], given["weight"], single, _each(block))
-        self.latest = {name: float(values[-1]) for name, values in single.items()}
+        whole = next((i for i in reversed(range(len(windows))) if windows[i] is self.newest), len(windows) - 1)
+        self.latest = {name: float(values[whole]) for name, values in single.items()}
         known = np.flatnonzero(np.isfinite(single["noise_scale"]))
         if known.size:
             self.noise_scale = float(single["noise_scale"][known[-1]])
@@ -124,17 +130,33 @@ class RunView:
     @property
     def seconds_per_sample(self) -> Floats:
         """(W,) busy seconds of a sample, over the whole run; NaN for those that never had one."""
-        at = {name: self.series.names.index(name) for name in EACH}
-        totals = self.series.totals
-        samples = totals[at["size"]]
-        busy = totals[at["compute"]] + totals[at["data"]]
+        samples, busy = self.series.overall("size"), np.nan_to_num(self.series.overall("compute"))
+        busy = busy + np.nan_to_num(self.series.overall("data"))
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(np.where((samples > 0) & (busy > 0), busy / samples, np.nan))
 
     @property
+    def trained(self) -> float:
+        """Samples that this run trained on."""
+        return self.samples - self.began_at
+
+    @property
     def samples_per_s(self) -> float:
-        """Over the whole run."""
-        return self.samples / self.seconds if self.seconds > 0 else math.nan
+        """Over the whole run, from its first step."""
+        return self.trained / self.seconds if self.seconds > 0 else math.nan
+
+    @property
+    def reached(self) -> Floats:
+        """(bins,) samples that the job had trained on at the end of each."""
+        return self.series.greatest("samples")
+
+    @property
+    def speeds(self) -> Floats:
+        """(bins,) samples a second: what each trained on over its seconds. NaN where it is not known."""
+        gained = np.diff(self.reached, prepend=self.began_at)
+        took_s = self.series.ends_s - self.series.begins_s
+        known = (took_s > 0) & np.isfinite(self.series.mean("samples_per_s"))
+        return np.where(known, np.maximum(gained, 0.0) / np.where(known, took_s, 1.0), np.nan)
 
     # ------------------------------------------------------------ parts of `add`
 
@@ -144,7 +166,9 @@ class RunView:
             step_s = float(step_seconds(window))
             self.seconds += _one(window.steps, least=1.0) * (step_s if math.isfinite(step_s) else 1.0)
             return
-        if time_s < self._time_s and self.windows:
+        start, before = fields.get("began_at"), self._start
+        self._start = start
+        if self.windows and (time_s < self._time_s or start != before):
             self._offset_s = self.seconds
             self.notices.note(self.seconds, self.index + 1, "restart", "The job was started again and goes on here.")
         self._time_s = time_s
@@ -162,9 +186,14 @@ class RunView:
             self.series.widen(window.workers)
 
     def _follow_samples(self, fields: dict[str, Any], window: Window, steps: float) -> None:
-        told = _number(fields.get("samples_seen"))
+        told, gained = _number(fields.get("samples_seen")), steps * float(window.batch_size.sum())
+        if not self.windows:
+            start = _number(fields.get("began_at"))
+            if math.isnan(start):  # a line of 0.2, or of a tool
+                start = told - gained if self.index > 0 else 0.0
+            self.samples = self.began_at = max(start, 0.0) if math.isfinite(start) else 0.0
         before = self.samples
-        self.samples = told if told >= 0 else before + steps * float(window.batch_size.sum())
+        self.samples = told if told >= 0 else before + gained
         self._gained = max(self.samples - before, 0.0)
 
 

@@ -6,7 +6,9 @@ import math
 
 import numpy as np
 
+from dynamix.projection import project
 from dynamix.telemetry.run import RunView
+from dynamix.window import Bounds
 
 PARTS = {"compute": "computing", "data": "waiting for data", "network": "exchanging gradients", "wait": "waiting"}
 _FEW = 8  # windows; fewer say nothing about a trend
@@ -38,9 +40,10 @@ def headline(view: RunView) -> str:
 def _what_ran(view: RunView) -> str:
     windows = "1 window" if view.windows == 1 else f"{view.windows:,} windows"
     workers = "1 worker" if view.workers == 1 else f"{view.workers:,} workers"
+    begun = f" It went on from a saved state, at sample {view.began_at:,.0f}." if view.began_at else ""
     return (
-        f"{workers} used {view.samples:,.0f} samples in {seconds(view.seconds)}, "
-        f"{number(view.samples_per_s)} a second, in {windows}."
+        f"{workers} used {view.trained:,.0f} samples in {seconds(view.seconds)}, "
+        f"{number(view.samples_per_s)} a second, in {windows}.{begun}"
     )
 
 
@@ -61,7 +64,9 @@ def _waiting(view: RunView) -> str:
     total = sum(parts.values())
     if not total:
         return ""
-    told = [f"{percent(value / total)} {PARTS[name]}" for name, value in parts.items() if value / total >= 0.005]
+    # Rounded one by one they would not always be 100 together.
+    shares = project(list(parts.values()), Bounds.of(len(parts), 0, 100), total=100).tolist()
+    told = [f"{share} % {PARTS[name]}" for name, share in zip(parts, shares, strict=True) if share]
     return f"Over the whole run a worker's time was {listed(told)}."
 
 

@@ -14,9 +14,11 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.events.run_folder import row_folder
 from dynamix.telemetry.reading import EventFollower, Recorded
 from dynamix.telemetry.run import RunView
+from dynamix.telemetry.sentences import percent
 
 EVENTS = "events.jsonl"
 MOST_RUNS = 64  # of one page
+MOST_OVERRUNS = 0.01  # of an emulated device's steps; more, and the machine was too slow for it
 _LABELS = ("policy", "seed", "attempt")  # of lines that several runs share a file with
 _TAIL_BYTES = 2**16
 _STALE_S = 60.0
@@ -92,6 +94,24 @@ class RunSource:
         if hidden > 0:
             said.append(f"{hidden} more runs are in the file; a page shows {MOST_RUNS}.")
         return said + self._ranks_not_observed() + self._ranks_that_failed()
+
+    @property
+    def overran(self) -> list[float]:
+        """The part of each emulated device's steps that ended late, by rank; empty without devices."""
+        steps = self.result.get("device_steps")
+        try:
+            return [row["overruns"] / max(row["steps"], 1) for row in steps or ()]
+        except (KeyError, TypeError):
+            return []
+
+    @property
+    def unfit(self) -> str:
+        """Why the times of its runs are no measurement; empty if nothing says so."""
+        code = self.result.get("exit_code")
+        if max(self.overran, default=0.0) > MOST_OVERRUNS:
+            most = f"{percent(max(self.overran))} of a rank's device steps overran"
+            return f"{most}, more than {percent(MOST_OVERRUNS)}: this machine is too slow or too busy"
+        return f"it ended with exit code {code}" if type(code) is int and code else ""
 
     def _ranks_not_observed(self) -> list[str]:
         """Of an observed job: ranks of which a part or all is not known."""

@@ -237,7 +237,11 @@ def test_one_seed_says_that_a_run_had_late_steps_and_does_not_repeat_it(
     result, _ = run_demo(DemoSettings(), RunFolder("demo", tmp_path / "run"))
     assert len(ran.launched) == 1
     assert result["policies"]["local"]["overruns"] == [[5, 5, 5, 5]]
-    assert "local (seed 0): these times are no measurement" in (tmp_path / "run" / "report.html").read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "local (seed 0): these times are no measurement" in page
+    assert result["verdict"]["sentence"] not in page
+    assert "dynamix: " in page  # whose devices kept their times
+    assert "local: 0" not in page
 
 
 def watching(tmp_path: Path, runs: list[PolicyRun], value: Callable[[Tensor], float]) -> DemoWatch:

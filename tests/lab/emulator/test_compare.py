@@ -106,3 +106,50 @@ def test_a_wrong_policy_is_said_before_anything_runs(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "no-such-policy" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+# Each row finds out where it may write, and whether another row has written there.
+WRITES = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+place = Path(sys.argv[1].removeprefix("--checkpoints="))
+assert place == Path(os.environ["DYNAMIX_ROW"]) and place.is_dir(), place
+if os.environ["RANK"] == "0":
+    from tests.telemetry.simulated import simulate
+    begun = int((place / "checkpoint").exists() or Path("shared").exists())
+    (place / "checkpoint").write_text("")
+    if len(sys.argv) > 2:
+        Path("shared").write_text("")
+    more = {{"began_at": 1_000}} if begun else {{"began_at": 0}}
+    simulate(Path(os.environ["DYNAMIX_EVENTS"]), workers=2, windows=12, policy="static", **more)
+"""
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_script_may_write_to_its_rows_folder_and_a_row_that_begins_elsewhere_is_named(
+    tmp_path: Path, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(WRITES.format(root=ROOT))
+    Path("two.yaml").write_text(json.dumps(TWO))
+    command = ["emulate", "two.yaml", "--compare", "static,static:64", "--mechanism", "duty-cycle"]
+    command += ["--throttle-after", "0", "--out", "run", "--", sys.executable, "script.py", "--checkpoints={row}"]
+    done = CliRunner().invoke(app, [*command, *(["shared"] if shares else [])])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert ("No verdict for static:64: it began at sample 1,000, static at sample 0" in said) is shares
+    assert ("static:64 took, as parts of static's time, 1.00" in said) is not shares
+    assert sorted(path.parent.name for path in Path("run").glob("*/checkpoint")) == ["static", "static-64"]
+    job = json.loads(Path("run/static-64/run.json").read_text())["job"]
+    assert job[2] == f"--checkpoints={tmp_path / 'run/static-64'}"
+
+
+def test_a_row_that_trained_nothing_is_named_beside_one_that_did(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.format(root=ROOT).replace("if meet:", "if policy == 'goodput':"))
+    (tmp_path / "two.yaml").write_text(json.dumps(TWO))
+    command = ["emulate", str(tmp_path / "two.yaml"), "--compare", "static,goodput", "--mechanism", "duty-cycle"]
+    command += ["--throttle-after", "0", "--out", str(tmp_path / "run")]
+    done = CliRunner().invoke(app, [*command, "--", sys.executable, str(tmp_path / "script.py")])
+    assert done.exit_code == 1, done.output
+    assert "goodput: it ended with exit code 1" in done.stdout

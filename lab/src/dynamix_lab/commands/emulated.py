@@ -84,7 +84,7 @@ def run_compared(
         for name, done in result["rows"].items():
             why = done["available"] if isinstance(done["available"], str) else f"exit code {done['exit_code']}"
             typer.echo(f"{name}: {why}")
-    else:
+    elif data["comparison"]:
         _print_table(data)
     _say(data)
     held = ", report.html" if data is not None else ""
@@ -134,5 +134,7 @@ def _print_table(data: dict[str, Any]) -> None:
     for row in rows:
         shown.add_row(*[Text(cell) for cell in row])
     console.print(shown)
+    for said in data["comparison"]["notes"]:
+        console.print(Text(said))
     for row in data["comparison"]["absent"]:
         console.print(Text(f"{row['name']}: {row['why']}"))

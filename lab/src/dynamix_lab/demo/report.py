@@ -46,15 +46,17 @@ def legend(runs: Sequence[PolicyRun], target: float) -> list[str]:
 def sentences(runs: Sequence[PolicyRun], result: Mapping[str, Any]) -> list[str]:
     """What a reader must know first, and what the times say."""
     late = [f"{run.policy} (seed {run.seed})" for run in runs if run.overrun]
-    lines = caveats(result)
+    lines, verdict, ratios = caveats(result), result["verdict"], result["ratios"]
     if late and not result["quick"]:
         lines.append(
             f"this machine was too slow for the devices in more than 1 % of the steps of {', '.join(late)}: "
-            "these times are no measurement; run it again on a machine left alone"
+            "these times are no measurement and have no verdict; run it again on a machine left alone"
         )
-    if result["verdict"] is not None:
-        lines.append(result["verdict"]["sentence"])
-    return [*lines, *a_a_lines(result["a_a"]), *ratio_lines(result["ratios"])]
+        rows = {run.policy for run in runs if run.overrun}
+        verdict, ratios = None, {name: of for name, of in ratios.items() if not rows & set(name.split("/"))}
+    if verdict is not None:
+        lines.append(verdict["sentence"])
+    return [*lines, *a_a_lines(result["a_a"]), *ratio_lines(ratios)]
 
 
 def about_hosts(mechanisms: Mapping[str, str]) -> str:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from dynamix.errors import ConfigError
-from dynamix.events.records import SCHEMA
+from dynamix.events.records import SCHEMA, each_event
 from dynamix.events.run_folder import RunFolder, row_folder
 from dynamix_lab.emulator.run import emulate, worst
 
+ROW_VARIABLE = "DYNAMIX_ROW"  # the folder of the row that a script runs under, for what it writes
+ROW_MARK = "{row}"  # the same in a command's arguments
 LOCAL = "local"  # steps apart, models averaged: shares by speed, meeting over parameters
 _ROUNDS_LOOP = "controller.piece()"  # what the error of a loop names that cannot meet over parameters
 _TAIL_BYTES = 2**16
@@ -65,9 +67,10 @@ def compare(
 ) -> dict[str, Any]:
     """Run `command` once under each row, one after another on fresh hosts; returns what result.json holds.
 
-    Each row has a run folder of its own inside `out`. `options` are those of `emulate`. A row that the script cannot do
-    is not a failure: its `available` says why. `exit_code` is the worst of the others. Where the script fails at the
-    first row before its first window, the others are not run.
+    Each row has a run folder of its own inside `out`. The script gets its path in place of `{row}` in the command, and
+    as DYNAMIX_ROW: of checkpoints that rows share, one row would go on from another's. `options` are those of
+    `emulate`. A row that the script cannot do is not a failure: its `available` says why. `exit_code` is the worst of
+    the others. Where the script fails at the first row before its first window, the others are not run.
     """
     with RunFolder("emulate", out) as folder:
         found: dict[str, dict[str, Any]] = {}
@@ -76,11 +79,12 @@ def compare(
         for row in rows:
             tell(row.name)
             told: dict[str, Any] = {"policy": row.policy} | ({} if row.meet is None else {"meet": row.meet})
+            place = folder.path / row_folder(row.name)
             done = emulate(
                 scenario,
-                command,
-                out=folder.path / row_folder(row.name),
-                env=row.environment,
+                [word.replace(ROW_MARK, str(place.resolve())) for word in command],
+                out=place,
+                env={**row.environment, ROW_VARIABLE: str(place.resolve())},
                 described=told,
                 **options,
             )
@@ -99,8 +103,13 @@ def compare(
 
 
 def _began(done: Mapping[str, Any]) -> bool:
-    """Whether a run has closed a window."""
-    return (Path(done["folder"]) / "events.jsonl").exists()
+    """Whether a run has closed a window; a short one, of the steps before it failed, is none."""
+    events = _events_of(done)
+    return events.exists() and any(not event.get("short") for event in each_event(events))
+
+
+def _events_of(done: Mapping[str, Any]) -> Path:
+    return Path(done["folder"]) / "events.jsonl"
 
 
 def availability(done: Mapping[str, Any], row: ComparedRow) -> bool | str:
@@ -108,8 +117,9 @@ def availability(done: Mapping[str, Any], row: ComparedRow) -> bool | str:
     folder = Path(done["folder"])
     if row.meet == "parameters" and done["exit_code"] and _names_the_rounds_loop(folder):
         return "not available: needs the rounds loop, with the passes of every batch under controller.piece()"
-    if not done["exit_code"] and not _began(done):
-        return "not available: the script makes no dynamix.Controller, or ended before its first window"
+    if not done["exit_code"] and not _events_of(done).exists():
+        why = "makes no dynamix.Controller, or trained nothing (did it go on from another row's last checkpoint?)"
+        return f"not available: the script {why}"
     return True
 
 

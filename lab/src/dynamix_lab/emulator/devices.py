@@ -15,10 +15,9 @@ from pathlib import Path
 
 from dynamix.errors import ConfigError
 from dynamix.startup.sitecustomize import called_environment
+from dynamix.telemetry.sources import MOST_OVERRUNS
 from dynamix_lab.emulator.pacing import pacer
 from dynamix_lab.emulator.scenario import Device
-
-MOST_OVERRUNS = 0.01  # of a rank's steps
 
 
 @dataclass(frozen=True, slots=True)

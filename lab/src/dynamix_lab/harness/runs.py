@@ -117,7 +117,7 @@ class PolicyRun:
 
     def where_time_went(self) -> dict[str, list[float]]:
         """Mean seconds per step of each worker: compute, wait, communication, data; over all windows, by steps."""
-        windows = [Window.from_dict(event["window"]) for event in self.events]
+        windows = [Window.from_dict(event["window"]) for event in self.events if not event.get("short")]
         parts = {}
         weights = np.array([w.steps for w in windows])
         for name in ("compute", "wait", "communication", "data"):

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,12 @@ class Decider:
         self._decided: tuple[ClosedWindow, Window] | None = None
         self._asked = -1  # index of the last window that the policy was asked about
         self._clock, self._started = clock, clock()
+        self._began_at: int | None = None  # samples trained on before the first step of this process
+        self._told_s = 0.0  # of the newest line
+
+    def begin(self, samples: int) -> None:
+        """The first step begins, after `samples` of an earlier process: `time_s` counts from here."""
+        self._started, self._began_at = self._clock(), samples
 
     def decide(self, rows: Floats, closing: ClosedWindow | None = None) -> Message:
         """Rows (W, n) of `observation.ROW` to the message of the window `closing` (None: the newest)."""
@@ -97,19 +103,43 @@ class Decider:
         """One line of events.jsonl, after the message went out."""
         if self.events is not None and self._decided is not None:
             closing, window = self._decided  # training has gone on: `self.job.closing` may be the next one already
-            of = {"window_index": closing.window_index, "window": window}
-            told = {"allocation": message.sizes.tolist(), "from_step": message.from_step}
-            told |= {"decision": message.kind.name.lower(), "noise": message.noise, "signal": message.signal}
-            if message.interval:
-                told["interval"] = message.interval
-            if message.piece:
-                told["piece"] = message.piece
             about = report_of(self.policy, asked=closing.window_index == self._asked)
             if self.job.rounds is not None:
                 about = {**about, "rounds": self.job.rounds.report}
-            at = {"samples_seen": closing.samples, "time_s": self._clock() - self._started}
-            self.events.write(**of, **told, **at, **about)
+            self._write(self.events, closing, window, message, self._clock(), about)
         after_answer(self.policy)  # the answer is out: no step waits for this
+
+    def write_rest(self, rest: ClosedWindow, ended_s: float) -> None:
+        """The last line, of the steps after the last window, which ended at `ended_s` of the clock.
+
+        No policy, rule or model is shown it, and it needs no other rank: what workers measured is unknown.
+        """
+        if self.events is not None:
+            window = Window.of(rest.sizes, steps=rest.step - self.job.closing.step, **self.job.facts(rest))
+            message = self.job.message(Kind.KEEP, rest.consumed, rest.sizes, rest.piece)
+            self._write(self.events, rest, window, message, ended_s, {"short": True})
+
+    def _write(
+        self,
+        events: EventLog | BackgroundLog,
+        closing: ClosedWindow,
+        window: Window,
+        message: Message,
+        now_s: float,
+        about: Mapping[str, Any],
+    ) -> None:
+        of = {"window_index": closing.window_index, "window": window}
+        told = {"allocation": message.sizes.tolist(), "from_step": message.from_step}
+        told |= {"decision": message.kind.name.lower(), "noise": message.noise, "signal": message.signal}
+        if message.interval:
+            told["interval"] = message.interval
+        if message.piece:
+            told["piece"] = message.piece
+        self._told_s = max(now_s - self._started, self._told_s)  # an answer may come after the steps that followed it
+        at = {"samples_seen": closing.samples, "time_s": self._told_s}
+        if self._began_at is not None:
+            at["began_at"] = self._began_at
+        events.write(**of, **told, **at, **about)
 
     def assemble(self, rows: Floats, closing: ClosedWindow) -> Window:
         """What the policy sees of the gathered rows (W, n). It also keeps up the noise scale."""
@@ -174,6 +204,8 @@ def recorded(path: str | os.PathLike[str], workers: int) -> dict[int, dict[str, 
     """
     answers, worlds, fix = {}, set(), "replay the events.jsonl of a job, unchanged"
     for number, event in enumerate(each_event(path), 1):
+        if event.get("short"):
+            continue  # nobody decided on it
         answer = {k: event[k] for k in _ANSWER if k in event}
         if why := _unfit(event.get("window_index"), answer):
             raise StateError(f"{os.fspath(path)}, event {number}: {why}; {fix}")

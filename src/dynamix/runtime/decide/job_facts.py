@@ -52,8 +52,8 @@ class JobFacts:
     def __post_init__(self) -> None:
         self.closing = self._none_closed()
 
-    def _none_closed(self) -> ClosedWindow:
-        return ClosedWindow(0, self.bounds.low, 0, 0, 0.0, 0, 0)
+    def _none_closed(self, step: int = 0, samples: int = 0) -> ClosedWindow:
+        return ClosedWindow(0, self.bounds.low, 0, 0, 0.0, step, samples)
 
     def bounds_after(self, window: Window, closing: ClosedWindow) -> Bounds:
         """What the answer to `window` is kept within, where workers meet in one way."""
@@ -90,9 +90,12 @@ class JobFacts:
         """A message that carries this rank's noise scale."""
         return Message(kind, from_step, self.noise_scale.noise, self.noise_scale.signal, sizes, piece=piece)
 
-    def resume(self, base_batch: int) -> None:
-        """Go on as a job that began with `base_batch`. Raises `ConfigError` where a fixed one is out of bounds."""
-        self.base_batch, self.closing = base_batch, self._none_closed()
+    def resume(self, base_batch: int, step: int, samples: int) -> None:
+        """Go on at `step` and `samples` as a job that began with `base_batch`.
+
+        Raises `ConfigError` where a fixed one is out of bounds.
+        """
+        self.base_batch, self.closing = base_batch, self._none_closed(step, samples)
         if isinstance(self.rounds, Ways):
             self.rounds = self.rounds.begun_anew()
         if self.fixed:

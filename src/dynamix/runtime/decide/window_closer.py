@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Protocol
@@ -50,12 +51,14 @@ class WindowCloser:
         self.of = of
         self.changes = 0  # of the sizes, since this process began
         self._settling, self._turn, self._taking = threading.Lock(), threading.Lock(), False
+        self.ended_s = 0.0  # of the newest round, on the clock `time.perf_counter`
         self._lag_said = False
         self._reader_failed: DynamixError | None = None  # what ends the job was raised in that thread
 
     def count(self, plan: StepPlan) -> None:
         """A round is over."""
         of = self.of
+        self.ended_s = time.perf_counter()
         with self._turn:  # whether a step is kept is known before, or after, a new window opens
             kept = plan.regular and plan.index // of.accumulate >= of.progress.opens
             dealt = plan.dealt_to(of.rank)
@@ -96,6 +99,18 @@ class WindowCloser:
         turn = {"epoch": plan.epoch, "crossed": of.crossed}
         row = of.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()), **turn)
         of.channel.send(row, closing)
+
+    def rest(self) -> ClosedWindow | None:
+        """What was trained since the last window closed, as a window that nobody decides on; None if nothing was."""
+        of, progress = self.of, self.of.progress
+        if progress.steps == of.job.closing.step:
+            return None
+        done = of.need_source().consumed
+        at = max(done - 1, of.allocations.begin)
+        sizes, age = of.accumulate * of.allocations.at(at), (done - of.allocations.since(at)) / of.accumulate
+        done //= of.accumulate
+        piece = of.allocations.piece_at(at)
+        return ClosedWindow(progress.window, sizes, done, done, age, progress.steps, progress.samples, piece=piece)
 
     def _warn_of_lag(self, rounds: int) -> None:
         """The loader has issued so many rounds ahead: a decision waits for them."""

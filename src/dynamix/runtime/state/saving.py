@@ -137,7 +137,7 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     load_atomically(takings)
     # From here on nothing raises.
     job.progress.load_state_dict({**saved.progress, "opens": opens})
-    job.job.resume(saved.base_batch)
+    job.job.resume(saved.base_batch, saved.progress["steps"], saved.progress["samples"])
     job.job.shares = saved.hosts["shares"]
     job.job.noise_scale.load_state_dict(saved.noise_scale)
     job.allocations.load_state_dict(
@@ -159,7 +159,7 @@ def _stayed(job: Resumable, saved: SavedState) -> bool:
 def _facts_of(job: Resumable, saved: SavedState) -> JobFacts:
     """The job's facts as they will be. Raises what `JobFacts.resume` raises."""
     trial = copy.copy(job.job)
-    trial.resume(saved.base_batch)
+    trial.resume(saved.base_batch, saved.progress["steps"], saved.progress["samples"])
     return trial
 
 

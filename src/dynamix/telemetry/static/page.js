@@ -16,16 +16,13 @@ const one = (run, name) => run.one[name].mean;
 const tile = (value, label) => el("div", { class: "tile" }, el("b", { text: value }), el("span", { text: label }));
 
 const tiles = (run) => {
-  const sizes = one(run, "global_batch");
-  const samples = one(run, "samples");
-  const last = samples[samples.length - 1];
   const loss = one(run, "loss").filter((value) => value !== null);
   const box = el("div", { class: "tiles" },
     tile(duration(run.seconds), "time"),
-    tile(counted(last), "samples"),
-    tile(shown(last / run.seconds), "samples a second"),
+    tile(counted(run.samples - run.began_at), "samples"),
+    tile(shown(run.samples_per_s), "samples a second"),
     tile(percentage(run.waiting), "of the time waiting"),
-    tile(counted(sizes[sizes.length - 1]), "global batch at the end"));
+    tile(counted(run.global_batch), "global batch at the end"));
   if (loss.length) box.append(tile(shown(loss[loss.length - 1]), "training loss at the end"));
   return box;
 };
@@ -204,22 +201,29 @@ const runSection = (run, unit) => {
   return parts.filter(Boolean);
 };
 
+// A run's time over the first one's, with its interval.
+const verdict = (row) => {
+  if (row.no_verdict) return "no verdict";
+  if (row.over_first === null) return shown(null);
+  return row.over_first.toFixed(2) + (row.low === null ? "" : ` (${row.low.toFixed(2)} to ${row.high.toFixed(2)})`);
+};
+
 const comparisonTable = (data) => {
   const rows = data.comparison.rows;
   const loss = data.comparison.common_loss;
   const samples = data.comparison.common_samples;
   const heads = ["run", "time", "samples", "samples/s", "waiting", "global batch", "best loss",
-    `time to ${counted(samples)} samples`, loss === null ? "time to equal loss" : `time to loss ${shown(loss)}`];
+    `time to ${counted(samples)} samples`, loss === null ? "time to equal loss" : `time to loss ${shown(loss)}`, `over ${rows.length ? rows[0].name : "the first"}`];
   const table = el("table", {}, el("tr", {}, ...heads.map((text, i) => el("th", { class: i ? "n" : "", text }))));
   rows.forEach((row, i) => {
     const cells = [duration(row.seconds), counted(row.samples), shown(row.samples_per_s), percentage(row.waiting), counted(row.global_batch),
-      shown(row.loss), duration(row.samples_s), duration(row.loss_s)];
+      shown(row.loss), duration(row.samples_s), duration(row.loss_s), verdict(row)];
     table.append(el("tr", { class: i === page.chosen ? "chosen" : "" }, el("td", { class: "name", text: row.name }), ...cells.map((text) => el("td", { class: "n", text }))));
   });
   for (const row of data.comparison.absent || []) {
-    table.append(el("tr", {}, el("td", { class: "name", text: row.name }), el("td", { class: "soft", colspan: "8", text: row.why })));
+    table.append(el("tr", {}, el("td", { class: "name", text: row.name }), el("td", { class: "soft", colspan: "9", text: row.why })));
   }
-  return el("div", { class: "scroll" }, table);
+  return el("div", { class: "scroll" }, table, ...data.comparison.notes.map((text) => el("p", { class: "soft", text })));
 };
 
 const comparisonSection = (data, unit) => {
@@ -231,7 +235,7 @@ const comparisonSection = (data, unit) => {
   const scoreTitle = scored ? "Held-out score against time" : "Training accuracy against time";
   return [
     el("h2", { text: "Runs beside each other" }),
-    figure("Summary", "The last two columns are seconds to what all runs reached; smaller is better. The loss is that of training, smoothed.", comparisonTable(data)),
+    figure("Summary", "Times are seconds to what all runs reached, and the last column is such a time over the first run's; smaller is better. The loss is that of training, smoothed.", comparisonTable(data)),
     figure("Training loss against time", "Mean of all workers' batches.", linePlot(lines("loss"), { xUnit: unit.name, height: 260 })),
     el("div", { class: "pair" },
       figure(scoreTitle, "Higher is better.", linePlot(score, { xUnit: unit.name, format: percentage })),
