@@ -273,7 +273,8 @@ def test_the_state_to_save_has_the_mean_of_what_groups_remember() -> None:
 
 def _with_others(rank: int, kind: str) -> list[Tensor]:
     """A teacher, and an outer optimizer, fewer bytes, or a layer that is thawed within a round."""
-    model = Taught()
+    model, steps = Taught(), nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
+    model.register_parameter("steps", steps)
     how = {"outer": {"outer": nesterov}, "bfloat16": {"wire": "bfloat16"}}.get(kind, {})
     controller = apart(Script(SHARES[2]), 18, micro_batch=PIECE)
     added = nn.Parameter(torch.ones(3, dtype=torch.float64))
@@ -287,9 +288,11 @@ def _with_others(rank: int, kind: str) -> list[Tensor]:
             F.cross_entropy(job.model(x) * added, y).backward()
         job.update()
         inside_data(model)
+        steps += job.sampler.piece().samples > 0
         controller.step()
     controller.close()
     assert not torch.equal(model.teacher.weight, Taught().teacher.weight)
+    assert steps > 5
     return [t.detach() for t in (*model.parameters(), added)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,8 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.ranks import run_ranks
+import dynamix
+from dynamix.errors import UsageError
+from tests.ranks import refusal, run_ranks
+from tests.runtime.jobs import Training, classes
 from tests.runtime.loops import Job, Loops, run_loops
+from tests.union import Script
 
 LOOPS = Loops()
 wrong, right, right_with = LOOPS.wrong, LOOPS.right, LOOPS.right_with
@@ -326,3 +331,48 @@ def test_a_rank_that_alone_unfreezes_does_not_hang() -> None:
     for (told,) in run_ranks(run_loops, 2, [_one_rank_alone], timeout_s=60):
         assert told.startswith("UsageError"), told
         assert "optimizer.step() of 0.weight, which is not reduced" in told
+
+
+def _under_auto(rank: int) -> str:
+    """Workers meet over gradients in the first rounds."""
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    net[0].requires_grad_(False)
+    job = Training(dynamix.Controller(Script([[5, 3]]), 4, interval=8, meet="auto"), classes(96), net)
+    net[0].requires_grad_(True)
+
+    def train() -> None:
+        for x, y in job.loader:
+            job.train_piece(x, y)
+
+    return refusal(UsageError, train)
+
+
+def test_where_workers_may_meet_in_both_ways_too() -> None:
+    for told in run_ranks(_under_auto, 2):
+        assert "steps 0.weight, 0.bias, whose gradient DDP does not reduce" in told
+
+
+def _beside(rank: int) -> list[str]:
+    job = Job(rank)
+    _under(job, find_unused_parameters=True)
+    job.wrap()
+    torch.manual_seed(3)
+    job.net[2] = nn.Linear(5, 3)
+    own, told = torch.optim.SGD(job.net[2].parameters(), lr=0.1), []
+    for x, y in job.loader:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            job.loss(x, y).backward()
+            own.step()
+            own.zero_grad()
+            job.update()
+            job.step()
+        told += [str(warning.message) for warning in caught if "controller.wrap()" in str(warning.message)]
+    job.controller.close()
+    return told
+
+
+def test_an_optimizer_that_wrap_was_not_given_is_warned_of_once() -> None:
+    for told in run_ranks(_beside, 2):
+        (text,) = told
+        assert "(SGD) that was not given to controller.wrap() steps 2.weight, 2.bias" in text

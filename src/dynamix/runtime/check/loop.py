@@ -69,7 +69,7 @@ class ModelCheck:
             held = {id(p) for p in shards.parameters()}
             left = [name for name, p in model.named_parameters() if id(p) not in held]
         self._adds = reduces or (shards is not None and loop.workers > 1)
-        self._unreduced = Unreduced(model, loop.gather, left, sharded=shards is not None)
+        self.unreduced = Unreduced(model, loop.gather, left, sharded=shards is not None)
         self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
         KNOWN.add(optimizer)
         self.reductions = 0
@@ -189,7 +189,7 @@ class ModelCheck:
         if self.shards is not None:  # its parameters may be others since its first pass
             self.loop.reduced.update(map(id, self.shards.parameters()))
             unreduced = [p for p in unreduced if id(p) not in self.loop.reduced]
-        if unreduced and (why := self._unreduced.look(unreduced)) is not None:
+        if unreduced and (why := self.unreduced.look(unreduced)) is not None:
             self.loop.fail(why)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -435,9 +435,18 @@ class LoopCheck:
             left = f"an optimizer ({type(optimizer).__name__}) in this loop was not given to controller.wrap()"
             own = "what it trains is not averaged, and stays every worker's own"
             warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
+        if not apart and (alone := self._reduced_by_nobody(optimizer)):
+            left = f"an optimizer ({type(optimizer).__name__}) that was not given to controller.wrap() steps"
+            own = "which DDP does not reduce: unless the loop does, every rank moves its own"
+            warnings.warn(f"{left} {', '.join(alone[:3])}, {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
         if (name := strangers.unconnected_of(optimizer)) is not None:
             why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
             self.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}")
+
+    def _reduced_by_nobody(self, optimizer: Optimizer) -> list[str]:
+        """Names of what `optimizer`, which `wrap` was not given, trains of connected models that reduce the rest."""
+        own = parameters_of(optimizer) - self.reduced
+        return [name for check in self._first.values() if check.reduces for name in check.unreduced.names(own)]
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., None]:

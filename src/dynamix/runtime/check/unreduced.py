@@ -54,6 +54,11 @@ class Unreduced:
         self._before = [p.detach().clone() for p in parameters] if due else []
         return wrong
 
+    def names(self, parameters: set[int]) -> list[str]:
+        """Those of the model among `parameters`, by `id`, that train and that somebody was expected to reduce."""
+        named = getattr(self.model, "module", self.model).named_parameters()
+        return [name for name, p in named if id(p) in parameters and p.requires_grad and name not in self._left]
+
     def _compare(self) -> str | None:
         known = {id(p): name for name, p in getattr(self.model, "module", self.model).named_parameters()}
         told: dict[str, tuple[list[float], list[float]]] = {}

@@ -274,7 +274,8 @@ class ParameterAveraging:
         self.beside.add(flags, dist.ReduceOp.MAX)
         yield
         self._untrained.moving |= {name: None for name, flag in zip(moved, flags.tolist(), strict=True) if flag}
-        named = {name: p.detach() for name, p in self._untrained.travelling().items() if name in moved}
+        now = {name: p.detach() for name, p in self._untrained.travelling().items() if name in moved}
+        named = {name: p for name, p in now.items() if p.is_floating_point() or p.is_complex()}
         require_sums(named.items())
         payloads = [Bucket(bucket, self.weight) for bucket in buckets(named.values())]
         for payload in payloads:
@@ -327,7 +328,7 @@ class ParameterAveraging:
         return {**self._untrained.travelling(), **dict(self.model.named_buffers())}
 
     def _counters(self) -> dict[str, Tensor]:
-        return {name: b for name, b in self.model.named_buffers() if not (b.is_floating_point() or b.is_complex())}
+        return {name: t for name, t in self._replaceable().items() if not (t.is_floating_point() or t.is_complex())}
 
     def _scale(self) -> Tensor | None:
         """AMP's scale and the steps since it last grew, where it has begun."""

@@ -55,7 +55,7 @@ class ReferenceWeights:
 
 
 class Untrained:
-    """Floating parameters of `model` that are not trained, and that nobody has moved so far.
+    """Parameters of `model` that are not trained, and that nobody has moved so far; without those of tensor subclasses.
 
     There are no copies of them, which may be large: of each a few entries are known, and what autograd counts.
     """
@@ -75,20 +75,15 @@ class Untrained:
         """A round begins: whoever changes them from now on moves them."""
         kept, self._seen = self._seen, {}
         for name, p in self.model.named_parameters():
-            if not p.requires_grad and (p.is_floating_point() or p.is_complex()) and name not in self.moving:
+            if not p.requires_grad and type(p) is nn.Parameter and name not in self.moving:
                 before = kept.get(name)
-                same = before is not None and before.is_counted_alike(p)
-                self._seen[name] = before if before is not None and same else _Seen.of(p)
+                self._seen[name] = _Seen.of(p) if before is None or before.changed(p) else before
 
     def moved(self) -> dict[str, bool]:
         """Whether each was moved since. Entries, which the device is asked for, are looked at more and more seldom."""
         self._looks += 1
         due, now = self._looks & (self._looks - 1) == 0, dict(self.model.named_parameters())
-        return {
-            name: not seen.is_counted_alike(now.get(name, seen.tensor))
-            or (due and not torch.equal(_few(seen.tensor), seen.few))
-            for name, seen in self._seen.items()
-        }
+        return {name: seen.changed(now.get(name, seen.tensor), surely=due) for name, seen in self._seen.items()}
 
     def travelling(self) -> dict[str, nn.Parameter]:
         """Those that were seen to move, by name."""
@@ -108,13 +103,19 @@ class _Seen:
     def of(cls, tensor: Tensor) -> _Seen:
         return cls(tensor, tensor._version, tensor.data_ptr(), _few(tensor))
 
-    def is_counted_alike(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is this one, and not known to have changed: `tensor.data.mul_(2)` is not counted."""
-        same = tensor is self.tensor and tensor._version == self.version
-        return same and tensor.data_ptr() == self.memory
+    def changed(self, tensor: Tensor, *, surely: bool = False) -> bool:
+        """Whether `tensor` is another one, or known to have changed.
+
+        Where autograd counts nothing, as with `tensor.data.mul_(2)`, only entries tell. They are looked at if the
+        tensor is in other memory, or if it is to be known `surely`.
+        """
+        if tensor is not self.tensor or tensor._version != self.version:
+            return True
+        looks = surely or tensor.data_ptr() != self.memory
+        return looks and not torch.equal(_few(tensor).to(self.few.device), self.few)
 
 
 def _few(tensor: Tensor) -> Tensor:
-    """A copy of some of its entries."""
+    """A copy of some of its entries, as bytes: not all types can be compared."""
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // 16)].clone()
+    return flat[:: max(1, flat.numel() // 16)].clone().view(torch.uint8)
