@@ -94,7 +94,8 @@ class TrainingJob:
         if ranks is not None:
             self.ranks, channel.ending, loss_weight.ending = ranks, ranks.ending, ranks.ending
         workers = 1 if ranks is None else self.allocations.workers
-        self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, rank=rank, workers=workers)
+        muted = lambda: self.recorder.muted  # noqa: E731
+        self.loop = LoopCheck(self.accumulate, self.fail, muted, self.gather, rank=rank, workers=workers)
         self.loop.needs_piece = self.ways is not None and workers > 1
         alone = self.allocations.workers == 1
         self.own_gradients = SingleWorkerSync(self, every=64 if apart else 2 if alone else 0)
@@ -208,6 +209,11 @@ class TrainingJob:
         if self.ranks is not None:
             self.decisions.settle()  # one under way talks on the same group
             self.ranks.wait_for_all(what)
+
+    def gather(self, told: Any, what: str) -> list[Any]:
+        """What every rank tells, in the order of ranks: plain objects. A collective call, named `what`."""
+        self.wait_for_all(what)
+        return [told] if self.ranks is None else self.ranks.group.all_gather_object(told)
 
     def fail(self, error: DynamixError) -> DynamixError:
         """An error that ends the job: the other ranks are told of it."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.check import unwatched_optimizers as strangers
+from dynamix.runtime.check.unreduced import Unreduced
 from dynamix.runtime.check.unwatched_optimizers import parameters_of
 from dynamix.runtime.sync.optimizer_means import KNOWN, without_gradients
 from dynamix.runtime.sync.shards import Shards, is_fully_sharded
@@ -63,6 +64,12 @@ class ModelCheck:
         self, loop: "LoopCheck", model: nn.Module, optimizer: Optimizer, *, reduces: bool, shards: Shards | None
     ) -> None:
         self.loop, self.optimizer, self.reduces, self.shards = loop, optimizer, reduces, shards
+        left = getattr(model, "parameters_to_ignore", ())
+        if shards is not None:
+            held = {id(p) for p in shards.parameters()}
+            left = [name for name, p in model.named_parameters() if id(p) not in held]
+        self._adds = reduces or (shards is not None and loop.workers > 1)
+        self.unreduced = Unreduced(model, loop.gather, left, sharded=shards is not None)
         self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
         KNOWN.add(optimizer)
         self.reductions = 0
@@ -86,6 +93,10 @@ class ModelCheck:
     def fail(self, message: str) -> None:
         """Raise `UsageError`, on every rank."""
         self.loop.fail(message)
+
+    def covers(self, parameters: list[Tensor]) -> None:
+        """The gradients of these are reduced."""
+        self.loop.reduced.update(map(id, parameters))
 
     def reducing(self) -> None:
         """A synchronised backward pass has its first gradients."""
@@ -158,12 +169,28 @@ class ModelCheck:
                 early = f"optimizer.step() after {piece.number + 1} of accumulate={loop.accumulate} batches"
                 do = f"call it with the last of them, `if (i + 1) % {loop.accumulate} == 0`; {_ACCUMULATE}"
             loop.fail(f"{early}: {do}" if loop.grown is None else loop.grown[1])
+        if self._adds and not apart and piece is not None:
+            own = []  # a plain loop, as it is run in every step
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in loop.reduced and parameter.requires_grad:
+                        own.append(parameter)
+            if own:
+                self._look_at(own)
         self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)
         if not apart and not self._closure:
             self.all_crossed("optimizer.step()")
             if self.reduces and not made and self.probe is not None and _nonzero(self.probe.grad):
                 loop.fail(f"optimizer.step() with a gradient that no backward pass has made since the last: {_BY_HAND}")
         return None
+
+    def _look_at(self, unreduced: list[nn.Parameter]) -> None:
+        """The optimizer is about to step trainable parameters that are not known to be reduced."""
+        if self.shards is not None:  # its parameters may be others since its first pass
+            self.loop.reduced.update(map(id, self.shards.parameters()))
+            unreduced = [p for p in unreduced if id(p) not in self.loop.reduced]
+        if unreduced and (why := self.unreduced.look(unreduced)) is not None:
+            self.loop.fail(why)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.inside = False
@@ -195,10 +222,22 @@ class LoopCheck:
 
     fail_with   gets the error, tells others, and returns it to be raised
     muted       whether passes are being discarded (warm-up, the search for limits)
+    gather      what every rank tells in a collective call, which is named
     """
 
-    def __init__(self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, rank: int, workers: int) -> None:
+    def __init__(
+        self,
+        accumulate: int,
+        fail_with: Fail,
+        muted: Callable[[], bool],
+        gather: Callable[[Any, str], list[Any]],
+        *,
+        rank: int,
+        workers: int,
+    ) -> None:
         self.accumulate, self._fail, self.muted, self.workers = accumulate, fail_with, muted, workers
+        self.gather = gather
+        self.reduced = set[int]()  # `id` of the parameters whose gradients some connected model reduces
         self.rank = rank
         self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
         self._length: int | None = None  # of the inputs before
@@ -396,9 +435,18 @@ class LoopCheck:
             left = f"an optimizer ({type(optimizer).__name__}) in this loop was not given to controller.wrap()"
             own = "what it trains is not averaged, and stays every worker's own"
             warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
+        if not apart and (alone := self._reduced_by_nobody(optimizer)):
+            left = f"an optimizer ({type(optimizer).__name__}) that was not given to controller.wrap() steps"
+            own = "which DDP does not reduce: unless the loop does, every rank moves its own"
+            warnings.warn(f"{left} {', '.join(alone[:3])}, {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
         if (name := strangers.unconnected_of(optimizer)) is not None:
             why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
             self.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}")
+
+    def _reduced_by_nobody(self, optimizer: Optimizer) -> list[str]:
+        """Names of what `optimizer`, which `wrap` was not given, trains of connected models that reduce the rest."""
+        own = parameters_of(optimizer) - self.reduced
+        return [name for check in self._first.values() if check.reduces for name in check.unreduced.names(own)]
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., None]:

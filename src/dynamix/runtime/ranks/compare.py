@@ -157,18 +157,21 @@ def sketches_of(model: DistributedDataParallel, number: int) -> dict[str, list[f
     number   of the model, from 0
     """
     left_out, of = getattr(model, "parameters_to_ignore", ()), f"of model {number}, " if number else ""
-    sent = {name: p.detach() for name, p in model.module.named_parameters() if name not in left_out and _sums(p)}
-    sketches = []
-    for value in sent.values():
-        own = value.to_local() if hasattr(value, "to_local") else value
-        flat = (torch.view_as_real(own) if own.is_complex() else own).reshape(-1)
-        even, odd = (flat[begin::2].sum(dtype=torch.float64) for begin in (0, 1))
-        sketches.append(torch.stack([even, odd, torch.linalg.vector_norm(flat, dtype=torch.float64)]).cpu())
+    sent = {name: p.detach() for name, p in model.module.named_parameters() if name not in left_out and sums(p)}
+    sketches = [sketch(value) for value in sent.values()]
     told = torch.stack(sketches).tolist() if sketches else []
     return {f"{SKETCHED}{of}{name}": sketch for name, sketch in zip(sent, told, strict=True)}
 
 
-def _sums(parameter: torch.Tensor) -> bool:
+def sketch(value: torch.Tensor) -> torch.Tensor:
+    """(sum of every second entry, of the others, norm) of a tensor that `sums`, on the CPU. Asks the device."""
+    own = value.to_local() if hasattr(value, "to_local") else value
+    flat = (torch.view_as_real(own) if own.is_complex() else own).reshape(-1)
+    even, odd = (flat[begin::2].sum(dtype=torch.float64) for begin in (0, 1))
+    return torch.stack([even, odd, torch.linalg.vector_norm(flat, dtype=torch.float64)]).cpu()
+
+
+def sums(parameter: torch.Tensor) -> bool:
     """Whether it has entries that can be added up."""
     kind = parameter.dtype
     return parameter.numel() > 0 and (kind.is_complex or (kind.is_floating_point and kind.itemsize > 1))

@@ -84,6 +84,7 @@ class Check(Protocol):
     """Who is told of every synchronised backward pass, and may raise: the controller's check of the loop."""
 
     def fail(self, message: str) -> None: ...
+    def covers(self, parameters: list[Tensor]) -> None: ...
     def reducing(self) -> None: ...
     def reduced(self) -> None: ...
 
@@ -181,6 +182,8 @@ class GradientHook:
         """Before a bucket is reduced; None while passes are discarded."""
         part = bucket.index()
         self.buckets_seen = max(self.buckets_seen, part + 1)
+        if self.crossed <= 1 and self.check is not None:
+            self.check.covers(bucket.parameters())
         return None if self.muted else self.begin(part, bucket.buffer(), first=part == 0)
 
     def begin(

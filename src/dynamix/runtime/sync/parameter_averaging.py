@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.removed import message, refuses_averaging
-from dynamix.runtime.sync.collectives import Bucket, MaxReduce, Workers, broadcast_, buckets
+from dynamix.runtime.sync.collectives import Bucket, MaxReduce, Workers, broadcast_, buckets, require_sums
 from dynamix.runtime.sync.compare import comparing, differ, unlike
-from dynamix.runtime.sync.optimizer_means import KNOWN, OptimizerMeans, OptimizerView
-from dynamix.runtime.sync.reference_weights import ReferenceWeights
+from dynamix.runtime.sync.optimizer_means import KNOWN, GroupMemory, OptimizerMeans, OptimizerView
+from dynamix.runtime.sync.reference_weights import ReferenceWeights, Untrained
 
 OptimizerState = Literal["averaged", "kept", "reset"]
 _STATES = ("averaged", "kept", "reset")
@@ -89,11 +89,13 @@ class ParameterAveraging:
     ) -> None:
         self.model, self.how, self.workers, self.beside, self.scaler = model, how, workers, beside, scaler
         self.optimizers: list[Optimizer] = []
+        self._in_groups: list[GroupMemory] = []  # of each of them
         self.weight = 1.0  # its part of the round before; as much as others' where there was none
         self._begun = False  # a round
         self.groups: list[dist.ProcessGroup] = []  # its own
         self._changed = False  # since the last meeting, what moves are counted from
         self._anchors: list[ReferenceWeights] = []
+        self._untrained = Untrained(model)
         self._outer: Optimizer | None = None
         self._means: OptimizerMeans | None = None
         self._at_times, self._own = at_times, False  # whether what optimizers remember is each worker's own
@@ -111,10 +113,11 @@ class ParameterAveraging:
         if self._begun:
             return
         self._begun = True
+        self._untrained.look()
         tensors = self._travelling()
         if [id(t) for t in tensors] != [id(anchor.tensor) for anchor in self._anchors]:
             known = {id(anchor.tensor): anchor for anchor in self._anchors}
-            names = {id(buffer): name for name, buffer in self.model.named_buffers()}
+            names = {id(tensor): name for name, tensor in self._replaceable().items()}
             made = (known.get(id(t)) or ReferenceWeights(t, names.get(id(t), "")) for t in tensors)
             self._anchors, self._changed = list(made), True
             self._make_outer()
@@ -128,7 +131,7 @@ class ParameterAveraging:
         """The outer optimizer of what is trained now; what the one before remembers of it, it knows too."""
         if self.how.outer is None:
             return
-        values, before = [a.value for a in self._anchors if a.is_parameter], self._outer
+        values, before = [a.value for a in self._anchors if a.is_trained], self._outer
         self._outer = self.how.outer(values)
         KNOWN.add(self._outer)
         if before is not None:
@@ -140,7 +143,8 @@ class ParameterAveraging:
             fix = "give every rank its whole optimizer, or use meet='gradients'"
             raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers step apart: {fix}")
         self.optimizers.append(optimizer)
-        self._means = OptimizerMeans(self.optimizers, self.workers, self.beside)
+        self._in_groups.append(GroupMemory(optimizer))
+        self._means = OptimizerMeans(self.optimizers, self._in_groups, self.workers, self.beside)
         optimizer.register_step_pre_hook(lambda *_: self.before_step())
 
     def meet(self, weight: float) -> None:
@@ -182,8 +186,9 @@ class ParameterAveraging:
         """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
         if self.how.optimizer_state != "kept" or (self._at_times and not self._own):
             return optimizer.state_dict()  # all have it alike
-        one = OptimizerView(optimizer)
-        self._wait_for_each(OptimizerMeans([one], self.workers, self.beside).meeting(self.weight))
+        one, at = OptimizerView(optimizer), next(i for i, own in enumerate(self.optimizers) if own is optimizer)
+        means = OptimizerMeans([one], [self._in_groups[at]], self.workers, self.beside)
+        self._wait_for_each(means.meeting(self.weight))
         return one.state_dict()
 
     @torch.no_grad()
@@ -210,7 +215,7 @@ class ParameterAveraging:
         if how.optimizer_state == "reset":
             for optimizer in self.optimizers:
                 optimizer.state.clear()
-        if how.optimizer_state == "averaged" and self._means is not None:
+        if how.optimizer_state != "kept" and self._means is not None:
             yield from self._means.meeting(weight)
         yield
         for anchors, payload in sent:
@@ -231,33 +236,61 @@ class ParameterAveraging:
 
     def _follow(self) -> None:
         """Passes may have put other tensors in the place of buffers, as `self.mean = ...` does."""
-        now = dict(self.model.named_buffers())
+        now = self._replaceable()
         for anchor in self._anchors:
             if (tensor := now.get(anchor.name, anchor.tensor)) is not anchor.tensor:
                 anchor.follow(tensor)
 
     def _compare(self) -> Iterator[None]:
         """All are about to average the same, and went on from the same. Raises `UsageError` on every rank if not."""
-        if self.workers.group is None or self.workers.count == 1:
-            return  # alone, or all in one process
+        if self.workers.count == 1:
+            return
+        moved = self._untrained.moved()
+        if self.workers.group is None:  # all in one process
+            yield from self._take_along(moved)
+            return
         changed = False
-        for changed in comparing(self._described(), self._changed, self.beside):  # noqa: B007 - the last one counts
+        mine = self._changed or any(moved.values())
+        for changed in comparing(self._described(), mine, self.beside):  # noqa: B007 - the last one counts
             yield
         self._changed, differing = False, list[int]()
         if changed:
             for differing in unlike([anchor.value for anchor in self._anchors], self.beside):  # noqa: B007
                 yield
+            yield from self._take_along(moved)
         anchors = [self._anchors[i] for i in differing]
-        for parameter in (anchor.tensor for anchor in anchors if anchor.is_parameter and not self._at_times):
-            raise differ(next(name for name, p in self.model.named_parameters() if p is parameter))
+        for parameter in (anchor.tensor for anchor in anchors if anchor.is_trained and not self._at_times):
+            named = (name for name, p in self.model.named_parameters() if p is parameter)
+            raise differ(next(named, f"a parameter of shape {list(parameter.shape)} beside the model"))
         if anchors:  # buffers, which passes of a rank's own may change
             broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ending)
+
+    def _take_along(self, moved: dict[str, bool]) -> Iterator[None]:
+        """What is not trained and was `moved` on some rank travels from now on: this time whole, as there is no copy of
+        what it was. Raises `UsageError` for what has no mean."""
+        if not moved:
+            return
+        flags = torch.tensor([*moved.values()], dtype=torch.float64)
+        self.beside.add(flags, dist.ReduceOp.MAX)
+        yield
+        self._untrained.moving |= {name: None for name, flag in zip(moved, flags.tolist(), strict=True) if flag}
+        now = {name: p.detach() for name, p in self._untrained.travelling().items() if name in moved}
+        named = {name: p for name, p in now.items() if p.is_floating_point() or p.is_complex()}
+        require_sums(named.items())
+        payloads = [Bucket(bucket, self.weight) for bucket in buckets(named.values())]
+        for payload in payloads:
+            self.workers.add(payload.flat)
+        yield
+        for payload in payloads:
+            for tensor, mean in payload.means():
+                tensor.copy_(mean)
 
     def _described(self) -> list[str]:
         """What this rank sends, in words."""
         named = {id(t): name for name, t in (*self.model.named_parameters(), *self.model.named_buffers())}
         sent = [*(anchor.tensor for anchor in self._anchors), *self._counters().values()]
         words = [f"{named.get(id(t), 'a tensor')} {list(t.shape)} {t.dtype}" for t in sent]
+        words.append(f"{self._untrained.count} parameters that nobody moves")
         words += [f"an optimizer of {[len(g['params']) for g in of.param_groups]} parameters" for of in self.optimizers]
         return [*words, "no scaler's scale" if self._scale() is None else "a scaler's scale"]
 
@@ -269,7 +302,7 @@ class ParameterAveraging:
         """From the anchors by the mean moves, or as the outer optimizer makes of them."""
         outer = self._outer
         for anchor in self._anchors:
-            if outer is None or not anchor.is_parameter:
+            if outer is None or not anchor.is_trained:
                 wide = torch.promote_types(anchor.value.dtype, anchor.mean.dtype)
                 anchor.take(anchor.base(wide) + anchor.mean)
             else:
@@ -278,18 +311,24 @@ class ParameterAveraging:
             outer.step()
             outer.zero_grad()
             for anchor in self._anchors:
-                if anchor.is_parameter:
+                if anchor.is_trained:
                     anchor.take(anchor.value)
         for anchor in self._anchors:
             del anchor.mean
 
     def _travelling(self) -> list[Tensor]:
         tensors: dict[int, Tensor] = {id(p): p for p in self.model.parameters() if p.requires_grad}
-        tensors |= {id(b): b for b in self.model.buffers() if b.is_floating_point() or b.is_complex()}
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        tensors |= {id(p): p for group in groups for p in group["params"] if p.requires_grad}
+        tensors |= {id(t): t for t in self._replaceable().values() if t.is_floating_point() or t.is_complex()}
         return list(tensors.values())
 
+    def _replaceable(self) -> dict[str, Tensor]:
+        """Buffers, and what else a loop changes by itself, by name."""
+        return {**self._untrained.travelling(), **dict(self.model.named_buffers())}
+
     def _counters(self) -> dict[str, Tensor]:
-        return {name: b for name, b in self.model.named_buffers() if not (b.is_floating_point() or b.is_complex())}
+        return {name: t for name, t in self._replaceable().items() if not (t.is_floating_point() or t.is_complex())}
 
     def _scale(self) -> Tensor | None:
         """AMP's scale and the steps since it last grew, where it has begun."""

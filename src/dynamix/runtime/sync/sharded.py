@@ -343,7 +343,8 @@ def _cannot_weigh(model: nn.Module, shards: Shards) -> str | None:
         return f"FSDP of torch {torch.__version__} has no set_custom_reduce_scatter(), in which gradients are weighted"
     sharded = {id(p) for p in shards.parameters()}
     if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in sharded]:
-        return f"fully_shard() was told to leave {', '.join(left[:3])} alone, so FSDP does not reduce all gradients"
+        named = ", ".join(left[:3])
+        return f"fully_shard() was told to leave {named} alone, so a loop has to freeze or reduce what FSDP does not"
     for module, group in zip(shards.modules, shards.groups, strict=True):
         if sum(module is other for other in shards.modules) > 1:
             return f"parameters of one {type(module).__name__} are on several meshes"
