@@ -174,6 +174,9 @@ def recorded(path: str | os.PathLike[str], workers: int) -> dict[int, dict[str, 
     """
     answers, worlds, fix = {}, set(), "replay the events.jsonl of a job, unchanged"
     for number, event in enumerate(each_event(path), 1):
+        if "thinned" in event:
+            why = "windows were left out of this file when it grew long (docs/run-folder.md)"
+            raise StateError(f"{os.fspath(path)}: {why}, so the run cannot be replayed from it")
         answer = {k: event[k] for k in _ANSWER if k in event}
         if why := _unfit(event.get("window_index"), answer):
             raise StateError(f"{os.fspath(path)}, event {number}: {why}; {fix}")

@@ -142,13 +142,16 @@ class JobErrors:
 
     def agreeing(self, what: str) -> None:
         """All ranks are about to wait for each other in `what`: say so, for those that never come."""
-        key = self.agreement()
+        key, over = self.agreement(), self.agreement(-2)  # all ranks have left that one
+        removes = self.rank == 0 and self.agreements >= 2
         self.agreements += 1
 
         def tell(store: Any) -> None:
             theirs = bytes(store.compare_set(key, "", what)).decode()
             if theirs != what:
                 self.unlike = f"this rank waits in {what}, another one in {theirs}: {ALIKE}"
+            if removes:
+                store.delete_key(over)
 
         self.store.ask(tell)
 
@@ -190,9 +193,9 @@ class JobErrors:
             return None
         return ended_by(json.loads(bytes(store.get(key))))
 
-    def agreement(self) -> str:
-        """The key under which a rank says that it has come to the next agreement."""
-        return f"{self.prefix}/agree/{self.agreements}"
+    def agreement(self, after: int = 0) -> str:
+        """The key under which a rank says that it has come to the next agreement, or the one so many `after` it."""
+        return f"{self.prefix}/agree/{self.agreements + after}"
 
     def setup_key(self, number: int) -> str:
         """The key of an error before training, of a rank that had `number` before. Who had as many looks further."""
