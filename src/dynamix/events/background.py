@@ -22,7 +22,7 @@ class BackgroundLog:
 
     What cannot be written (disk full, no permission, no such value in JSON) is dropped, counted in `dropped` and said
     once in the log. Every later line is tried again, and the first one that gets through carries `dropped`, the count
-    so far. A file or folder that was removed is made again, one of more than `records.MOST_BYTES` is thinned. The thread
+    so far. A file or folder that was removed is made again. A file of more than `MOST_BYTES` is thinned. The thread
     starts with the first line.
 
     >>> log = BackgroundLog("/proc/no/such/folder/events.jsonl")

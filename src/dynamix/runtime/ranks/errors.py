@@ -21,6 +21,7 @@ from typing import Any
 
 from dynamix.errors import DynamixError, MemoryLimitError, StateError, UsageError, WorkerLostError
 from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.runtime.ranks.store import job_store, own_connection
 
 LOOK_EVERY_S = 0.25
 _LOOK_EVERY = datetime.timedelta(seconds=LOOK_EVERY_S)
@@ -49,7 +50,7 @@ class StoreThread:
     def __init__(self, store: Any) -> None:
         self._store = store
         with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
-            self._store = store.clone()  # a connection that others do not wait behind
+            self._store = own_connection(store)
         self._questions: queue.SimpleQueue[tuple[Callable[[Any], object], threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -102,10 +103,8 @@ class JobErrors:
     @classmethod
     def of(cls, group: ControlGroup) -> JobErrors:
         """For the ranks of a controller's own `group`."""
-        from torch.distributed import distributed_c10d
-
         _opened[name := group.name] += 1  # torch uses names again
-        store, prefix = distributed_c10d._get_default_store(), f"dynamix/ended/{name}/{_opened[name]}"
+        store, prefix = job_store(), f"dynamix/ended/{name}/{_opened[name]}"
         return cls(store, prefix, rank=group.rank, workers=group.workers)
 
     def report(self, error: DynamixError) -> DynamixError:
