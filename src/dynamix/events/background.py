@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from dynamix.errors import StateError
 from dynamix.events import records
 from dynamix.events.records import EVENTS_VARIABLE, cut_unfinished, line_of, require_events, thin
 
@@ -97,8 +98,8 @@ class BackgroundLog:
         try:
             thin(self.path, records.MOST_BYTES)
             self._most_bytes = records.MOST_BYTES
-        except OSError as error:  # no room for a second file: later again
-            self._most_bytes += records.MOST_BYTES // 4
+        except (OSError, StateError) as error:  # no room for a second file, say: again when it is twice as long
+            self._most_bytes *= 2
             _log.warning("%s cannot be thinned (%s) and grows", self.path, error)
         self._shut()
 

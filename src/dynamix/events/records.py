@@ -119,25 +119,28 @@ def cut_unfinished(path: Path) -> None:
 
 
 def thin(path: Path, most_bytes: int) -> None:
-    """Drop lines of a file that is longer than `most_bytes`, so that it has three quarters of that or less.
+    """Drop lines of a file that is longer than `most_bytes`, so that about three quarters of that are left at most.
 
-    The newest half of `most_bytes` stays as it is, and so does the line that begins a run; of the others every second
-    one goes, of a file that is longer still as many as it takes. The first line then says `"thinned":1`.
+    The newest half of `most_bytes` stays as it is, and so do lines that begin a run. Of the others every second one
+    goes; of a file that is longer still, as many as it takes. The first line then says `"thinned":1`.
     """
-    begins = line_of({"window_index": 0}).replace(b"}\n", b",")
     path = path.resolve()  # a link stays one
-    older = path.stat().st_size - most_bytes // 2
-    every, at, mark = math.ceil(older / (most_bytes // 4)), 0, line_of({"thinned": 1}).replace(b"}\n", b",")
-    shorter = path.with_name(f"{path.name}.thinned")
-    with path.open("rb") as file, shorter.open("wb") as kept:
-        for number, line in enumerate(file):
-            if number == 0 and not line.startswith(mark):
-                kept.write(mark + line.removeprefix(line_of({}).replace(b"}\n", b",")))
-            elif at > older or number % every == 0 or line.startswith(begins):
-                kept.write(line)
-            at += len(line)
-    shutil.copymode(path, shorter)
-    shorter.replace(path)
+    shorter, begins = path.with_name(f"{path.name}.thinned"), line_of({"window_index": 0}).replace(b"}\n", b",")
+    older, at = path.stat().st_size - most_bytes // 2, 0
+    every = math.ceil(older / (most_bytes // 4))
+    try:
+        with path.open("rb") as file, shorter.open("wb") as kept:
+            for number, line in enumerate(file):
+                if number == 0:
+                    first = parse_event(line.decode(errors="replace"), f"{path}:1", unpack=False)
+                    kept.write(line_of({**first, "thinned": 1}))
+                elif at >= older or number % every == 0 or line.startswith(begins):
+                    kept.write(line)
+                at += len(line)
+        shutil.copymode(path, shorter)
+        shorter.replace(path)
+    finally:
+        shorter.unlink(missing_ok=True)
 
 
 def require_events(path: Path) -> None:
