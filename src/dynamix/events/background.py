@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import stat
 import threading
 from pathlib import Path
 from typing import Any
 
-from dynamix.events.records import EVENTS_VARIABLE, cut_unfinished, line_of, require_events
+from dynamix.errors import StateError
+from dynamix.events import records
+from dynamix.events.records import EVENTS_VARIABLE, cut_unfinished, line_of, require_events, thin
 
 BACKLOG = 1_000  # lines that may wait for a slow disk; further ones are dropped
 _log = logging.getLogger("dynamix")
@@ -20,7 +23,8 @@ class BackgroundLog:
 
     What cannot be written (disk full, no permission, no such value in JSON) is dropped, counted in `dropped` and said
     once in the log. Every later line is tried again, and the first one that gets through carries `dropped`, the count
-    so far. A file or folder that was removed is made again. The thread starts with the first line.
+    so far. A file or folder that was removed is made again. A file of more than `MOST_BYTES` is thinned. The thread
+    starts with the first line.
 
     >>> log = BackgroundLog("/proc/no/such/folder/events.jsonl")
     >>> log.write(window_index=0)
@@ -34,6 +38,7 @@ class BackgroundLog:
         self._told = 0  # of `dropped`, how many a line has said
         self._warned = False
         self._fd = -1
+        self._most_bytes = records.MOST_BYTES
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(BACKLOG)
         self._thread: threading.Thread | None = None
 
@@ -86,6 +91,17 @@ class BackgroundLog:
             os.ftruncate(self._fd, before)  # or the next line would follow half a line
             raise
         self._told = fields.get("dropped", self._told)
+        if before + len(line) > self._most_bytes and stat.S_ISREG(os.fstat(self._fd).st_mode):
+            self._thin()
+
+    def _thin(self) -> None:
+        try:
+            thin(self.path, records.MOST_BYTES)
+            self._most_bytes = records.MOST_BYTES
+        except (OSError, StateError) as error:  # no room for a second file, say: again when it is twice as long
+            self._most_bytes *= 2
+            _log.warning("%s cannot be thinned (%s) and grows", self.path, error)
+        self._shut()
 
     def _drop(self, why: str) -> None:
         self.dropped += 1

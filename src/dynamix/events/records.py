@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +17,7 @@ from dynamix.window import Window
 
 SCHEMA = 1  # of result.json and what else is written as JSON
 EVENTS_SCHEMA = 2  # sizes are samples per round; 1 counted them per micro-batch
+MOST_BYTES = 2**26  # of a controller's events file: a longer one is thinned
 EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names the events file of a job that names none; `dynamix emulate` sets it
 
 
@@ -114,6 +116,31 @@ def cut_unfinished(path: Path) -> None:
                     begin = file.seek(max(begin - 2**16, 0))
                     found = file.read(2**16).rfind(b"\n")
                 file.truncate(begin + found + 1)
+
+
+def thin(path: Path, most_bytes: int) -> None:
+    """Drop lines of a file that is longer than `most_bytes`, so that about three quarters of that are left at most.
+
+    The newest half of `most_bytes` stays as it is, and so do lines that begin a run. Of the others every second one
+    goes; of a file that is longer still, as many as it takes. The first line then says `"thinned":1`.
+    """
+    path = path.resolve()  # a link stays one
+    shorter, begins = path.with_name(f"{path.name}.thinned"), line_of({"window_index": 0}).replace(b"}\n", b",")
+    older, at = path.stat().st_size - most_bytes // 2, 0
+    every = math.ceil(older / (most_bytes // 4))
+    try:
+        with path.open("rb") as file, shorter.open("wb") as kept:
+            for number, line in enumerate(file):
+                if number == 0:
+                    first = parse_event(line.decode(errors="replace"), f"{path}:1", unpack=False)
+                    kept.write(line_of({**first, "thinned": 1}))
+                elif at >= older or number % every == 0 or line.startswith(begins):
+                    kept.write(line)
+                at += len(line)
+        shutil.copymode(path, shorter)
+        shorter.replace(path)
+    finally:
+        shorter.unlink(missing_ok=True)
 
 
 def require_events(path: Path) -> None:

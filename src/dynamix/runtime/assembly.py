@@ -30,6 +30,7 @@ from dynamix.runtime.ranks.hosts import own_host
 from dynamix.runtime.ranks.liveness import Liveness
 from dynamix.runtime.ranks.process_groups import destroy_groups
 from dynamix.runtime.ranks.ranks import Ranks
+from dynamix.runtime.ranks.store import store_is_there
 from dynamix.runtime.rate.scaling import rule
 from dynamix.runtime.sync.loss_weight import LossWeight
 
@@ -123,6 +124,7 @@ def require_way_of_meeting(given: JobArguments) -> None:
             raise ConfigError("micro_batch", None, "1 or more where rounds of local steps are adaptive", fix)
 
 
+@store_is_there()
 def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) -> Assembly:
     """The parts of a controller of `rank` in `group`. A collective call; its errors are `Controller`'s."""
     workers = 1 if group is None else dist.get_world_size(group)

@@ -143,7 +143,7 @@ class Controller(Feeding):
         self.overhead_s, self._closed = 0.0, False
         if (liveness := self._coordinator.liveness) is not None:
             # At the latest when this process ends; its end must not find a thread inside the store's client.
-            self._leave = weakref.finalize(self, liveness.leave, "its process ended")
+            self._leave = weakref.finalize(self, liveness.leave_unclosed)
         if self._parts.events is not None:
             weakref.finalize(self, self._parts.end_events)  # for loops that do not close their controller
 

@@ -28,6 +28,7 @@ from dynamix.runtime.memory import Memory
 from dynamix.runtime.ranks.compare import facts_of
 from dynamix.runtime.ranks.liveness import Liveness
 from dynamix.runtime.ranks.ranks import Ranks
+from dynamix.runtime.ranks.rendezvous import require_alone
 from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.state import random_state, saving
@@ -139,6 +140,8 @@ class TrainingJob:
         return source
 
     def _begin(self) -> None:
+        if self.ranks is None:
+            require_alone()
         self.loop.begin()
         if self._begins is not None and not self.recorder.all_steps:
             self._begins(self.progress.samples)
@@ -202,7 +205,10 @@ class TrainingJob:
 
     def setting_up(self) -> AbstractContextManager[None]:
         """In whose body an error ends other ranks too, where they then wait for this one and it does not go on."""
-        return nullcontext() if self.ranks is None else self.ranks.setting_up()
+        if self.ranks is not None:
+            return self.ranks.setting_up()
+        require_alone()
+        return nullcontext()
 
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all where some never come."""

@@ -51,7 +51,9 @@ class EventFollower:
         self.path = Path(path)
         self.read = 0  # lines with a window
         self.unfinished = False  # the file ends within a line
-        self.shrunk = False  # the file was replaced by a shorter one, and is read anew
+        self.shrunk = False  # the file was replaced by another or a shorter one, and is read anew
+        self.thinned = False  # the file says that lines were left out of it
+        self._file: int | None = None  # which one it is, by its number in the file system
         self._rest, self._at, self._number = b"", 0, 0
         self._wrong: dict[str, tuple[int, int]] = {}  # kind -> how many, the first one's number
         self._error = ""
@@ -62,8 +64,10 @@ class EventFollower:
         self.shrunk, taken = False, 0
         try:
             with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._at:
+                found = os.fstat(file.fileno())
+                if found.st_size < self._at or found.st_ino != (self._file or found.st_ino):
                     self._begin_anew()
+                self._file = found.st_ino
                 file.seek(self._at)
                 self._error = ""
                 while (most_bytes is None or taken < most_bytes) and (chunk := file.read(_CHUNK)):
@@ -84,6 +88,8 @@ class EventFollower:
     def problems(self) -> list[str]:
         """What is missing, as sentences; empty where everything was read."""
         said = [self._error] if self._error else []
+        if self.thinned:
+            said.append(f"{self.path.name} grew long, and a part of its older windows was left out")
         for kind, (count, first) in self._wrong.items():
             lines = "1 line is" if count == 1 else f"{count:,} lines are"
             if kind == "window":
@@ -122,6 +128,7 @@ class EventFollower:
             self._count(_kind(str(error)))
             return None
         try:
+            self.thinned |= "thinned" in event
             return Recorded(event, window_of(event["window"], READ))
         except (DynamixError, ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError):
             self._count("window")

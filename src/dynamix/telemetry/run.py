@@ -65,9 +65,11 @@ class RunView:
         begin_s = self.seconds
         self._follow_time(fields, window)
         self._follow_workers(window)
-        index = fields.get("window_index")
-        self.index = index if type(index) is int and index >= 0 else self.index + 1
-        weight, short = _one(window.steps, least=1.0), fields.get("short") is True
+        index, before = fields.get("window_index"), self.index
+        self.index = index if type(index) is int and index >= 0 else before + 1
+        # Where a file was thinned, a line stands for those before it that were left out.
+        weight = _one(window.steps, least=1.0) * (max(self.index - before, 1) if self.windows else 1)
+        short = fields.get("short") is True
         self._follow_samples(fields, window, weight)
         told = {"begin_s": begin_s, "end_s": self.seconds, "weight": weight, "samples": self.samples}
         self.changes.add(window, begin_s, self.index)

@@ -204,6 +204,9 @@ def recorded(path: str | os.PathLike[str], workers: int) -> dict[int, dict[str, 
     """
     answers, worlds, fix = {}, set(), "replay the events.jsonl of a job, unchanged"
     for number, event in enumerate(each_event(path), 1):
+        if "thinned" in event:
+            why = "windows were left out of this file when it grew long (docs/run-folder.md)"
+            raise StateError(f"{os.fspath(path)}: {why}, so the run cannot be replayed from it")
         if event.get("short"):
             continue  # nobody decided on it
         answer = {k: event[k] for k in _ANSWER if k in event}

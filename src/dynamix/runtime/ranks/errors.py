@@ -21,6 +21,7 @@ from typing import Any
 
 from dynamix.errors import DynamixError, MemoryLimitError, StateError, UsageError, WorkerLostError
 from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.runtime.ranks.store import job_store, own_connection
 
 LOOK_EVERY_S = 0.25
 _LOOK_EVERY = datetime.timedelta(seconds=LOOK_EVERY_S)
@@ -49,7 +50,7 @@ class StoreThread:
     def __init__(self, store: Any) -> None:
         self._store = store
         with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
-            self._store = store.clone()  # a connection that others do not wait behind
+            self._store = own_connection(store)
         self._questions: queue.SimpleQueue[tuple[Callable[[Any], object], threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -102,10 +103,8 @@ class JobErrors:
     @classmethod
     def of(cls, group: ControlGroup) -> JobErrors:
         """For the ranks of a controller's own `group`."""
-        from torch.distributed import distributed_c10d
-
         _opened[name := group.name] += 1  # torch uses names again
-        store, prefix = distributed_c10d._get_default_store(), f"dynamix/ended/{name}/{_opened[name]}"
+        store, prefix = job_store(), f"dynamix/ended/{name}/{_opened[name]}"
         return cls(store, prefix, rank=group.rank, workers=group.workers)
 
     def report(self, error: DynamixError) -> DynamixError:
@@ -142,13 +141,16 @@ class JobErrors:
 
     def agreeing(self, what: str) -> None:
         """All ranks are about to wait for each other in `what`: say so, for those that never come."""
-        key = self.agreement()
+        key, over = self.agreement(), self.agreement(-2)  # all ranks have left that one
+        removes = self.rank == 0 and self.agreements >= 2
         self.agreements += 1
 
         def tell(store: Any) -> None:
             theirs = bytes(store.compare_set(key, "", what)).decode()
             if theirs != what:
                 self.unlike = f"this rank waits in {what}, another one in {theirs}: {ALIKE}"
+            if removes:
+                store.delete_key(over)
 
         self.store.ask(tell)
 
@@ -190,9 +192,9 @@ class JobErrors:
             return None
         return ended_by(json.loads(bytes(store.get(key))))
 
-    def agreement(self) -> str:
-        """The key under which a rank says that it has come to the next agreement."""
-        return f"{self.prefix}/agree/{self.agreements}"
+    def agreement(self, after: int = 0) -> str:
+        """The key under which a rank says that it has come to the next agreement, or the one so many `after` it."""
+        return f"{self.prefix}/agree/{self.agreements + after}"
 
     def setup_key(self, number: int) -> str:
         """The key of an error before training, of a rank that had `number` before. Who had as many looks further."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from dynamix.errors import DynamixError, WorkerLostError
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.stopping import Stopping
+from dynamix.runtime.ranks.store import LINGER_S, job_store, own_connection
 from dynamix.runtime.ranks.uncaught import tell_of_uncaught
 
 BEAT_S = 1.0
@@ -35,7 +36,7 @@ SUSPECT_S = 3.5  # of silence: a failed collective then names the rank
 SILENT_S = 5.0  # of silence: the log says it then, and again after twice as long
 GONE_S = 15.0  # of silence: nobody waits any longer for the rank's word on when to stop
 VERDICT_S = 7.0  # longest time that a failed collective waits to learn which rank it was
-LINGER_S = 1.2  # rank 0, which may hold the store, stays so long for the others to read why it ends
+ANSWER_S = 1.2  # rank 0, which hears all, stays so long for the others to read which rank was lost
 LEAVE_S = 2.0  # for the last word
 CONNECT_S = 1.0  # for another connection to a store that did not answer
 GIVE_UP_S = 60.0  # without an answer: the store is gone
@@ -45,13 +46,6 @@ _COLLECTIVE = re.compile(
 )
 _log = logging.getLogger("dynamix")
 _opened: Counter[str] = Counter()
-
-
-def job_store() -> Any:
-    """The key-value store through which the ranks of this job met."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()
 
 
 def failed_collective(error: BaseException) -> bool:
@@ -96,7 +90,7 @@ class Liveness:
         self.rank, self.workers, self._prefix = rank, workers, prefix
         self.stopping = Stopping()
         self.lost: WorkerLostError | None = None
-        self._store = store.clone() if hasattr(store, "clone") else store  # not behind others' waiting
+        self._store = own_connection(store)
         self._many = bool(getattr(self._store, "has_extended_api", lambda: False)())
         self._hosts: dict[int, str] = {}
         self._others: dict[int, float] = {}  # seconds of silence, of ranks that rank 0 hears
@@ -105,6 +99,7 @@ class Liveness:
         self._said: dict[int, float] = {}  # silence at which the log says it next
         self._heard = [Silence() for _ in range(workers if rank == 0 else 0)]
         self._beats, self._news, self._word, self._hurry = 0, 0, "", False
+        self._unaware = set(range(1, workers))  # of ranks that live, those that have not read rank 0's last word
         self._end = threading.Event()
         self._store.set(f"{self._prefix}/host/{rank}", _own_host())
         self._tell()
@@ -159,7 +154,7 @@ class Liveness:
             ranks = tuple(sorted(rank for rank in silent or left if rank != _STORE))
             self.lost = WorkerLostError(f"{what}: {who} ({_first_line(error)})", ranks)
             if self.rank == 0 and self.workers > 1:
-                time.sleep(LINGER_S)
+                time.sleep(ANSWER_S)
         return self.lost
 
     def uncaught(self, error: BaseException) -> None:
@@ -179,14 +174,30 @@ class Liveness:
         if self._end.is_set():
             return
         self._word = word
+        if linger and self.rank == 0:
+            self._linger()
         self._end.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(LEAVE_S)
         if not any(thread.is_alive() for thread in self._threads):
             self._store = None
-        if linger and self.rank == 0 and self.workers > 1:
-            time.sleep(LINGER_S)
+
+    def leave_unclosed(self) -> None:
+        """Nobody has closed the controller, and it is collected or its process ends: perhaps with an error."""
+        word = "its process ended"
+        if self.rank == 0 and threading.main_thread().is_alive():
+            # Who collects it does not wait, but a process that ends does, for this thread.
+            threading.Thread(target=self.leave, args=(word,), kwargs={"linger": True}, name="dynamix-leave").start()
+        else:
+            self.leave(word, linger=True)
+
+    def _linger(self) -> None:
+        """Rank 0, whose process may hold the store, stays until the others have read its last word, or live no more."""
+        self._hurry = True
+        deadline = time.monotonic() + LINGER_S
+        while self._unaware and self._threads[0].is_alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     # ------------------------------------------------------------ the two threads
 
@@ -211,18 +222,18 @@ class Liveness:
         """Until the next beat: from one failure to the next twice as long."""
         if failed_since is not None:
             return max(BEAT_S, time.monotonic() - failed_since)
-        return HASTE_S if self._hurry or self.stopping.under_way or not self._hosts else BEAT_S
+        hurry = self._hurry or 0 in self._left
+        return HASTE_S if hurry or self.stopping.under_way or not self._hosts else BEAT_S
 
     def _connect_again(self) -> None:
         """After a failed call: a store's client does not mend a connection that broke."""
         if hasattr(self._store, "clone"):
-            _require_reachable(self._store)
             self._store.set_timeout(timedelta(seconds=CONNECT_S))  # the clone's too, so that `leave` need not wait long
-            self._store = self._store.clone()
+            self._store = own_connection(self._store, CONNECT_S)
 
     def _tell(self) -> None:
         self._beats += 1
-        beat = {"n": self._beats, "left": self._word, **self.stopping.beat()}
+        beat = {"n": self._beats, "left": self._word, "aware": 0 in self._left, **self.stopping.beat()}
         self._store.set(f"{self._prefix}/{self.rank}", json.dumps(beat))
 
     def _beat(self) -> None:
@@ -252,6 +263,8 @@ class Liveness:
         self._others = {
             rank: s for rank, s in enumerate(heard) if s >= SUSPECT_S and rank not in self._left and rank != self.rank
         }
+        aware = {rank for rank, beat in enumerate(beats) if beat["aware"] or beat["left"]}
+        self._unaware = set(range(1, self.workers)) - aware - self._others.keys()
         self._say(self._others)
         self.stopping.lead(beats, now)
 
@@ -302,14 +315,6 @@ def _first_line(error: BaseException) -> str:
     """Without where in torch's sources it was raised."""
     line = re.sub(r"^.*?\[/\S+\] ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
     return line.split(". This is typically")[0][:200]
-
-
-def _require_reachable(store: Any) -> None:
-    """Raise `OSError` where nobody listens for a store's clients any more: they would fill the log with that."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if hasattr(store, "host") and hasattr(store, "port"):
-        socket.create_connection((store.host, store.port), timeout=CONNECT_S).close()
 
 
 def _own_host() -> str:

@@ -6,9 +6,11 @@ would be for the timeout, half an hour, and without a word why.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -17,12 +19,13 @@ from typing import Any
 import torch.distributed as dist
 
 from dynamix.errors import DynamixError, UsageError, WorkerLostError
-from dynamix.runtime.ranks.liveness import job_store
+from dynamix.runtime.ranks.store import LINGER_S, held_here, job_store
 
 LOOK_AFTER_S = 2.0  # of waiting, and between looks at where others are
 ELSEWHERE_S = 5.0  # another rank has said that it waits for another group, or cannot make its own
 WITHOUT_US_S = 20.0  # another rank has made a group without this one, and has not come since: the log says so
 LOOKED_AT = 32  # ranks at a time
+_KNOW = "dynamix/place/know"  # counts the ranks that were refused, or have read of one that was
 _meetings: Counter[tuple[int, ...]] = Counter()  # of this process, by the ranks that meet
 _FIX = "pass the same process_group to Controller(...) on all of its ranks"
 _log = logging.getLogger("dynamix")
@@ -40,15 +43,37 @@ def meet(ranks: list[int], *, timeout_s: float, store: Any = None) -> None:
     try:
         meeting.wait(timeout_s)
     except DynamixError as error:
-        meeting.leave()
+        with contextlib.suppress(RuntimeError):  # of a store that is gone meanwhile
+            meeting.leave()
         refuse(str(error), store=store)
         raise
 
 
 def refuse(why: str, *, store: Any = None) -> None:
-    """Tell those that wait for this rank that it will not come."""
+    """Tell those that wait for this rank that it will not come.
+
+    Where the store ends with this process, it waits for them to read that, `LINGER_S` at most.
+    """
     store = store if store is not None else job_store()
-    store.set(_place(dist.get_rank()), json.dumps({"error": why}))
+    deadline = time.monotonic() + (LINGER_S if held_here(store) else 0.0)
+    with contextlib.suppress(RuntimeError):  # of a store that is gone
+        store.set(_place(dist.get_rank()), json.dumps({"error": why}))
+        store.add(_KNOW, 1)
+        while time.monotonic() < deadline and store.add(_KNOW, 0) < dist.get_world_size():
+            time.sleep(0.05)
+
+
+def require_alone() -> None:
+    """Raise `UsageError` where there is a process group, which there was not when this process's controller was made.
+
+    Launchers that set no WORLD_SIZE give no sign before.
+    """
+    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        late = f"this controller was made before the process group of {ranks} ranks, so every rank would train alone"
+        fix = "move torch.distributed.init_process_group(...) above dynamix.Controller(...)"
+        alone = "or, if they are to train alone, pass process_group=, a group of this rank only"
+        refuse(f"{late}: {fix}")
+        raise UsageError(f"{late}: {fix}, {alone}")
 
 
 def _place(rank: int) -> str:
@@ -67,6 +92,16 @@ class Rendezvous:
         self.told = set[int]()  # ranks of which the log has said that they are elsewhere
 
     def wait(self, timeout_s: float) -> None:
+        try:
+            self._wait(timeout_s)
+        except RuntimeError as error:
+            if not isinstance(error, DynamixError):  # the store is gone: perhaps with a rank that has said why
+                for rank, (said, _) in self.seen.items():
+                    if "error" in said:
+                        self._judge(rank, said, math.inf)
+            raise
+
+    def _wait(self, timeout_s: float) -> None:
         began, pause_s = time.monotonic(), 1e-3
         looked = began
         self._say(over=False)
@@ -97,6 +132,8 @@ class Rendezvous:
             said = self._said(rank)
             if said != self.seen.get(rank, ({}, now))[0]:
                 self.seen[rank] = said, now
+                if "error" in said:
+                    self.store.add(_KNOW, 1)
             if said:  # it has begun to make one
                 self._judge(rank, said, now - self.seen[rank][1])
 

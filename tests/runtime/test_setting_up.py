@@ -1,0 +1,280 @@
+"""Setting up ends on every rank, in seconds, where one of them fails: as srun and mp.spawn start them.
+
+The job's store is in rank 0's process here, and ends with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import dynamix
+from dynamix.runtime import arguments, assembly
+from dynamix.runtime.ranks import liveness, store
+from tests.ranks import _CONTEXT
+
+pytestmark = pytest.mark.multiproc
+
+BEHIND_S = 3.0
+WITHIN_S = 10.0  # of arriving
+GONE = r"rank 0's store (127.0.0.1, port "
+LOG = "is in rank 0's log"
+Case = Callable[[int], None]
+
+
+def _rank(case: Case, rank: int, ranks: int, port: int, folder: str, meet: bool) -> None:
+    """A process that ends as Python does: what nobody catches goes to `sys.excepthook`."""
+    torch.set_num_threads(1)
+    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    if meet:
+        dist.init_process_group("gloo", rank=rank, world_size=ranks)
+        dist.barrier()
+    began = time.monotonic()
+    try:
+        case(rank)
+    except Exception:
+        Path(folder, f"{rank}.s").write_text(str(time.monotonic() - began))
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+
+
+def _start(
+    case: Case, ranks: int, tmp_path: Path, *, meet: bool = True, most_s: float = 40.0
+) -> tuple[list[str], list[float]]:
+    """What each rank wrote, and after how many seconds its error came; a rank that hangs is killed after `most_s`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    known = ranks, port, str(tmp_path), meet
+    jobs = [_CONTEXT.Process(target=_rank, args=(case, rank, *known)) for rank in range(ranks)]
+    try:
+        for job in jobs:
+            job.start()
+        end = time.monotonic() + most_s
+        for job in jobs:
+            job.join(max(end - time.monotonic(), 0.0))
+        hung = [rank for rank, job in enumerate(jobs) if job.is_alive()]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.join(5)
+    said = [(tmp_path / f"{rank}").read_text() + (" hung" if rank in hung else "") for rank in range(ranks)]
+    took = [tmp_path / f"{rank}.s" for rank in range(ranks)]
+    return said, [float(path.read_text()) if path.exists() else 0.0 for path in took]
+
+
+def _make() -> dynamix.Controller:
+    return dynamix.Controller("static", 4)
+
+
+def _no_data() -> None:
+    raise FileNotFoundError("no data set here")
+
+
+def _first_fails_before(rank: int) -> None:
+    if rank == 0:
+        _no_data()
+    time.sleep(BEHIND_S)
+    _make()
+
+
+def _first_is_killed_inside(rank: int) -> None:
+    if rank == 0:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    time.sleep(BEHIND_S * rank)
+    _make()
+
+
+def _late_beyond_patience(rank: int) -> None:
+    """Rank 1 is late in the middle of its constructor, after all were compared: the store is gone when it connects."""
+    liveness.LINGER_S = 0.5
+    if rank:
+        made = assembly.Ranks
+        assembly.Ranks = lambda group: (time.sleep(BEHIND_S), made(group))[1]  # type: ignore[misc,assignment]
+    controller = _make()
+    if rank == 0:
+        _no_data()
+    controller.close()
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [(_first_fails_before, 2), (_first_fails_before, 3), (_first_is_killed_inside, 2), (_late_beyond_patience, 2)],
+)
+def test_who_comes_when_the_first_ranks_store_is_gone_says_so(case: Case, ranks: int, tmp_path: Path) -> None:
+    said, seconds = _start(case, ranks, tmp_path)
+    for told, took in zip(said[1:], seconds[1:], strict=True):
+        assert "WorkerLostError" in told
+        assert GONE in told
+        assert LOG in told
+        assert took < BEHIND_S + WITHIN_S
+
+
+def _late(rank: int) -> None:
+    """The last one is late in the middle of its constructor, within the patience of rank 0, which has failed."""
+    if rank == dist.get_world_size() - 1:
+        made = assembly.Ranks
+        assembly.Ranks = lambda group: (time.sleep(BEHIND_S), made(group))[1]  # type: ignore[misc,assignment]
+    controller = _make()
+    if rank == 0:
+        _no_data()
+    time.sleep(1.0)
+    controller.wrap(model := DDP(nn.Linear(2, 1)), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def _late_after(rank: int) -> None:
+    controller = _make()
+    if rank == 0:
+        _no_data()
+    time.sleep(BEHIND_S)
+    controller.wrap(model := DDP(nn.Linear(2, 1)), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(("case", "ranks"), [(_late, 2), (_late, 3), (_late_after, 2)])
+def test_a_first_rank_that_fails_stays_until_all_have_read_why(case: Case, ranks: int, tmp_path: Path) -> None:
+    said, seconds = _start(case, ranks, tmp_path)
+    for told, took in zip(said[1:], seconds[1:], strict=True):
+        assert "rank 0 (" in told
+        assert "has ended (FileNotFoundError: no data set here)" in told
+        assert took < BEHIND_S + WITHIN_S
+
+
+def _no_member(rank: int, odd: int) -> None:
+    if rank == odd:
+        dynamix.Controller("static", 4, process_group=dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
+    time.sleep(BEHIND_S)
+    _make()
+
+
+def _first_is_no_member(rank: int) -> None:
+    _no_member(rank, 0)
+
+
+def _last_is_no_member(rank: int) -> None:
+    _no_member(rank, dist.get_world_size() - 1)
+
+
+@pytest.mark.parametrize(("case", "odd"), [(_first_is_no_member, 0), (_last_is_no_member, 2)])
+def test_a_rank_that_is_refused_stays_until_all_have_read_why(case: Case, odd: int, tmp_path: Path) -> None:
+    said, seconds = _start(case, 3, tmp_path)
+    for told, took in zip(said, seconds, strict=True):
+        assert f"rank {odd} is not in process_group" in told
+        assert took < BEHIND_S + WITHIN_S
+
+
+def _last_fails_after(rank: int) -> None:
+    controller = _make()
+    if rank:
+        _no_data()
+    time.sleep(BEHIND_S)
+    controller.wrap(model := DDP(nn.Linear(2, 1)), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_another_rank_that_fails_while_the_first_is_behind_is_named(tmp_path: Path) -> None:
+    said, seconds = _start(_last_fails_after, 2, tmp_path)
+    assert "rank 1 (" in said[0]
+    assert "has ended (FileNotFoundError: no data set here)" in said[0]
+    assert seconds[0] < BEHIND_S + WITHIN_S
+
+
+def test_a_store_that_answers_leaves_errors_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="something else"), store.store_is_there():
+        raise RuntimeError("something else")
+
+
+# ------------------------------------------------------------ a controller that was made too early
+
+
+def _early(rank: int, when: str = "", ranks: int = 2) -> None:
+    controller, data = dynamix.Controller("static", 4, global_batch="adaptive"), range(64)
+    sampler = controller.batch_sampler(data) if when == "epoch" else None
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    if when == "wrap":
+        controller.wrap(model := DDP(nn.Linear(2, 1)), torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in sampler or controller.batch_sampler(data):
+        controller.step()
+
+
+@pytest.mark.parametrize("when", ["wrap", "sampler", "epoch"])
+def test_a_controller_made_before_the_process_group_is_noticed(when: str, tmp_path: Path) -> None:
+    for told in _start(functools.partial(_early, when=when), 2, tmp_path, meet=False)[0]:
+        assert "UsageError: this controller was made before the process group of 2 ranks" in told
+        assert "move torch.distributed.init_process_group(...) above dynamix.Controller(...)" in told
+
+
+def test_a_process_group_of_one_rank_changes_nothing(tmp_path: Path) -> None:
+    assert _start(functools.partial(_early, ranks=1), 1, tmp_path, meet=False) == ([""], [0.0])
+
+
+# ------------------------------------------------------------ what still hangs
+
+
+def _last_fails_before(rank: int) -> None:
+    if rank:
+        _no_data()
+    _make()
+
+
+def _last_is_killed_between(rank: int) -> None:
+    """After the ranks have met, and before they have made their group."""
+    if rank:
+        arguments.open_control = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    _make()
+
+
+def _first_stands_still(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1.0)
+    _make()
+
+
+_WATCH = "It takes a watch with a clock of its own, which begins with the process group and hears rendezvous too"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            _last_fails_before,
+            marks=pytest.mark.xfail(
+                strict=True,
+                raises=AssertionError,
+                reason=f"nobody hears of a rank that ends before its controller. {_WATCH}",
+            ),
+        ),
+        pytest.param(
+            _last_is_killed_between,
+            marks=pytest.mark.xfail(
+                strict=True,
+                raises=AssertionError,
+                reason=f"torch makes a group in a call that cannot be given up. {_WATCH}",
+            ),
+        ),
+        pytest.param(
+            _first_stands_still,
+            marks=pytest.mark.xfail(
+                strict=True,
+                raises=AssertionError,
+                reason=f"a store that stands still keeps who asks it, without a timeout. {_WATCH}",
+            ),
+        ),
+    ],
+)
+def test_a_rank_that_is_lost_while_others_set_up_keeps_nobody_waiting(case: Case, tmp_path: Path) -> None:
+    odd = 0 if case is _first_stands_still else 1
+    said, _ = _start(case, 2, tmp_path, most_s=BEHIND_S + WITHIN_S)
+    assert "hung" not in said[1 - odd]
