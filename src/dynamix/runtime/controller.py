@@ -175,8 +175,9 @@ class Controller(Feeding):
                            as it is. "loss": the loop calls `controller.weight(loss).backward()`; required for
                            SyncBatchNorm. "given": the loss carries them already: over a round's batches, its
                            mean over ranks is the union's (a sum over tokens, divided by the tokens of all ranks and
-                           times their number). The first windows show whether losses do what this says: "hook" with
-                           losses that carry weights, and the other way round, end the job with an error. Not seen are
+                           times their number; a contrastive loss over the features of all ranks). The first windows
+                           show whether losses do what this says: "hook" with losses that carry weights or are made
+                           of all ranks' samples, and "given" without, end the job with an error. Not seen are
                            losses of pieces, streams, batches dealt by length, and under `policy="stigmergic"`
         batchnorm          DDP's buffers before each forward: "rank0" broadcasts, "weighted" averages by samples
 
@@ -291,6 +292,8 @@ class Controller(Feeding):
         if mine:
             over = coordinator.loss_weight.in_loss(piece)
             coordinator.recorder.observe(loss, logits, target, samples=mine, over=over)
+            if (test := coordinator.job.weight_test) is not None and test.suspects:
+                test.judge(loss, mine, piece.plan.counts)
         coordinator.meetings.passed(piece)
         if piece.last:
             coordinator.step_done(piece.plan)
