@@ -262,7 +262,8 @@ class Controller(Feeding):
         loss, logits, target   of this micro-batch, as observations: tensors, dicts or a model's output; may be None.
                                The loss unweighted, or as it is with weighting="given". What cannot be read is unknown
                                (NaN), with one warning; the forms are in `dynamix.runtime.measure.readings.Reader`
-        count                  samples really in this micro-batch, if your collate can drop some: checked
+        count                  samples that the mean loss is over, if your collate can drop some: checked. Without it a
+                               batch whose inputs are fewer samples than were dealt ends the job
         Never synchronises a device. Raises `WorkerLostError` when another rank is gone.
         """
         began = time.perf_counter()
@@ -286,6 +287,8 @@ class Controller(Feeding):
             raise UsageError(f"{wrong}. {fix}")
         if self.world_size > 1 and coordinator.attached is None:
             raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
+        if coordinator.loop.odd and count is None and not coordinator.loss_weight.given:
+            coordinator.loop.require_dealt(mine, loss)
         applied = coordinator.loss_weight.take()
         coordinator.before_step(piece)
         source.consume()
