@@ -52,6 +52,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     low, high      bounds per micro-step, a number or (W,); None: no upper bound on what the end of an epoch adds
     costs          of the samples: a step's samples are then cut such that each rank's *cost* is in proportion to its
                    size. Which samples a step has does not change. Not with partition="contiguous"
+    size_now       says how many samples the data set has; asked at the beginning of every epoch, in which it must be
+                   `dataset_size` still
     before_issue   called with the micro-step index before each optimizer step is planned; may block and may schedule
 
     Iterating again in the middle of an epoch goes on from the last consumed step; after a finished epoch it begins
@@ -77,6 +79,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         low: ArrayLike = 1,
         high: ArrayLike | None = None,
         costs: SampleCosts | None = None,
+        size_now: Callable[[], int] | None = None,
         before_issue: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(
@@ -102,6 +105,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
                 "lower batch_size or accumulate, or use a larger data set",
             )
         self.dataset_size, self.seed, self.shuffle, self.partition = dataset_size, seed, shuffle, partition
+        self.size_now = size_now
         self.costs, self.draws_alike = costs, costs is None or not costs.padded
         self._cuts: list[dict[str, list[int]]] = []  # of this epoch, at earlier world sizes
         self._regions: Regions | None = None
@@ -285,8 +289,17 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     def _epoch_order(self, epoch: int) -> Order:
         """The indices of an epoch in order; after cuts at other world sizes, only those left then."""
         if self._order is None or self._order[0] != epoch:
+            self._require_size()
             self._order = epoch, self._draw(epoch)
         return self._order[1]
+
+    def _require_size(self) -> None:
+        now = self.dataset_size if self.size_now is None else self.size_now()
+        if now != self.dataset_size:
+            what = f"the data set has {now} samples, and had {self.dataset_size} when its sampler was made"
+            why = "an epoch would leave samples out, or ask for some that are gone"
+            fix = "make it whole before controller.batch_sampler(dataset), or begin a new job with what it has now"
+            raise self.fail(UsageError(f"{what}: {why}. Keep its length while the job runs: {fix}"))
 
     def _draw(self, epoch: int) -> Order:
         seed = self.seed if self.shuffle else None

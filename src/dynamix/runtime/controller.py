@@ -175,8 +175,9 @@ class Controller(Feeding):
                            as it is. "loss": the loop calls `controller.weight(loss).backward()`; required for
                            SyncBatchNorm. "given": the loss carries them already: over a round's batches, its
                            mean over ranks is the union's (a sum over tokens, divided by the tokens of all ranks and
-                           times their number). The first windows show whether losses do what this says: "hook" with
-                           losses that carry weights, and the other way round, end the job with an error. Not seen are
+                           times their number; a contrastive loss over the features of all ranks). The first windows
+                           show whether losses do what this says: "hook" with losses that carry weights or are made
+                           of all ranks' samples, and "given" without, end the job with an error. Not seen are
                            losses of pieces, streams, batches dealt by length, and under `policy="stigmergic"`
         batchnorm          DDP's buffers before each forward: "rank0" broadcasts, "weighted" averages by samples
 
@@ -261,7 +262,8 @@ class Controller(Feeding):
         loss, logits, target   of this micro-batch, as observations: tensors, dicts or a model's output; may be None.
                                The loss unweighted, or as it is with weighting="given". What cannot be read is unknown
                                (NaN), with one warning; the forms are in `dynamix.runtime.measure.readings.Reader`
-        count                  samples really in this micro-batch, if your collate can drop some: checked
+        count                  samples that the mean loss is over, if your collate can drop some: checked. Without it a
+                               batch whose inputs are fewer samples than were dealt ends the job
         Never synchronises a device. Raises `WorkerLostError` when another rank is gone.
         """
         began = time.perf_counter()
@@ -285,12 +287,16 @@ class Controller(Feeding):
             raise UsageError(f"{wrong}. {fix}")
         if self.world_size > 1 and coordinator.attached is None:
             raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
+        if coordinator.loop.odd and count is None and not coordinator.loss_weight.given:
+            coordinator.loop.require_dealt(mine, loss)
         applied = coordinator.loss_weight.take()
         coordinator.before_step(piece)
         source.consume()
         if mine:
             over = coordinator.loss_weight.in_loss(piece)
             coordinator.recorder.observe(loss, logits, target, samples=mine, over=over)
+            if (test := coordinator.job.weight_test) is not None and test.suspects:
+                test.judge(loss, mine, piece.plan.counts)
         coordinator.meetings.passed(piece)
         if piece.last:
             coordinator.step_done(piece.plan)

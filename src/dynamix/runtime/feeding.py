@@ -52,7 +52,8 @@ class Feeding(ControllerStatus):
             costs = costs_by_length(
                 lengths, padded, len(dataset), apart=coordinator.steps_apart, fixed=coordinator.job.fixed
             )
-            return coordinator.sampler(len(dataset), seed=seed, shuffle=shuffle, partition=partition, costs=costs)
+            known = {"shuffle": shuffle, "partition": partition, "costs": costs, "size_now": lambda: len(dataset)}
+            return coordinator.sampler(len(dataset), seed=seed, **known)
 
     def loader(
         self,

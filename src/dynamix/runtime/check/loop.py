@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.check import unwatched_optimizers as strangers
+from dynamix.runtime.check.dealt import may_hold, samples_lost
 from dynamix.runtime.check.unreduced import Unreduced
 from dynamix.runtime.check.unwatched_optimizers import parameters_of
 from dynamix.runtime.sync.optimizer_means import KNOWN, without_gradients
@@ -50,6 +51,7 @@ _BY_HAND = (
     "torch.func and a gradient set by hand stay on the rank. Call optimizer.step() once for each backward pass"
 )
 MATCHES = 4  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
+READ = 8  # batches that came as long as dealt, and none longer: then the first dimension of inputs counts samples
 WRAP_ONCE = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
 
 
@@ -242,6 +244,9 @@ class LoopCheck:
         self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
         self._length: int | None = None  # of the inputs before
         self._late = False  # the inputs before were as long as the batch before theirs, where sizes had changed
+        self._read = 0  # batches that came as long as dealt
+        self._fits = False  # a pass of the batch in hand had its samples, once or several times
+        self.odd = 0  # samples of the passes of the batch in hand that were of another number
         self.source: BatchSampler | Stream | None = None
         self.forwards = self.group = 0
         self.needs_piece = self.in_piece = False  # whether passes must be under `controller.piece()`, and are now
@@ -346,7 +351,7 @@ class LoopCheck:
             self._forwarded = source.batches_consumed + 1
         self.forwards += 1
         if self.models == 1 and self.workers > 1 and not source.reader_gone:
-            self._in_turn(source, inputs)
+            self._in_turn(source, inputs, alone=ahead == 1)
 
     def _look_at_growth(self, delivered: int) -> None:
         """More batches are waiting than when the epoch began. Raise if another was taken before they were stepped.
@@ -360,23 +365,36 @@ class LoopCheck:
         elif delivered > self.grown[0]:
             self.fail(self.grown[1])
 
-    def _in_turn(self, source: BatchSampler | Stream, inputs: Iterable[Any]) -> None:
-        """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own."""
+    def _in_turn(self, source: BatchSampler | Stream, inputs: Iterable[Any], *, alone: bool) -> None:
+        """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own.
+
+        alone   the loop has no other batch that is not stepped: then it may have dropped samples, see `require_dealt`
+        """
         mine, length = source.piece().samples, _length(inputs)
         before, self._length = self._length, length
         if not mine or length is None:
             return
         if length == mine:
+            self._fits = True
             if self._late and length != before:
                 self.fail(f"batches are trained one turn after their own: {_ORDER}")
             self._matches, self._late = self._matches + 1, False
             return
+        self._fits = self._fits or may_hold(inputs, mine)
+        self.odd += length
         others = {*self._sizes, *(piece.samples for piece in source.waiting())}
-        if self._matches >= MATCHES and length != before and length in others:
+        if self._matches >= MATCHES and length != before and length in others and not (self._fits or alone):
             turned = f"a batch of {length} samples was trained in the turn of one of {mine}: {_ORDER}"
             self.fail(turned if self.grown is None else self.grown[1])
         self._late = self._matches >= MATCHES and bool(self._sizes) and length == before == self._sizes[-1]
         self._matches = 0
+
+    def require_dealt(self, mine: int, loss: Any) -> None:
+        """Raise if the batch in hand reached the model as fewer than the `mine` samples that were dealt."""
+        if self.odd > mine:
+            self._read = 0  # padded, or rows are no samples
+        elif self._read >= READ and not self._fits and (lost := samples_lost(mine, self.odd, loss)) is not None:
+            self.fail(lost)
 
     @property
     def in_pieces(self) -> bool:
@@ -414,7 +432,8 @@ class LoopCheck:
             self.fail(f"controller.step() was called twice for one batch, or before the first: {_STEP}")
         for check in self._checks:
             check.step_over(group_over=piece.last and not piece.plan.apart)
-        self.forwards, self.stepped = 0, piece
+        self._read += self._fits and piece.samples > 1 and not self.odd
+        self.forwards, self.stepped, self._fits, self.odd = 0, piece, False, 0
         self._sizes.append(piece.samples)
         self.group += piece.last or piece.plan.apart
 

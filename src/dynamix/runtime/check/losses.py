@@ -1,14 +1,21 @@
 """Whether the losses of a job carry the weights that the controller was told they carry."""
 
-from math import sqrt
+import re
+from math import prod, sqrt
+from typing import Any
 
 import numpy as np
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from dynamix.errors import UsageError
-from dynamix.window import Window
+from dynamix.window import Floats, Ints, Window
 
 ROWS = 8  # comparisons of workers that a verdict needs at least
 ERRORS = 6.0  # standard errors that it must be away from what else it could be
+ALIKE = 3  # windows running in which all workers have one loss: then it may be made of all their samples
+LAST_BITS = 1e-6  # of a loss: devices that are not alike differ so far in what they compute alike
+NODES = 100  # of a loss's graph that are looked at: what it is made of is near its end
 
 _TWICE = (
     "the loss is in proportion to each worker's share of the batch, so it is weighted already, and the controller "
@@ -18,6 +25,11 @@ _TWICE = (
 _NEVER = (
     "wrap(weighting='given') says that the loss carries the weights already, but it does not follow the workers' "
     "shares of the batch: leave weighting= out, or divide by the count of all workers and multiply by their number"
+)
+_OF_ALL = (
+    "the loss is made of the samples of all ranks (features gathered from them, or a statistic of the global batch), "
+    "so its gradient is the union batch's already, and the controller would weight it by shares: write "
+    "wrap(..., weighting='given')"
 )
 
 
@@ -29,7 +41,11 @@ class WeightTest:
     is the least-squares one over all windows so far, in which shares must differ; its error comes from what it leaves
     unexplained. A verdict needs `ROWS` comparisons and `ERRORS` standard errors to both sides.
 
-    given   losses are said to carry the weight; windows hold them without it
+    A loss that is one number on all workers says nothing of weights: it may have been averaged to be logged, or be made
+    of the samples of all. Then `judge` looks at how it was computed.
+
+    given     losses are said to carry the weight; windows hold them without it
+    suspects  whether the next loss is to be given to `judge`
 
     >>> test = WeightTest(given=False)
     >>> for scale in (2.3, 2.2, 2.1, 2.0, 1.9, 1.8, 1.7, 1.6):
@@ -41,13 +57,16 @@ class WeightTest:
     def __init__(self, *, given: bool) -> None:
         self.given = given
         self.wrong: str | None = None  # what to tell the user
-        self.decided = False
+        self.decided = self.suspects = False
+        self._alike, self._last = 0, 0.0
         self._rows, self._shares_sq, self._both, self._losses_sq = 0, 0.0, 0.0, 0.0
 
     def look(self, window: Window) -> None:
         """Take a window of one cluster into account."""
         shares, losses = np.asarray(window.batch_size, dtype=float), np.asarray(window.loss)
-        if self.decided or not (np.isfinite(losses) & (losses > 0) & (shares > 0)).all():
+        if self.decided or not (np.isfinite(losses) & (losses != 0) & (shares > 0)).all():
+            return
+        if self._one_loss(losses * shares if self.given else losses, shares) or (losses < 0).any():
             return
         x, y = (np.log(values) - np.log(values).mean() for values in (shares, losses))
         self._shares_sq += float(x @ x)
@@ -56,6 +75,22 @@ class WeightTest:
         self._rows += x.size - 1 if np.ptp(shares) else 0
         if self._rows >= ROWS:
             self._judge()
+
+    def _one_loss(self, losses: Floats, shares: Floats) -> bool:
+        """Whether all workers have one loss."""
+        if np.ptp(losses) > LAST_BITS * np.abs(losses).max():
+            self._alike = 0
+            return False
+        if not self.given and np.ptp(shares) and losses[0] != self._last:
+            self._alike, self._last = self._alike + 1, losses[0]
+            self.suspects = self._alike >= ALIKE
+        return True
+
+    def judge(self, loss: Any, own: int, counts: Ints) -> None:
+        """See whether this worker's `loss` is made of all workers' samples, `counts` (W,), and not of its `own`."""
+        self.suspects, loss = False, getattr(loss, "loss", loss)
+        if isinstance(loss, Tensor) and _made_of_all(loss.grad_fn, own, int(counts.sum()), counts.size):
+            self.wrong = _OF_ALL
 
     def require_right(self) -> None:
         """Raise `UsageError` where a verdict is that weights are wrong."""
@@ -71,3 +106,29 @@ class WeightTest:
         self.decided = ERRORS * error < 0.5 and (abs(toward) < 0.25 or abs(toward - 1) < 0.1)
         if self.decided and toward > 0.5:
             self.wrong = _NEVER if self.given else _TWICE
+
+
+def _made_of_all(last: Any, own: int, total: int, workers: int) -> bool:
+    """Whether a walk from a loss's `last` node towards its inputs meets tensors of all ranks' samples first.
+
+    They have as many rows as all samples, or twice as many (two views), or come out of a collective. Ways end at
+    tensors of this rank's own samples. A number of each rank, such as the mean losses that are averaged, is none.
+    """
+    nodes = [] if last is None else [last]
+    for node in nodes:
+        sizes = {n for of in node._input_metadata if prod(of.shape) > workers for n in of.shape}
+        if sizes & {own, 2 * own}:
+            continue
+        if sizes & {total, 2 * total} or (sizes and _may_be_collective(node, own, sizes)):
+            return True
+        nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+        del nodes[NODES:]
+    return False
+
+
+def _may_be_collective(node: Any, own: int, sizes: set[int]) -> bool:
+    """Whether a node, of tensors of such sizes, is no operation of torch's own on what this rank has."""
+    name = node.name()
+    if not isinstance(node, BackwardCFunction):
+        return "c10d" in name or ("CppNode" in name and re.search("Gather|Reduce", name) is not None)
+    return re.search("gather|reduce", name, re.IGNORECASE) is not None or all(n % own for n in sizes)

@@ -1,0 +1,57 @@
+"""Whether samples of a batch were lost on their way to the model: looked at where its inputs are too short."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+NODES = 100  # of a loss's graph that are looked at: what it is a mean of is near its end
+_FIX = (
+    "a loss over the samples that are left goes with wrap(..., weighting='loss') and "
+    "controller.weight(loss, count=n).backward(), n being their number; a loss that is a mean over all {0} goes with "
+    "controller.step(count={0})"
+)
+
+
+def samples_lost(mine: int, found: int, loss: Any) -> str | None:
+    """What is wrong with a batch of `mine` samples whose passes had `found` rows, fewer; None if nothing is.
+
+    The same part of every batch may train. A loss whose graph is known may be of `mine` rows all the same: a loop that
+    trains on unlike inputs only, and repeats what they gave.
+    """
+    if not mine or mine % found == 0 or any(rows % mine == 0 for rows in _rows_of(loss)):
+        return None
+    return f"a batch of {mine} samples reached the model as {found}, and would weigh as {mine}: {_FIX.format(mine)}"
+
+
+def may_hold(inputs: Any, samples: int) -> bool:
+    """Whether some dimension of the tensors in `inputs` is of that many, or something is there that is not looked into.
+
+    >>> import torch
+    >>> may_hold([torch.zeros(2, 3), {"mask": torch.zeros(4)}, 5], 4), may_hold([torch.zeros(2, 3), "a"], 4)
+    (True, False)
+    """
+    for value in inputs.values() if isinstance(inputs, Mapping) else inputs:
+        if isinstance(value, Tensor) and not value.is_nested:
+            if samples in value.shape:
+                return True
+        elif isinstance(value, list | tuple | Mapping):
+            if may_hold(value, samples):
+                return True
+        elif not isinstance(value, bool | int | float | str | None):
+            return True
+    return False
+
+
+def _rows_of(loss: Any) -> list[int]:
+    """Rows of the tensors that `loss` was made one number of; none if its graph is not known."""
+    last = getattr(loss, "grad_fn", None)
+    nodes, rows = [] if last is None else [last], []
+    for node in nodes:
+        many = [of.shape[0] for of in node._input_metadata if prod(of.shape) > 1]
+        if not many:
+            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+        rows += many
+        del nodes[NODES:]
+    return rows
