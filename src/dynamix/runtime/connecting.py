@@ -20,6 +20,7 @@ from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.collectives import require_sums
 from dynamix.runtime.sync.connected_model import ConnectedModel, attach
 from dynamix.runtime.sync.local_sgd import attach_apart, attach_both
+from dynamix.runtime.sync.other_reductions import require_own_reduction
 from dynamix.runtime.sync.sharded import attach_sharded
 from dynamix.runtime.sync.shards import Shards, is_fully_sharded, refuse_fsdp1
 from dynamix.window import Bounds
@@ -32,6 +33,8 @@ def connect(
     refuse_fsdp1(model)
     require_pair(model, optimizer, group)
     apart = coordinator.steps_apart
+    if isinstance(model, DistributedDataParallel):
+        require_own_reduction(model, options, apart=apart)
     if options["averaging"] is not None and not apart:
         fix = "write Controller(meet='parameters'), or leave averaging= out"
         raise UsageError(f"wrap(averaging=...) says how models are averaged, but workers meet over gradients: {fix}")

@@ -11,12 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.check import unwatched_optimizers as strangers
+from dynamix.runtime.check.steps_in_backward import WHY, GradientPasses
 from dynamix.runtime.check.unwatched_optimizers import parameters_of
 from dynamix.runtime.sync.optimizer_means import KNOWN, without_gradients
 from dynamix.runtime.sync.shards import Shards, is_fully_sharded
@@ -174,6 +176,10 @@ class ModelCheck:
     def all_crossed(self, where: str) -> None:
         """Raise if a gradient of this rank alone is left."""
         if self.reduces and self._is_local():
+            if torch._C._current_graph_task_id() != -1:
+                if self.shards is not None:
+                    return  # FSDP2 gives a parameter no gradient that has not crossed ranks
+                self.loop.fail(WHY)
             alone = f"{where} with gradients that have not crossed ranks, which would leave every rank its own model"
             why = "the last backward pass ran under no_sync(), past the DDP module (model.module), or a second time"
             self.loop.fail(f"{alone}: {why}. Leave no_sync() out for the last of them; {_ACCUMULATE}")
@@ -215,6 +221,7 @@ class LoopCheck:
         self.stepped: Piece | None = None  # the batch that was consumed last
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._harmless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._passes = GradientPasses()
         if workers > 1:
             strangers.watch(self)
 
@@ -250,6 +257,8 @@ class LoopCheck:
         self, model: nn.Module, optimizer: Optimizer, *, reduces: bool, shards: Shards | None = None
     ) -> ModelCheck:
         """Watch one more model."""
+        if reduces and shards is None:
+            self._passes.connect(model)
         check = ModelCheck(self, model, optimizer, reduces=reduces, shards=shards)
         self._checks.append(check)
         self._first[id(model)] = check
@@ -399,6 +408,11 @@ class LoopCheck:
         if (name := strangers.unconnected_of(optimizer)) is not None:
             why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
             self.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}")
+
+    def step_in_backward(self, optimizer: Optimizer) -> None:
+        """An optimizer, given to `wrap` or not, steps inside of a backward pass: its gradients must have crossed."""
+        if not self.muted() and not self.apart(self.piece_of_pass()) and self._passes.unreduced(optimizer):
+            self.fail(WHY)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., None]:
