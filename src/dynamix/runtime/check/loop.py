@@ -33,7 +33,10 @@ _ACCUMULATE = (
 _PIECES = "put the forward and backward passes of every batch under `with controller.piece():`"
 _DUE = "call it where `controller.optimizer_due` says so: `if controller.optimizer_due: optimizer.step()`"
 _EARLY = "leave a loop early only where controller.optimizer_due, after the same optimizer step on all ranks"
-_SUM = "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync()"
+_SUM = (
+    "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync(); for "
+    "several passes or updates of one optimizer put them into its closure, optimizer.step(closure)"
+)
 _ORDER = (
     "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
     "the sampler shuffles already"
