@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dynamix.errors import ConfigError, UsageError
 from dynamix.projection import project
 from dynamix.runtime.check.loop import WRAP_ONCE
+from dynamix.runtime.check.unreached import replaced
 from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.measure.recorder import Recorder, Unmeasured
 from dynamix.runtime.memory import Memory, within
@@ -128,6 +129,8 @@ def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | No
     if strange and not alone:
         rest = "which this model's gradient exchange does not reach"
         one = "put what trains together into one module under one DDP"
+        if (why := replaced(model)) is not None:
+            raise UsageError(f"{strange} of the optimizer's parameters are not this model's: {why}")
         raise UsageError(f"{strange} of the optimizer's parameters are not this model's, {rest}: {one}, or {WRAP_ONCE}")
     if isinstance(model, DistributedDataParallel) and group is not None:
         theirs, ours = (dist.get_process_group_ranks(g) for g in (model.process_group, group))
