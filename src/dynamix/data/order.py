@@ -187,7 +187,8 @@ class SampleOrder(ABC):
         if not self._pending:
             raise UsageError(
                 "no batch was issued that is not consumed yet: iterate the loader (or stream) made from this "
-                "controller, and call controller.step() once per batch, inside the loop"
+                "controller, and call controller.step() once per batch, inside the loop. itertools.cycle(loader) and "
+                "a list of batches give what was trained already: iterate the loader anew in each epoch"
             )
         return self._pending[0][0]
 

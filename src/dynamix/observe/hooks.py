@@ -10,7 +10,6 @@ told apart by the calls that it makes for them (`sharded`).
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import importlib
 import os
@@ -190,8 +189,9 @@ class Observer:
         if isinstance(value, self.torch.Tensor):
             yield value
             return
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = vars(value)
+        kind = type(value)
+        if fields := getattr(kind, "__dataclass_fields__", None) or getattr(kind, "__attrs_attrs__", ()):
+            value = tuple(getattr(value, getattr(field, "name", field), None) for field in fields)
         if isinstance(value, Mapping):
             value = tuple(value.values())
         if isinstance(value, list | tuple):

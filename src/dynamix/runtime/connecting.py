@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dynamix.errors import ConfigError, UsageError
 from dynamix.projection import project
 from dynamix.runtime.check.loop import WRAP_ONCE
+from dynamix.runtime.check.unreached import replaced
 from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.measure.recorder import Recorder, Unmeasured
 from dynamix.runtime.memory import Memory, within
@@ -20,6 +21,7 @@ from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.collectives import require_sums
 from dynamix.runtime.sync.connected_model import ConnectedModel, attach
 from dynamix.runtime.sync.local_sgd import attach_apart, attach_both
+from dynamix.runtime.sync.other_reductions import require_own_reduction
 from dynamix.runtime.sync.sharded import attach_sharded
 from dynamix.runtime.sync.shards import Shards, is_fully_sharded, refuse_fsdp1
 from dynamix.window import Bounds
@@ -32,6 +34,8 @@ def connect(
     refuse_fsdp1(model)
     require_pair(model, optimizer, group)
     apart = coordinator.steps_apart
+    if isinstance(model, DistributedDataParallel):
+        require_own_reduction(model, options, apart=apart)
     if options["averaging"] is not None and not apart:
         fix = "write Controller(meet='parameters'), or leave averaging= out"
         raise UsageError(f"wrap(averaging=...) says how models are averaged, but workers meet over gradients: {fix}")
@@ -125,6 +129,8 @@ def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | No
     if strange and not alone:
         rest = "which this model's gradient exchange does not reach"
         one = "put what trains together into one module under one DDP"
+        if (why := replaced(model)) is not None:
+            raise UsageError(f"{strange} of the optimizer's parameters are not this model's: {why}")
         raise UsageError(f"{strange} of the optimizer's parameters are not this model's, {rest}: {one}, or {WRAP_ONCE}")
     if isinstance(model, DistributedDataParallel) and group is not None:
         theirs, ours = (dist.get_process_group_ranks(g) for g in (model.process_group, group))

@@ -6,8 +6,12 @@ import math
 import subprocess
 import sys
 from collections import UserDict, namedtuple
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,6 +53,66 @@ def test_batches_of_any_structure_are_stretched_alike() -> None:
     assert longer["pair"].y == list("abcabca")
     with pytest.raises(UsageError, match="no tensor"):
         length({"text": "nothing"})
+
+
+@dataclass
+class Plain:
+    x: torch.Tensor
+    names: list[str] = field(default_factory=list)
+    about: str = "kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    about: str
+    inner: Plain
+
+
+@attrs.frozen
+class OfAttrs:
+    about: str
+    x: torch.Tensor
+
+
+class Ordinary:
+    """Not iterable, no fields: a user's own class with a collate function that makes it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.about, self.itself = x, "kept", self
+
+
+@pytest.mark.parametrize(
+    ("make", "x_of"),
+    [
+        (Plain, lambda batch: batch.x),
+        (lambda x: Frozen("kept", Plain(x)), lambda batch: batch.inner.x),
+        (lambda x: OfAttrs("kept", x), lambda batch: batch.x),
+        (lambda x: SimpleNamespace(about="kept", x=x), lambda batch: batch.x),
+        (lambda x: (Ordinary(x), Plain(x)), lambda batch: batch[1].x),
+        (Ordinary, lambda batch: batch.x),
+    ],
+)
+def test_limits_are_found_with_batches_that_are_objects(make: Any, x_of: Any) -> None:
+    net = nn.Linear(2, 1)
+    controller = dynamix.Controller("static", 4, max_batch_size=16)
+    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    example, seen = make(torch.arange(6.0).reshape(3, 2)), set()
+
+    def step_fn(batch: Any) -> None:
+        seen.add(len(x_of(batch)))
+        assert type(batch) is type(example)
+        assert getattr(batch, "about", "kept") == "kept"
+        net(x_of(batch)).sum().backward()
+
+    assert controller.find_limits(step_fn, example) == [16]
+    assert 16 in seen
+    assert len(x_of(example)) == 3, "the user's example stays as it is"
+    controller.close()
+
+
+def test_what_has_no_tensor_is_told_what_to_pass() -> None:
+    with pytest.raises(UsageError, match=r"of type Plain, has no tensor .* a data class or attributes of an object"):
+        length(Plain(torch.tensor(3.0)))
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,8 @@ from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.check import unwatched_optimizers as strangers
 from dynamix.runtime.check.dealt import may_hold, samples_lost
 from dynamix.runtime.check.unreduced import Unreduced
+from dynamix.runtime.check.steps_in_backward import WHY, GradientPasses
+from dynamix.runtime.check.unreached import unreached
 from dynamix.runtime.check.unwatched_optimizers import parameters_of
 from dynamix.runtime.sync.optimizer_means import KNOWN, without_gradients
 from dynamix.runtime.sync.shards import Shards, is_fully_sharded
@@ -27,13 +30,17 @@ Fail = Callable[[DynamixError], DynamixError]
 
 _STEP = "call controller.step() once for every batch, at the end of the loop's body and before any `continue`"
 _ACCUMULATE = (
-    "to accumulate gradients over A batches write Controller(accumulate=A), put all but the last of them under "
-    "`with model.no_sync():`, and call optimizer.step() with the last one, controller.step() after each"
+    "to accumulate gradients over A batches (A may be all of an epoch) write Controller(accumulate=A), put all but the "
+    "last of them under `with model.no_sync():`, and call optimizer.step() with the last one, controller.step() after "
+    "each"
 )
 _PIECES = "put the forward and backward passes of every batch under `with controller.piece():`"
 _DUE = "call it where `controller.optimizer_due` says so: `if controller.optimizer_due: optimizer.step()`"
 _EARLY = "leave a loop early only where controller.optimizer_due, after the same optimizer step on all ranks"
-_SUM = "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync()"
+_SUM = (
+    "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync(); for "
+    "several passes or updates of one optimizer put them into its closure, optimizer.step(closure)"
+)
 _ORDER = (
     "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
     "the sampler shuffles already"
@@ -50,6 +57,11 @@ _BY_HAND = (
     "loss.backward(), through the DDP module, makes a gradient that every rank weighs and adds; torch.autograd.grad, "
     "torch.func and a gradient set by hand stay on the rank. Call optimizer.step() once for each backward pass"
 )
+_REPEATED = (
+    "the loader's epoch is over and its batches come again: itertools.cycle(loader), or a list of batches, gives what "
+    "was trained already. Write `for epoch in range(epochs):` around `for batch in loader:`"
+)
+_ONCE = "train each batch once, before its controller.step(), and several updates of it in optimizer.step(closure)"
 MATCHES = 4  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
 READ = 8  # batches that came as long as dealt, and none longer: then the first dimension of inputs counts samples
 WRAP_ONCE = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
@@ -73,10 +85,12 @@ class ModelCheck:
         self._adds = reduces or (shards is not None and loop.workers > 1)
         self.unreduced = Unreduced(model, loop.gather, left, sharded=shards is not None)
         self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
+        self._model = weakref.ref(model)  # DDP keeps this object, in C++
         KNOWN.add(optimizer)
         self.reductions = 0
         self.local = False  # some of what is in `.grad` has not crossed ranks
         self._made = False  # a pass has made gradients since the optimizer's last step
+        self._crossed = False  # a pass of this batch was reduced
         self._held_since: int | None = None  # optimizer step in which what is in `.grad` was made
         self.inside = False  # `optimizer.step()` runs: a closure may go through the model again
         self._closure = False  # the optimizer's step under way makes gradients itself
@@ -105,7 +119,7 @@ class ModelCheck:
         loop = self.loop
         if not loop.forwards and not self.inside:
             before = "backward() came after controller.step(), so its gradient would get another batch's weight"
-            loop.fail(f"{before}: {_STEP}")
+            loop.fail(f"{before}: {_REPEATED if loop.epoch_over() else _ONCE}; {_STEP}")
         piece = loop.piece_of_pass()
         if loop.needs_piece and not loop.in_piece:
             loop.fail(f"backward() crossed ranks, but with meet='auto' ranks step apart in some rounds: {_PIECES}")
@@ -125,7 +139,7 @@ class ModelCheck:
     def reduced(self) -> None:
         """All gradients of a synchronised backward pass are on their way: nothing is local any more."""
         for check in (self, *self.partners):
-            check.local, check._made = False, True
+            check.local, check._made, check._crossed = False, True, True
 
     def _before_adding(self, gradient: Tensor) -> None:
         """The probe's gradient is known: whether it would be added to that of an earlier batch."""
@@ -162,7 +176,8 @@ class ModelCheck:
         if apart := loop.apart(piece):
             if loop.too_late() and self.probe is not None and _nonzero(self.probe.grad):
                 late = "optimizer.step() came after controller.step(), where the workers may have met already"
-                loop.fail(f"{late}: with meet='parameters' every piece has its optimizer step before controller.step()")
+                do = "with meet='parameters' every piece has its optimizer step before controller.step()"
+                loop.fail(f"{late}: {do}" + (f"; or {_REPEATED}" if loop.epoch_over() else ""))
             if piece is not None and not piece.samples:
                 return without_gradients(optimizer, args, kwargs)
         elif piece is not None and not piece.last:
@@ -182,8 +197,8 @@ class ModelCheck:
         self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)
         if not apart and not self._closure:
             self.all_crossed("optimizer.step()")
-            if self.reduces and not made and self.probe is not None and _nonzero(self.probe.grad):
-                loop.fail(f"optimizer.step() with a gradient that no backward pass has made since the last: {_BY_HAND}")
+            if self.reduces and not made and self.probe is not None:
+                self._require_made(self.probe)
         return None
 
     def _look_at(self, unreduced: list[nn.Parameter]) -> None:
@@ -194,6 +209,15 @@ class ModelCheck:
         if unreduced and (why := self.unreduced.look(unreduced)) is not None:
             self.loop.fail(why)
 
+    def _require_made(self, probe: nn.Parameter) -> None:
+        """No backward pass was reduced since the optimizer's last step: raise if it has gradients all the same."""
+        if _nonzero(probe.grad):
+            self.fail(f"optimizer.step() with a gradient that no backward pass has made since the last: {_BY_HAND}")
+        if probe.grad is None and not self._crossed and (model := self._model()) is not None:
+            held = any(_nonzero(p.grad) for group in self.optimizer.param_groups for p in group["params"])
+            if held and (why := unreached(model)) is not None:
+                self.fail(f"optimizer.step() with gradients that have not crossed ranks: {why}")
+
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.inside = False
         if self._closure and not self.loop.muted():  # its backward pass was the last of those that accumulate
@@ -203,8 +227,16 @@ class ModelCheck:
     def all_crossed(self, where: str) -> None:
         """Raise if a gradient of this rank alone is left."""
         if self.reduces and self._is_local():
+            if torch._C._current_graph_task_id() != -1:
+                if self.shards is not None:
+                    return  # FSDP2 gives a parameter no gradient that has not crossed ranks
+                self.loop.fail(WHY)
             alone = f"{where} with gradients that have not crossed ranks, which would leave every rank its own model"
+            model = self._model()
+            if self.shards is None and model is not None and (reason := unreached(model)) is not None:
+                self.loop.fail(f"{alone}: {reason}")
             why = "the last backward pass ran under no_sync(), past the DDP module (model.module), or a second time"
+            why += ", or it left out parameters that DDP waits for (write DDP(net, find_unused_parameters=True))"
             self.loop.fail(f"{alone}: {why}. Leave no_sync() out for the last of them; {_ACCUMULATE}")
 
     def _is_local(self) -> bool:
@@ -216,7 +248,7 @@ class ModelCheck:
         """`controller.step()`: this batch is over."""
         if group_over and self.loop.models == 1:
             self.all_crossed("controller.step()")
-        self.reductions, self.inside = 0, False
+        self.reductions, self.inside, self._crossed = 0, False, False
 
 
 class LoopCheck:
@@ -259,6 +291,7 @@ class LoopCheck:
         self.stepped: Piece | None = None  # the batch that was consumed last
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._harmless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._passes = GradientPasses()
         if workers > 1:
             strangers.watch(self)
 
@@ -294,6 +327,8 @@ class LoopCheck:
         self, model: nn.Module, optimizer: Optimizer, *, reduces: bool, shards: Shards | None = None
     ) -> ModelCheck:
         """Watch one more model."""
+        if reduces and shards is None:
+            self._passes.connect(model)
         check = ModelCheck(self, model, optimizer, reduces=reduces, shards=shards)
         self._checks.append(check)
         self._first[id(model)] = check
@@ -425,11 +460,16 @@ class LoopCheck:
         source = self.source
         return source is not None and 0 < source.batches_delivered <= source.batches_consumed
 
+    def epoch_over(self) -> bool:
+        """Whether the loop has stepped all batches of an epoch."""
+        return self.source is not None and self.source.exhausted and self.too_late()
+
     def before_step(self, piece: Piece) -> None:
         """`controller.step()` begins, for `piece`."""
         source = self.source
         if source is not None and source.batches_consumed >= source.batches_delivered:
-            self.fail(f"controller.step() was called twice for one batch, or before the first: {_STEP}")
+            twice = "controller.step() was called twice for one batch, or before the first"
+            self.fail(f"{twice}: {_REPEATED if self.epoch_over() else _STEP}")
         for check in self._checks:
             check.step_over(group_over=piece.last and not piece.plan.apart)
         self._read += self._fits and piece.samples > 1 and not self.odd
@@ -466,6 +506,11 @@ class LoopCheck:
         """Names of what `optimizer`, which `wrap` was not given, trains of connected models that reduce the rest."""
         own = parameters_of(optimizer) - self.reduced
         return [name for check in self._first.values() if check.reduces for name in check.unreduced.names(own)]
+
+    def step_in_backward(self, optimizer: Optimizer) -> None:
+        """An optimizer, given to `wrap` or not, steps inside of a backward pass: its gradients must have crossed."""
+        if not self.muted() and not self.apart(self.piece_of_pass()) and self._passes.unreduced(optimizer):
+            self.fail(WHY)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., None]:

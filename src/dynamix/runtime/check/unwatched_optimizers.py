@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ class Loop(Protocol):
     @property
     def trained(self) -> set[int]: ...
     def stranger(self, optimizer: Optimizer, /) -> None: ...
+    def step_in_backward(self, optimizer: Optimizer, /) -> None: ...
 
 
 _live: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -29,7 +31,7 @@ _watching: list[Any] = []
 
 
 def watch(loop: Loop) -> None:
-    """Tell `loop` of every step of an optimizer that was not given to `wrap`."""
+    """Tell `loop` of every step of an optimizer that was not given to `wrap`, or that is inside of a backward pass."""
     _live.add(loop)
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_any_optimizer))
@@ -68,6 +70,9 @@ def unconnected_of(optimizer: Optimizer) -> str | None:
 
 
 def _any_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        for loop in list(_live):
+            loop.step_in_backward(optimizer)
     if optimizer not in KNOWN:
         for loop in list(_live):
             loop.stranger(optimizer)

@@ -174,7 +174,8 @@ _ALIKE = {
     "epoch": ("are in epochs that differ", "Call sampler.set_epoch(epoch) alike on every rank"),
     "crossed": (
         "have sent unlike numbers of gradients, so that those of different batches were added up",
-        "Pass a batch over, and go on after an error in one, on all ranks or on none",
+        "Pass a batch over, and go on after an error in one, on all ranks or on none. A closure (L-BFGS, a line "
+        "search) returns the same loss on every rank, the mean over ranks by samples",
     ),
 }
 

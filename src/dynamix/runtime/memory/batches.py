@@ -1,6 +1,9 @@
-"""Batches of any make as far as they are sized: tensors with samples first, in tuples, lists and mappings."""
+"""Batches of any make as far as they are sized: tensors with samples first, in what may hold them."""
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,11 +15,15 @@ from dynamix.errors import UsageError
 def length(batch: Any) -> int:
     """Samples of a batch: the first dimension of its first tensor. Raises `UsageError` when it has none.
 
+    Tensors are found in tuples, lists, mappings, data classes, classes of attrs, and attributes of other objects.
+
     >>> length({"x": torch.zeros(3, 2), "name": "y"})
     3
     """
     if not (found := _first(batch)):
-        raise UsageError("the batch has no tensor with samples as its first dimension, so it cannot be sized")
+        why = f"the batch, of type {type(batch).__name__}, has no tensor with samples as its first dimension"
+        where = "a tuple, a list, a mapping, a data class or attributes of an object"
+        raise UsageError(f"{why}, so it cannot be sized: pass an example with its tensors in {where}")
     return found
 
 
@@ -39,7 +46,10 @@ def resized(batch: Any, size: int) -> Any:
 def _first(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.dim() else 0
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    if isinstance(batch, (list, tuple)):
+        parts: Any = batch
+    else:
+        parts = (batch if isinstance(batch, Mapping) else _attributes(batch)).values()
     return next((found for part in parts if (found := _first(part))), 0)
 
 
@@ -54,4 +64,22 @@ def _map(batch: Any, samples: int, change: Callable[[Any], Any]) -> Any:
             return change(batch)
         mapped = [_map(part, samples, change) for part in batch]
         return type(batch)(*mapped) if hasattr(batch, "_fields") else type(batch)(mapped)
+    if attributes := _attributes(batch):
+        made = copy.copy(batch)
+        for name, value in attributes.items():
+            object.__setattr__(made, name, _map(value, samples, change))  # it may be frozen
+        return made
     return batch
+
+
+def _attributes(batch: Any) -> dict[str, Any]:
+    """What an object holds by name: all fields of one that is made of fields, tensors of any other."""
+    if isinstance(batch, type):
+        return {}
+    if dataclasses.is_dataclass(batch):
+        names = [field.name for field in dataclasses.fields(batch)]
+    else:
+        names = [field.name for field in getattr(batch, "__attrs_attrs__", ())]
+    held = {name: getattr(batch, name) for name in names if hasattr(batch, name)} or getattr(batch, "__dict__", {})
+    whole = names or isinstance(batch, SimpleNamespace)
+    return {name: value for name, value in held.items() if whole or isinstance(value, Tensor)}

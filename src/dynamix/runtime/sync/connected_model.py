@@ -17,6 +17,7 @@ from dynamix.runtime.ranks.errors import Explain, unnamed
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.sync.collectives import average_, broadcast_
 from dynamix.runtime.sync.gradients import GradientHook, GradientWeight, wipe_nonfinite_
+from dynamix.runtime.sync.other_reductions import optimizers_in_backward
 from dynamix.runtime.sync.parameter_averaging import ParameterAveraging
 from dynamix.runtime.sync.shards import Shards, gradients_of, is_fully_sharded
 
@@ -57,6 +58,8 @@ class ConnectedModel:
         if ddp.static_graph and not ddp.require_backward_grad_sync:
             do = "leave no_sync() out in the first optimizer step, or call controller.warm_up(forward_backward)"
             raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {do}")
+        if (why := optimizers_in_backward(ddp)) is not None:
+            raise UsageError(why)
 
     @contextmanager
     def local_passes(self, *, by_size: bool) -> Iterator[None]:

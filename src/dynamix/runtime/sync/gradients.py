@@ -21,6 +21,7 @@ from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.ranks.errors import Arrivals, Explain, unnamed, wait_here
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.process_groups import new_gloo_group, on_gloo
+from dynamix.runtime.sync.other_reductions import require_no_step
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
@@ -138,6 +139,8 @@ class GradientHook:
         if self.ordered:
             _require_same_ranks(getattr(inner_state, "process_group", group), group)
         self.needs_groups = self.chained and self.native and not self.ordered
+        if self.needs_groups or not self.lossless:
+            require_no_step(inner)
         self.takes_sparse = getattr(inner, "takes_sparse", False)
         self.direct = self.native and (inner is None or inner is default_hooks.allreduce_hook)
         self.bucket_groups: list[dist.ProcessGroup] = []

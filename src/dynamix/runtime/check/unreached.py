@@ -1,0 +1,33 @@
+"""Why DDP has not reduced the gradients of a pass: it waits for those of parameters that the pass did not reach."""
+
+from typing import Any
+
+from torch import nn
+
+from dynamix.errors import shown
+
+_REPLACED = (
+    "a layer was replaced after DDP was made, and DDP still waits for the gradients of the old one: replace layers "
+    "first, then make DDP, the optimizer, and controller.wrap(model, optimizer)"
+)
+
+
+def replaced(model: nn.Module) -> str | None:
+    """What is wrong where DDP reduces parameters that its module has no more; None if it does not."""
+    reduced: list[nn.Parameter] = getattr(model, "_module_parameters", [])
+    own = {id(p) for p in model.parameters()}
+    return _REPLACED if any(p.requires_grad and id(p) not in own for p in reduced) else None
+
+
+def unreached(model: Any) -> str | None:
+    """What is wrong where gradients are there and DDP has not reduced them for want of others; None if none lacks."""
+    if (why := replaced(model)) is not None or model.find_unused_parameters:
+        return why
+    reduced = {id(p) for p in model._module_parameters}
+    named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and id(p) in reduced]
+    names = [name for name, p in named if p.grad is None]
+    if not names or len(names) == len(named):
+        return None
+    do = "write DDP(net, find_unused_parameters=True)" + (" and no static_graph=True" if model.static_graph else "")
+    told = f"the backward pass has not reached {shown(names)}, and DDP waits for the gradients of all parameters"
+    return f"{told}: {do}, or freeze what the loss does not need, requires_grad_(False), before DDP is made"
