@@ -283,7 +283,7 @@ class TrainingJob:
         if self.job.unlike is not None:
             raise UsageError(self.job.unlike)
         if self.decisions.differ:
-            self.decisions.compare()
+            self.decisions.compare(plan)
         self.decisions.close_if_full(plan, ahead=ahead)
         self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
 

@@ -5,10 +5,10 @@ are copied without waiting for their device, and compared as a difference over w
 alike differ in last bits.
 """
 
-import functools
 import hashlib
 import math
 import warnings
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,20 +36,19 @@ _WHY = (
     "optimizers on some ranks only (write it on all)"
 )
 
-Settings = list[list[list[tuple[str, Any]]]]
-"""Names and values of every group of every optimizer."""
-
 
 @dataclass(frozen=True)
 class Drawn:
-    """Elements of parameters, and settings on the same device; what is read of them is what they hold then.
+    """Elements of parameters, on one device; what is read of them is what they hold then.
 
+    arrays    the same as NumPy's, which reads them faster; none of a device or a type that it has not
     names     of the parameters that `elements` are of
     epsilon   the relative precision of each element's type
     key       tells what was drawn; the same on ranks that drew the same
     """
 
     elements: list[Tensor]
+    arrays: list[Any]
     names: list[str]
     epsilon: Floats
     key: float
@@ -57,26 +56,20 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was read after `step` optimizer steps: elements, then settings from the device."""
+    """What was read after `step` optimizer steps: elements, and settings that were on their device."""
 
-    drawn: Drawn
+    key: float
     step: int
-    values: list[float]
-
-    @property
-    def elements(self) -> list[float]:
-        return self.values[: len(self.drawn.elements)]
-
-    @property
-    def settings(self) -> list[float]:
-        return self.values[len(self.drawn.elements) :]
+    elements: list[float]
+    settings: list[float]
 
 
 class Copy:
     """Values of a device on their way to the host, for which nobody waits."""
 
-    def __init__(self, drawn: Drawn, step: int, values: Tensor) -> None:
-        self.drawn, self.step = drawn, step
+    def __init__(self, drawn: Drawn, settings: list[Tensor], step: int) -> None:
+        self._key, self._step, self._elements = drawn.key, step, len(drawn.elements)
+        values = torch.stack([*drawn.elements, *settings])
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._host.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()
@@ -84,7 +77,10 @@ class Copy:
 
     def arrived(self) -> Sample | None:
         """None if they are still on their way."""
-        return Sample(self.drawn, self.step, self._host.tolist()) if self._event.query() else None
+        if not self._event.query():
+            return None
+        values = self._host.tolist()
+        return Sample(self._key, self._step, values[: self._elements], values[self._elements :])
 
 
 class Parting:
@@ -97,14 +93,9 @@ class Parting:
         self.wrong: str | None = None
         self._warning: str | None = None
         self._warned = self._differ = False
-        self._settings: Settings = []
-        self._near: list[float] = []  # by optimizer
-        self._place: Mapping[str, int] = {}
-        self._groups: list[list[int]] = []  # parameters of every group of every optimizer
-        self._text = ""  # of both
-        self._rates: list[Tensor] = []  # settings on a device
+        self._on_device: list[Tensor] = []  # settings of the newest row
         self._drawn: Drawn | None = None
-        self._windows = self._draws = 0
+        self._windows = self._draws = self._count = 0
         self._copy: Copy | None = None
         self._sample: Sample | None = None
         self._drift = Drift()
@@ -122,80 +113,80 @@ class Parting:
         if self._warning is not None and not self._warned:
             self._warned = True
             warnings.warn(self._warning, RuntimeWarning, stacklevel=2)
-        groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._rates.clear()
-        settings = [[self._of_group(group) for group in optimizer.param_groups] for optimizer in optimizers]
-        if self._drawn is None or groups != self._groups or self._windows % _REDRAW == 0:
-            self._drawn, self._draws = draw(optimizers, models, self._draws), self._draws + 1
-        if (groups, settings) != (self._groups, self._settings):
-            # Other optimizers than torch's may keep sums in their groups, which devices make in other orders.
-            kinds = [type(optimizer).__module__ for optimizer in optimizers]
-            self._near = [_TORCH if kind.startswith("torch.") else _OTHER for kind in kinds]
-            each = zip(settings, self._near, strict=True)
-            texts = [[_text(*item, near) for group in of for item in group] for of, near in each]
-            self._text = f"{groups} {texts}"
-        self._groups, self._settings, self._place = groups, settings, place
+        settings: list[Any] = [*place.values()]
+        self._on_device.clear()
+        count = 0
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                settings.append(len(group["params"]))
+                count += settings[-1]
+                # In one pass and without names: this runs in the training thread, with nothing of it in a cache.
+                own = [v if type(v) in _PLAIN else self._plain(v) for name, v in group.items() if name not in _OWN]
+                settings += own
+        if self._drawn is None or count != self._count or self._windows % _REDRAW == 0:
+            self._drawn, self._draws, self._count = draw(optimizers, models, self._draws), self._draws + 1, count
         self._windows += 1
         self._read(self._drawn, place[PLACE[0]])
-        digest, sample, nan = digest_of(f"{self._text} {list(place.values())}"), self._sample, float("nan")
+        sample = self._sample
         if sample is None:
-            return [digest, *[nan] * (len(HELD) - 1)]
-        late, values = digest_of(_text("", tuple(sample.settings), _ON_DEVICE)), sample.elements
-        return [digest, late, float(sample.step), sample.drawn.key, *values, *[nan] * (ELEMENTS - len(values))]
-
-    def facts(self) -> tuple[dict[str, Any], dict[str, float]]:
-        """What the digests of the newest row are of, plain values by name; and how near some of them must be."""
-        facts: dict[str, Any] = {**self._place, GROUPS: self._groups}
-        near: dict[str, float] = {}
-        late = iter([] if self._sample is None else self._sample.settings)
-        for number, (groups, precision) in enumerate(zip(self._settings, self._near, strict=True)):
-            of = f" of optimizer {number}" if number else ""
-            for index, settings in enumerate(groups):
-                for name, value in settings:
-                    on_device = value is _LATE
-                    field = f"{name} of parameter group {index}{of}"
-                    facts[field] = next(late, None) if on_device else value
-                    near[field] = _ON_DEVICE if on_device else precision
-        return facts, near
-
-    def _of_group(self, group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+            return [digest_of(settings), *[math.nan] * (len(HELD) - 1)]
+        unused = [math.nan] * (ELEMENTS - len(sample.elements))
         return [
-            (name, value if type(value) in _PLAIN else self._known(value))
-            for name, value in group.items()
-            if name not in _OWN
+            *(digest_of(settings), digest_of(sample.settings), float(sample.step), sample.key),
+            *sample.elements,
+            *unused,
         ]
 
-    def _known(self, value: Any) -> Any:
-        """A plain value; None for what has none."""
+    def facts(
+        self, optimizers: Sequence[Optimizer], place: Mapping[str, int]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """What digests are of, plain values by name; and how near some of them must be."""
+        sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        facts, near, self._on_device = {**place, GROUPS: sizes}, dict[str, float](), []
+        late = iter([] if self._sample is None else self._sample.settings)
+        for number, optimizer in enumerate(optimizers):
+            # Other optimizers than torch's may keep sums in their groups, which devices make in other orders.
+            precision = _TORCH if type(optimizer).__module__.startswith("torch.") else _OTHER
+            of = f" of optimizer {number}" if number else ""
+            for index, group in enumerate(optimizer.param_groups):
+                for name in group.keys() - _OWN:
+                    value, field = self._plain(group[name]), f"{name} of parameter group {index}{of}"
+                    facts[field] = next(late, None) if value is _LATE else value
+                    near[field] = _ON_DEVICE if value is _LATE else precision
+        return facts, near
+
+    def _plain(self, value: Any) -> Any:
+        """What a setting is compared by; None for what cannot be."""
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.device.type not in ("cpu", "cuda"):
                 return None
             if value.device.type == "cpu":
                 return value.item()
-            self._rates.append(value.detach().reshape(()))
+            self._on_device.append(value.detach().reshape(()))
             return _LATE
+        if isinstance(value, (tuple, list)):
+            return tuple([v if type(v) in _PLAIN else self._plain(v) for v in value])
         if isinstance(value, np.generic):
             return value.item()
-        if isinstance(value, (tuple, list)):
-            return tuple(v if type(v) in _PLAIN else self._known(v) for v in value)
-        return value if isinstance(value, (int, float)) else None
+        return value if isinstance(value, (int, float, str)) else None
 
     @torch.no_grad()
     def _read(self, drawn: Drawn, step: int) -> None:
         """Copy what was drawn. On a CPU it is here at once; from a device it comes with a later row."""
+        if drawn.arrays:
+            self._sample = Sample(drawn.key, step, np.concatenate(drawn.arrays).tolist(), [])
+            return
         if self._copy is not None:
             arrived = self._copy.arrived()
             if arrived is None:
                 return
             self._sample, self._copy = arrived, None
         device = drawn.elements[0].device if drawn.elements else None
-        wanted = drawn.elements + [rate for rate in self._rates if device is None or rate.device == device]
-        if not wanted:
-            self._sample = None
-        elif wanted[0].device.type == "cpu":
-            self._sample = Sample(drawn, step, torch.stack(wanted).tolist())
-        else:
-            self._copy = Copy(drawn, step, torch.stack(wanted))
+        settings = [setting for setting in self._on_device if device is None or setting.device == device]
+        if device is not None and device.type == "cpu":
+            self._sample = Sample(drawn.key, step, torch.stack(drawn.elements).tolist(), [])
+        elif drawn.elements or settings:
+            self._copy = Copy(drawn, settings, step)
 
     # ------------------------------------------------------------ of all ranks
 
@@ -287,7 +278,9 @@ def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int
         elements.append(parameter.detach()[tuple(map(int, index))])
         names.append(name)
     epsilon = np.array([torch.finfo(element.dtype).eps for element in elements])
-    return Drawn(elements, names, epsilon, digest_of(f"{names} {[tuple(p.shape) for _, p in named]}"))
+    fast = all(element.device.type == "cpu" and element.dtype != torch.bfloat16 for element in elements)
+    arrays = [element.reshape(1).numpy() for element in elements] if fast else []
+    return Drawn(elements, arrays, names, epsilon, digest_of([*names, *(tuple(p.shape) for _, p in named)]))
 
 
 def _whole(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -299,21 +292,15 @@ def _whole(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
             yield name, p
 
 
-def digest_of(text: str) -> float:
-    """Of 48 bits, which float64 holds exactly."""
-    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
+def digest_of(values: Sequence[Any]) -> float:
+    """Of plain values, their floats to seven digits: 48 bits, which float64 holds exactly.
 
-
-@functools.lru_cache(1024, typed=True)
-def _text(name: str, value: Any, near: float) -> str:
-    """Of a plain value, with floats to about as many digits as `near` asks for.
-
-    >>> _text("lr", 0.1 + 1e-17, 1e-9), _text("betas", (0.9, 0.999), 1e-9)
-    ('lr 0.1', 'betas 0.9 0.999')
+    >>> digest_of([0.1, 3, (0.9, "b")]) == digest_of([0.1 + 1e-16, 3, (0.9, "b")]) != digest_of([0.1, 4, (0.9, "b")])
+    True
     """
-    digits = round(-math.log10(near))
-    parts = value if isinstance(value, tuple) else (value,)
-    return " ".join([name, *(f"{part:.{digits}g}" if isinstance(part, float) else str(part) for part in parts)])
+    floats = array("f", [value for value in values if type(value) is float]).tobytes()
+    others = repr([value for value in values if type(value) is not float])
+    return float(int.from_bytes(hashlib.blake2b(floats + others.encode(), digest_size=6).digest(), "big"))
 
 
 def _alike(values: Floats) -> bool:

@@ -112,17 +112,23 @@ class WindowCloser:
         of = self.of
         if of.ranks is None or of.loop.workers < 2:
             return None
-        place = dict(zip(PLACE, (of.progress.steps, of.progress.samples, plan.start), strict=True))
-        if of.steps_apart:  # a worker has taken other steps than the others, and its optimizer may count them
-            return of.job.parting.row((), (), place)
-        models = [one.model for one in of.connected if one.hook is not None and one.shards is None and one.hook.alike]
-        return of.job.parting.row(of.loop.optimizers, models, place)
+        # Workers that step apart have taken unlike numbers of steps, which their optimizers may count.
+        optimizers = [] if of.steps_apart else of.loop.optimizers
+        models = [one.model for one in of.connected if one.shards is None and one.hook is not None and one.hook.alike]
+        return of.job.parting.row(optimizers, models, self._place(plan))
 
-    def compare(self) -> None:
-        """Compare with the other ranks what digests were not alike of. A collective call; raises as `Ranks.compare`."""
-        self.differ = False
-        if self.of.ranks is not None:
-            self.of.ranks.compare(*self.of.job.parting.facts())
+    def _place(self, plan: StepPlan) -> dict[str, int]:
+        return dict(zip(PLACE, (self.of.progress.steps, self.of.progress.samples, plan.start), strict=True))
+
+    def compare(self, plan: StepPlan) -> None:
+        """Compare with the other ranks, after `plan`'s round, what digests were not alike of.
+
+        A collective call; raises as `Ranks.compare`.
+        """
+        of, self.differ = self.of, False
+        if of.ranks is not None:
+            optimizers = [] if of.steps_apart else of.loop.optimizers
+            of.ranks.compare(*of.job.parting.facts(optimizers, self._place(plan)))
 
     def _warn_of_lag(self, rounds: int) -> None:
         """The loader has issued so many rounds ahead: a decision waits for them."""

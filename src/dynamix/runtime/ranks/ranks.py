@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.ranks.compare import FIXES, PLACE, require_same
+from dynamix.runtime.ranks.compare import FIXES, GROUPS, PLACE, require_same
 from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS, Explain, JobErrors, unnamed, wait_for
 from dynamix.runtime.ranks.group import ControlGroup
 
 _PARTED = {
     "": "Set what optimizers use alike on every rank, by the optimizer step and not by what one rank measures",
+    GROUPS: "Call add_param_group alike on every rank",
     **dict.fromkeys(PLACE, "Train every batch that the loader gives, on every rank, and load one state on all"),
 }
 
