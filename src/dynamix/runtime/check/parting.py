@@ -26,10 +26,10 @@ _OWN = frozenset(("params", "param_names", "device", *HOW))  # of a group: what 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TORCH, _OTHER, _ON_DEVICE = 1e-9, 1e-3, 1e-5  # so near do settings count as equal: math libraries differ in last bits
 _WARN, _MOST = 1e-3, 1e-2  # of what a window moves
-_GROWING = 3  # windows running above `_WARN`, each above the one before
+_GROWING, _GROWTH = 3, 1.05  # windows running above `_WARN`, each that much above the one before
 _ROUNDING = 4.0  # by so much of their precision may elements differ more after every optimizer step
 _WINDOWS = 16  # after which differences are counted from anew
-_REDRAW = 64  # windows after which elements are drawn again, of further parameters where there are many
+_REDRAW = 128  # windows after which elements are drawn again, of further parameters where there are many
 _WHY = (
     "Gradients are alike on all ranks, so something else moves parameters: a layer that was unfrozen or put in after "
     "DDP was made, whose gradients DDP does not add (make DDP again after it), or code that writes into parameters or "
@@ -247,7 +247,7 @@ class Drift:
         now = float(np.where(np.isfinite(moved), moved, 0.0).max(initial=0.0))
         self._moved, self._windows = max(self._moved, now), self._windows + 1
         ratio = float(added.max(initial=0.0)) / self._moved if self._moved else 0.0
-        self._growing = self._growing + 1 if ratio > max(_WARN, self._last) else 0
+        self._growing = self._growing + 1 if ratio > max(_WARN, _GROWTH * self._last) else 0
         self._last = ratio
         if self._windows == _WINDOWS:
             self._begin(step, apart, now)
@@ -280,7 +280,7 @@ def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int
     epsilon = np.array([torch.finfo(element.dtype).eps for element in elements])
     fast = all(element.device.type == "cpu" and element.dtype != torch.bfloat16 for element in elements)
     arrays = [element.reshape(1).numpy() for element in elements] if fast else []
-    return Drawn(elements, arrays, names, epsilon, digest_of([*names, *(tuple(p.shape) for _, p in named)]))
+    return Drawn(elements, arrays, names, epsilon, digest_of([names, len(named)]))
 
 
 def _whole(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
