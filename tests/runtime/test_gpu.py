@@ -6,6 +6,7 @@ import copy
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
+from dynamix.runtime.check.parting import Parting
+from dynamix.runtime.ranks.compare import PLACE
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, adaptive, furthest, order_of
 from tests.union import Script, hook_of, larger
@@ -131,3 +134,32 @@ def _sync_batch_norm(rank: int) -> float:
 
 def test_real_sync_batch_norm_on_the_loss_side() -> None:
     assert max(run_ranks(_sync_batch_norm, 2, timeout_s=100)) < 1e-8
+
+
+def test_rates_and_parameters_on_a_device_are_compared_a_window_late_and_nobody_waits() -> None:
+    parts, place = [Parting(), Parting()], dict.fromkeys(PLACE, 0)
+    nets = [nn.Linear(8, 4, device="cuda") for _ in parts]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers = [torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1, device="cuda"), fused=True) for net in nets]
+
+    def close(step: int) -> tuple[bool, str | None]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            place[PLACE[0]] = step
+            each = zip(parts, optimizers, nets, strict=True)
+            rows = [part.row([optimizer], [net], place) for part, optimizer, net in each]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        parts[0].look(np.array(rows))
+        return parts[0].differ(), parts[0].wrong
+
+    assert [close(step) for step in (10, 20, 30)] == [(False, None)] * 3
+    optimizers[1].param_groups[0]["lr"].fill_(0.2)
+    assert [close(step)[0] for step in (40, 50)] == [False, True]
+    assert parts[1].facts(optimizers[1:], place)[0]["lr of parameter group 0"] == pytest.approx(0.2)
+    optimizers[1].param_groups[0]["lr"].fill_(0.1)
+    close(60)
+    nets[1].weight.data.add_(1.0)
+    close(70)
+    assert "weight of rank 1 differs" in (close(80)[1] or "")

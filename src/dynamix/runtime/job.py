@@ -300,6 +300,8 @@ class TrainingJob:
             self.job.weight_test.require_right()
         if self.job.unlike is not None:
             raise UsageError(self.job.unlike)
+        if self.decisions.differ:
+            self.decisions.compare(plan)
         self.decisions.close_if_full(plan, ahead=ahead)
         self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
 

@@ -19,9 +19,9 @@ from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.check import unwatched_optimizers as strangers
 from dynamix.runtime.check.dealt import may_hold, samples_lost
-from dynamix.runtime.check.unreduced import Unreduced
 from dynamix.runtime.check.steps_in_backward import WHY, GradientPasses
 from dynamix.runtime.check.unreached import unreached
+from dynamix.runtime.check.unreduced import Unreduced
 from dynamix.runtime.check.unwatched_optimizers import parameters_of
 from dynamix.runtime.sync.optimizer_means import KNOWN, without_gradients
 from dynamix.runtime.sync.shards import Shards, is_fully_sharded

@@ -34,7 +34,7 @@ REPLAY_PATIENCE_S = 30.0
 DRAIN_S = 5.0
 
 NOT_AGREED = "the ranks could not agree on the next allocation"
-_HEAD = 6  # numbers of a message before its sizes
+_HEAD = 7  # numbers of a message before its sizes
 _log = logging.getLogger("dynamix")
 
 
@@ -58,6 +58,7 @@ class Message:
     sizes: Ints  # samples per round
     interval: int = 0  # steps of the next window; 0: as many as of this one
     piece: int = 0  # samples of a worker's own step, where workers step apart in rounds of `sizes`
+    differ: bool = False  # digests of what ranks hold alike were not: all compare what they are of
 
     def pack(self) -> Tensor:
         head = [
@@ -67,14 +68,15 @@ class Message:
             self.signal,
             float(self.interval),
             float(self.piece),
+            float(self.differ),
         ]
         return torch.tensor(np.concatenate([head, self.sizes.astype(np.float64)]), dtype=torch.float64)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Message:
-        kind, from_step, noise, signal, interval, piece = packed[:_HEAD].tolist()
+        kind, from_step, noise, signal, interval, piece, differ = packed[:_HEAD].tolist()
         sizes = packed[_HEAD:].numpy().astype(np.int64)
-        return cls(Kind(int(kind)), int(from_step), noise, signal, sizes, int(interval), int(piece))
+        return cls(Kind(int(kind)), int(from_step), noise, signal, sizes, int(interval), int(piece), bool(differ))
 
 
 class Judge(Protocol):

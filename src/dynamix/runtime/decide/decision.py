@@ -18,7 +18,7 @@ from dynamix.policies.wrappers import after_answer, report_of, window_length_of
 from dynamix.projection import project
 from dynamix.runtime.decide.channel import Kind, Message
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
-from dynamix.runtime.measure.recorder import ROW, assemble
+from dynamix.runtime.measure.recorder import HELD, ROW, assemble
 from dynamix.runtime.ranks.compare import by_rank
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -59,6 +59,9 @@ class Decider:
         closing, self._decided = self.job.closing if closing is None else closing, None
         window = self.assemble(rows, closing)
         self._decided = closing, window
+        return replace(self._decided_on(window, closing, rows), differ=self.job.parting.differ())
+
+    def _decided_on(self, window: Window, closing: ClosedWindow, rows: Floats) -> Message:
         if self.replay is not None:
             return self._replayed(self.replay.get(closing.window_index))
         self._asked = closing.window_index
@@ -148,7 +151,8 @@ class Decider:
         tells = not closing.piece or self.job.fixed
         known, noise_scale = self.job.facts(closing), self.job.noise_scale
         window = assemble(rows, noise_scale=noise_scale, sizes=closing.sizes, tells_noise=tells, **known)
-        self.job.unlike = self.job.unlike or out_of_turn(rows)
+        self.job.parting.look(rows[:, _HELD])
+        self.job.unlike = self.job.unlike or out_of_turn(rows) or self.job.parting.wrong
         if self.job.weight_test is not None and closing.comparable:
             self.job.weight_test.look(window)
         return window
@@ -170,6 +174,7 @@ class Decider:
         return replace(told, noise=noise, signal=signal, interval=event.get("interval", 0))
 
 
+_HELD = slice(ROW.index(HELD[0]), len(ROW))
 _ALIKE = {
     "epoch": ("are in epochs that differ", "Call sampler.set_epoch(epoch) alike on every rank"),
     "crossed": (

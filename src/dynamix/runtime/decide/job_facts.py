@@ -9,6 +9,7 @@ from dynamix.errors import ConfigError
 from dynamix.model.rounds import RoundSize
 from dynamix.model.ways import Ways
 from dynamix.runtime.check.losses import WeightTest
+from dynamix.runtime.check.parting import Parting
 from dynamix.runtime.decide.channel import Kind, Message
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.window import Bounds, Ints, Window
@@ -46,6 +47,7 @@ class JobFacts:
     # Smoothed over windows, where this rank learns of it: the one that decides, or all if each does.
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
     weight_test: WeightTest | None = None  # None: losses tell nothing of their weights
+    parting: Parting = field(default_factory=Parting)
     unlike: str | None = None  # what ranks were seen to do that others did not, where this rank learns of it
     closing: ClosedWindow = field(init=False)  # the newest window that closed
 
@@ -95,7 +97,7 @@ class JobFacts:
 
         Raises `ConfigError` where a fixed one is out of bounds.
         """
-        self.base_batch, self.closing = base_batch, self._none_closed(step, samples)
+        self.base_batch, self.closing, self.parting = base_batch, self._none_closed(step, samples), Parting()
         if isinstance(self.rounds, Ways):
             self.rounds = self.rounds.begun_anew()
         if self.fixed:

@@ -30,7 +30,7 @@ from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.decide.channel import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, DecisionChannel, Kind, Message
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
-from dynamix.runtime.measure.recorder import ROW
+from dynamix.runtime.measure.recorder import HELD, ROW
 from dynamix.runtime.ranks.errors import Explain, JobErrors, unnamed, wait_for
 from dynamix.runtime.ranks.group import ControlGroup, Work
 from dynamix.window import Floats, Window
@@ -165,10 +165,12 @@ class PeerChannel:
         job = self.job
         if self.share_noise:
             job.noise_scale.update(*noise_of(told[:, 2], told[:, 3], float(closing.sizes.sum())))
+        job.parting.look(told[:, -len(HELD) :])
+        job.unlike = job.unlike or job.parting.wrong
         answer = in_range(told[:, 0].astype(np.int64), job.bounds, current=closing.sizes)
         if np.array_equal(answer, closing.sizes):
-            return job.keep(Kind.KEEP)
-        return job.change(answer, int(told[:, 1].max()))
+            return replace(job.keep(Kind.KEEP), differ=job.parting.differ())
+        return replace(job.change(answer, int(told[:, 1].max())), differ=job.parting.differ())
 
     def _write_event(self, decider: Decider, current: _Round, message: Message) -> None:
         closing, known = current.closing, dict(zip(ROW, current.row, strict=False))
@@ -193,7 +195,8 @@ class _Round:
     def __init__(self, channel: PeerChannel, row: Floats, closing: ClosedWindow) -> None:
         self.channel, self.row, self.closing = channel, row, closing
         self.posted = threading.Event()
-        self.every = torch.zeros(channel.workers, 4 if channel.share_noise else 2, dtype=torch.float64)
+        told = (4 if channel.share_noise else 2) + len(HELD)
+        self.every = torch.zeros(channel.workers, told, dtype=torch.float64)
         self.work: Work | None = None
         self.mine: Tensor | None = None
         self.error: Exception | None = None
@@ -227,13 +230,13 @@ class _Round:
         if channel.share_noise:
             known = dict(zip(ROW, self.row, strict=False))
             told += [own_noise(known, channel.workers), known["global_norm_sq"]]
-        self.mine = torch.tensor(told, dtype=torch.float64)
+        self.mine = torch.tensor([*told, *self.row[len(ROW) - len(HELD) : len(ROW)]], dtype=torch.float64)
         if channel.group is None:
             raise ValueError("the channel was closed")
         self.work = channel.group.all_gather(self.mine, self.every)
 
     def finish(self) -> Floats:
-        """What all ranks sent, (W, 2 or 4): size, first round not issued, part of the noise, |g|^2."""
+        """What all ranks sent, (W, n): size, first round not issued, perhaps two of the noise, and `HELD`."""
         ending = self.channel.ending
         if ending is None:
             self.posted.wait()

@@ -10,12 +10,16 @@ from typing import Protocol
 
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
 from dynamix.errors import DynamixError, StateError
+from dynamix.runtime.check.loop import LoopCheck
 from dynamix.runtime.decide.channel import DecisionChannel, Kind, Message
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.ranks.compare import PLACE
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.rate.rates import Rates
+from dynamix.runtime.sync.connected_model import ConnectedModel
 
 
 class Deciding(Protocol):
@@ -34,6 +38,10 @@ class Deciding(Protocol):
     per_epoch: bool
     rank: int
     payload: Callable[[], float]
+    ranks: Ranks | None
+    loop: LoopCheck
+    connected: list[ConnectedModel]
+    steps_apart: bool
 
     @property
     def crossed(self) -> int: ...
@@ -49,6 +57,7 @@ class WindowCloser:
 
     def __init__(self, of: Deciding) -> None:
         self.of = of
+        self.differ = False  # the ranks are to compare what they hold once this round is over
         self.changes = 0  # of the sizes, since this process began
         self._settling, self._turn, self._taking = threading.Lock(), threading.Lock(), False
         self.ended_s = 0.0  # of the newest round, on the clock `time.perf_counter`
@@ -97,7 +106,8 @@ class WindowCloser:
         self._warn_of_lag(closing.issued - closing.consumed)
         mine = float(sizes[of.rank])
         turn = {"epoch": plan.epoch, "crossed": of.crossed}
-        row = of.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()), **turn)
+        held = self._held(plan)
+        row = of.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()), **turn, held=held)
         of.channel.send(row, closing)
 
     def rest(self) -> ClosedWindow | None:
@@ -111,6 +121,29 @@ class WindowCloser:
         done //= of.accumulate
         piece = of.allocations.piece_at(at)
         return ClosedWindow(progress.window, sizes, done, done, age, progress.steps, progress.samples, piece=piece)
+
+    def _held(self, plan: StepPlan) -> list[float] | None:
+        """What this rank's row says of what all ranks hold alike; None where there are no others."""
+        of = self.of
+        if of.ranks is None or of.loop.workers < 2:
+            return None
+        # Workers that step apart have taken unlike numbers of steps, which their optimizers may count.
+        optimizers = [] if of.steps_apart else of.loop.optimizers
+        models = [one.model for one in of.connected if one.shards is None and one.hook is not None and one.hook.alike]
+        return of.job.parting.row(optimizers, models, self._place(plan))
+
+    def _place(self, plan: StepPlan) -> dict[str, int]:
+        return dict(zip(PLACE, (self.of.progress.steps, self.of.progress.samples, plan.start), strict=True))
+
+    def compare(self, plan: StepPlan) -> None:
+        """Compare with the other ranks, after `plan`'s round, what digests were not alike of.
+
+        A collective call; raises as `Ranks.compare`.
+        """
+        of, self.differ = self.of, False
+        if of.ranks is not None:
+            optimizers = [] if of.steps_apart else of.loop.optimizers
+            of.ranks.compare(*of.job.parting.facts(optimizers, self._place(plan)))
 
     def _warn_of_lag(self, rounds: int) -> None:
         """The loader has issued so many rounds ahead: a decision waits for them."""
@@ -150,6 +183,7 @@ class WindowCloser:
         of = self.of
         of.progress.told(of.job.closing.consumed + 1, message.noise, message.signal, message.interval)
         of.interval = message.interval or of.interval
+        self.differ |= message.differ
         if message.kind is Kind.NEW:
             if of.source is not None and message.from_step < (issued := -(-of.source.issued // of.accumulate)):
                 late = f"starts at step {message.from_step}, but {issued} are already issued"

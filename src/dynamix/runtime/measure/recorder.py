@@ -31,10 +31,14 @@ ACCURACY_EVERY = 4
 # many after it.
 NORMS_EVERY = 5
 _DERIVED = ("wait", "communication")  # known only when all rows are together
-ROW = (
+ELEMENTS = 24  # of the parameters, in every row
+_MEASURED = (
     *("issued", "count", "weight", "epoch", "crossed", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
     *(name for name in PER_WORKER if name not in _DERIVED),
 )
+HELD = ("digest", "late_digest", "sampled_at", "drawn", *(f"element_{n}" for n in range(ELEMENTS)))
+ROW = (*_MEASURED, *HELD)
+_NOTHING_HELD = [float("nan")] * len(HELD)
 _SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
 _PLAIN = ("loss", "accuracy", "pair_noise", "pair_signal")
 
@@ -179,11 +183,21 @@ class Recorder:
             self._dealt[paused] = nan, nan
         return times
 
-    def row(self, *, issued: int, count: float, weight: float, epoch: int = 0, crossed: int = 0) -> Floats:
+    def row(
+        self,
+        *,
+        issued: int,
+        count: float,
+        weight: float,
+        epoch: int = 0,
+        crossed: int = 0,
+        held: Sequence[float] | None = None,
+    ) -> Floats:
         """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step.
 
         count, weight    this rank's samples and part of a round; where costs are known, of the mean round instead
         epoch, crossed   of the window's last round, and backward passes that have crossed ranks so far: alike on all
+        held             the fields of `HELD`; None where there are no other ranks
         """
         self._read_times()
         self._windows += 1
@@ -219,7 +233,8 @@ class Recorder:
         self.last |= {name: known[name] for name in ("loss", "accuracy")}
         comm += [float("nan")] * (steps - len(comm))
         self.reset()
-        return np.array([known.get(name, float("nan")) for name in ROW] + comm)
+        row = [known.get(name, float("nan")) for name in _MEASURED]
+        return np.array([*row, *(_NOTHING_HELD if held is None else held), *comm])
 
     def _of_probes(self) -> dict[str, float]:
         """What the probes say; one that raises is warned of, and not asked again."""
@@ -347,7 +362,7 @@ def assemble(
     rows: Floats, *, noise_scale: NoiseScale, sizes: Any, tells_noise: bool = True, **cluster: float
 ) -> Window:
     """The `Window` of W rows, shape (W, len(ROW) + steps); updates `noise_scale` with what the window tells of it."""
-    columns = {name: rows[:, i] for i, name in enumerate(ROW)}
+    columns = {name: rows[:, i] for i, name in enumerate(_MEASURED)}
     wait, transfer = attribute_wait(rows[:, len(ROW) :].T)
     global_seen = columns["global_norm_sq"][np.isfinite(columns["global_norm_sq"])]
     global_sq = float(global_seen.mean()) if global_seen.size else float("nan")
@@ -363,7 +378,7 @@ def assemble(
         noise, signal = NoiseScale.estimate(local, global_sq, columns["count"], columns["weight"])
     if tells_noise:
         noise_scale.update(noise, signal)
-    known = {name: columns[name] for name in ROW if name in PER_WORKER and name != "batch_size"}
+    known = {name: columns[name] for name in _MEASURED if name in PER_WORKER and name != "batch_size"}
     known |= {"wait": wait, "communication": transfer}
     cluster |= {"steps": rows.shape[1] - len(ROW), "global_norm_sq": global_sq}
     return Window.of(sizes, **known, **cluster, noise=noise_scale.noise, signal=noise_scale.signal)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from dynamix.runtime.ranks.errors import Explain, JobErrors, unnamed, wait_for
 from dynamix.runtime.ranks.group import ControlGroup
 
 VERSION = "version of dynamix"
+PLACE = ("optimizer steps", "samples trained", "position in the data")
+GROUPS = "number of parameters of each parameter group"
 MOST_FIELDS = 5  # that one message names
 SKETCHED = "parameters: "  # begins a parameter's name; its value is (sum of every second entry, of the others, norm)
 NEAR = 1e-3  # of the norm: so far apart may those sums be. Devices that are not alike differ in last bits
@@ -38,7 +41,7 @@ _OF_POWERSGD = (
     "batch_tensors_with_same_shape",
 )
 # Of an optimizer's arguments: how it computes, which devices that are not alike may have to do in different ways.
-_HOW = ("foreach", "fused", "capturable", "differentiable")
+HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 def require_same(
@@ -48,12 +51,14 @@ def require_same(
     fixes: Mapping[str, str],
     ending: JobErrors | None = None,
     explain: Explain = unnamed,
+    near: Mapping[str, float] | None = None,
 ) -> None:
     """Raise `UsageError` on every rank of `group` where `facts` (plain values by field) differ. A collective call.
 
     what     begins the message
     fixes    by field, the line to write; the one under "" for fields without
     explain  tells a rank that is lost meanwhile
+    near     by field, the relative difference up to which numbers in it count as the same
     """
     texts = {name: json.dumps(value, sort_keys=True, default=plain) for name, value in facts.items()}
     whole = json.dumps(texts)
@@ -66,21 +71,33 @@ def require_same(
     packed = torch.from_numpy(np.frombuffer(whole.encode().ljust(longest), dtype=np.uint8).copy())
     told = [json.loads(bytes(row)) for row in _gathered(packed, group, ending, explain).astype(np.uint8)]
     fields = list(dict.fromkeys(name for of_rank in told for name in of_rank))
-    differing = [name for name in fields if _differs(name, [of_rank.get(name) for of_rank in told])]
+    near = near or {}
+    differing = [name for name in fields if _differs(name, [of_rank.get(name) for of_rank in told], near.get(name))]
     if not differing:
         return
-    differing = next(([name] for name in (VERSION, "error") if name in differing), differing)  # the rest follows
+    before = (VERSION, "error", GROUPS)  # the rest follows from these
+    differing = next(([name] for name in before if name in differing), differing)
     said = [f"{name} is {by_rank([of_rank.get(name, 'missing') for of_rank in told])}" for name in differing]
     more = f" (and {len(said) - MOST_FIELDS} more)" if len(said) > MOST_FIELDS else ""
     fix = fixes.get(differing[0].partition(":")[0], fixes[""])
     raise UsageError(f"{what}: {'; '.join(said[:MOST_FIELDS])}{more}. {fix}")
 
 
-def _differs(name: str, values: list[str | None]) -> bool:
+def _differs(name: str, values: list[str | None], near: float | None) -> bool:
+    if near is not None and None not in values:
+        first, *others = (json.loads(value or "") for value in values)
+        return not all(_close(first, other, near) for other in others)
     if len(set(values)) == 1 or not name.startswith(SKETCHED) or None in values:
         return len(set(values)) > 1
     *sums, norms = zip(*(json.loads(value or "") for value in values), strict=True)
     return not all(max(of) - min(of) <= NEAR * max(norms) for of in sums)
+
+
+def _close(one: Any, other: Any, near: float) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_close(*both, near) for both in zip(one, other, strict=True))
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return one == other or (numbers and math.isclose(one, other, rel_tol=near, abs_tol=1e-15))
 
 
 def _gathered(mine: torch.Tensor, group: ControlGroup, ending: JobErrors | None, explain: Explain) -> Any:
@@ -138,7 +155,7 @@ def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     [0.1]
     """
     kinds = [f"{type(of).__name__} of {[len(group['params']) for group in of.param_groups]}" for of in optimizers]
-    names = dict.fromkeys(name for of in optimizers for name in of.defaults if name not in _HOW)
+    names = dict.fromkeys(name for of in optimizers for name in of.defaults if name not in HOW)
     told = {f"optimizers: {name}": [_argument(of.defaults.get(name)) for of in optimizers] for name in names}
     return {"optimizers": kinds, **told}
 

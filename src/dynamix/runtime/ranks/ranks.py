@@ -8,9 +8,15 @@ from typing import Any
 import torch
 
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.ranks.compare import FIXES, require_same
+from dynamix.runtime.ranks.compare import FIXES, GROUPS, PLACE, require_same
 from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS, Explain, JobErrors, unnamed, wait_for
 from dynamix.runtime.ranks.group import ControlGroup
+
+_PARTED = {
+    "": "Set what optimizers use alike on every rank, by the optimizer step and not by what one rank measures",
+    GROUPS: "Call add_param_group alike on every rank",
+    **dict.fromkeys(PLACE, "Train every batch that the loader gives, on every rank, and load one state on all"),
+}
 
 
 class Ranks:
@@ -40,6 +46,12 @@ class Ranks:
         self.ending.agreeing(FIRST_PASS)
         what = "The ranks differ in what they are about to train"
         require_same(facts, self.group, what, FIXES, self.ending, self.explain)
+
+    def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None:
+        """Compare `facts`, whose digests were not alike. A collective call; raises as `agree`, which says the rest."""
+        self.ending.agreeing("a comparison of settings and of the place in the data, which have come to differ")
+        what = "The ranks have come to differ while they train"
+        require_same(facts, self.group, what, _PARTED, self.ending, self.explain, near)
 
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks are in the collective call `what`.

@@ -133,6 +133,7 @@ class GradientHook:
         self.chained = inner is not None and inner not in _SINGLE_COLLECTIVE
         # A hook that says so gives the true mean and agrees on finiteness by itself.
         self.lossless = inner is None or inner is default_hooks.allreduce_hook or getattr(inner, "lossless", False)
+        self.alike = self.lossless or not self.chained  # all ranks get the same, as far as is known
         self.native = on_gloo(group, device)
         # A hook that says so keeps its collectives in one order by itself, on groups of its own.
         self.ordered = getattr(inner, "ordered", False)
