@@ -15,6 +15,7 @@ from dynamix.data.lengths import SampleCosts
 from dynamix.data.order import SampleOrder, require_equal
 from dynamix.data.plan import Cursor, Group, StepPlan, pieces_of
 from dynamix.data.reader import Asking
+from dynamix.data.selection import SELECTED, Selection
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.window import Ints
 
@@ -43,7 +44,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     steps; `cutting.next_group` says how an epoch ends. A rank with a share of zero gets a placeholder of 2 real
     indices; `plan().counts[rank] == 0` flags it.
 
-    dataset_size   samples in the data set
+    dataset_size   samples of an epoch: those of the data set, or of the `selection`
     allocations    the ledger all ranks share; read once per optimizer step
     accumulate     A micro-steps per optimizer step; an allocation holds for all of them
     partition      "stream", or "contiguous": each rank reads its own region of the epoch's order, cut anew
@@ -51,6 +52,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     low, high      bounds per micro-step, a number or (W,); None: no upper bound on what the end of an epoch adds
     costs          of the samples: a step's samples are then cut such that each rank's *cost* is in proportion to its
                    size. Which samples a step has does not change. Not with partition="contiguous"
+    selection      which samples an epoch has, where that is not each of the data set once
     before_issue   called with the micro-step index before each optimizer step is planned; may block and may schedule
 
     Iterating again in the middle of an epoch goes on from the last consumed step; after a finished epoch it begins
@@ -76,6 +78,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         low: ArrayLike = 1,
         high: ArrayLike | None = None,
         costs: SampleCosts | None = None,
+        selection: Selection | None = None,
         before_issue: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(
@@ -97,11 +100,13 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             raise ConfigError(
                 "samples per optimizer step",
                 needed,
-                f"1 to {dataset_size}, the size of the data set",
+                f"1 to {dataset_size}, the samples of an epoch",
                 "lower batch_size or accumulate, or use a larger data set",
             )
         self.dataset_size, self.seed, self.shuffle, self.partition = dataset_size, seed, shuffle, partition
         self.costs, self.draws_alike = costs, costs is None or not costs.padded
+        self.selection = selection
+        self._selected = dict.fromkeys(SELECTED, "") if selection is None else selection.digests
         self._cuts: list[dict[str, list[int]]] = []  # of this epoch, at earlier world sizes
         self._regions: Regions | None = None
         self._order: tuple[int, Ints] | None = None
@@ -164,6 +169,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             "shuffle": self.shuffle,
             "partition": self.partition,
             "lengths": "" if self.costs is None else self.costs.checksum,
+            **self._selected,
             "cuts": [dict(cut) for cut in self._cuts],
             "regions": self._regions_state(),
         }
@@ -191,6 +197,11 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         require_equal(
             state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle, partition=self.partition
         )
+        for name, mine in self._selected.items():
+            if (theirs := state.get(name, "")) != mine:
+                told = [f"have the checksum {of}" if of else "were not given" for of in (theirs, mine)]
+                why = f"{name} {told[0]} in the checkpoint, and {told[1]} here: it would train on other samples"
+                raise StateError(f"{why}; {'pass those that saved it' if theirs else f'leave {name} out'}")
         lengths = state["lengths"]
         if lengths and self.costs is not None and lengths != self.costs.checksum:
             raise StateError(
@@ -284,10 +295,12 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         return self._order[1]
 
     def _draw(self, epoch: int) -> Ints:
-        if self.shuffle:
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + epoch)
-            order: Ints = torch.randperm(self.dataset_size, generator=generator).numpy()
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + epoch)
+        if self.selection is not None:
+            order: Ints = self.selection.order(generator, shuffle=self.shuffle)
+        elif self.shuffle:
+            order = torch.randperm(self.dataset_size, generator=generator).numpy()
         else:
             order = np.arange(self.dataset_size, dtype=np.int64)
         for cut in self._cuts:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamix.data.selection import SELECTED
 from dynamix.errors import StateError, shown
 from dynamix.runtime.state.packing import FIX, checksum, pack, unpack
 
@@ -21,6 +22,7 @@ MOST = 2**53  # of a counter
 MOST_WORKERS = 2**20
 SOURCES = ("none", "sampler", "stream")
 ORDER = ("dataset_size", "seed", "shuffle", "partition", "sharded")  # what must be the same in a job that goes on
+CHECKSUMS = ("lengths", *SELECTED)  # of what the sampler was given; empty where it was not
 PLACE = ("epoch", "position", "rounds", "finished", "taken")
 
 
@@ -37,7 +39,7 @@ class SavedState:
     ledger_pieces          (entries,) samples of a worker's own step, where workers step apart; 0 where they do not. In
                            the state it follows the sizes, where it is not 0
     source                 `kind`, `PLACE` and `ORDER` of the sampler or stream, `cuts` and `regions` of its epoch,
-                           `lengths`: the checksum of what samples cost, empty where that is not given
+                           `CHECKSUMS`: of what samples cost, of a subset's indices, of weights; empty where not given
     policy, noise_scale, schedules, hooks   their own states; a hook for every model, in the order of `wrap`
     ranks                  rank -> what is a rank's own: `recorder`, `rng` and `iterable`; in a gathered state also
                            `policy`, where every rank decides for itself
@@ -206,9 +208,10 @@ def _noise(noise: Any) -> None:
 
 
 def _written(source: dict[str, Any]) -> dict[str, Any]:
-    """As `_source` reads it: `lengths` is beside the cuts, so that a state without them is as it ever was."""
-    plain = {name: value for name, value in source.items() if name != "lengths"}
-    cuts = {name: source[name] for name in ("cuts", "lengths")} if source["lengths"] else source["cuts"]
+    """As `_source` reads it: checksums are beside the cuts, so that a state without them is as it ever was."""
+    plain = {name: value for name, value in source.items() if name not in CHECKSUMS}
+    given = {name: source[name] for name in CHECKSUMS if source[name]}
+    cuts = {"cuts": source["cuts"], **given} if given else source["cuts"]
     return {**plain, "cuts": pack(cuts), "regions": pack(source["regions"])}
 
 
@@ -222,11 +225,13 @@ def _source(given: Any, workers: int) -> dict[str, Any]:
             )
         given = {name: value for name, value in given.items() if name != "unused"}
     _keys("source", given, tuple(sorted(("kind", *PLACE, *ORDER, "cuts", "regions"))))
-    cuts, lengths = unpack(given["cuts"], "cuts"), ""
+    cuts, checksums = unpack(given["cuts"], "cuts"), dict.fromkeys(CHECKSUMS, "")
     if isinstance(cuts, dict):
-        _keys("source.cuts", cuts, ("cuts", "lengths"))
-        cuts, lengths = cuts["cuts"], _of_type("source.lengths", cuts["lengths"], str)
-    source = {**given, "cuts": cuts, "lengths": lengths, "regions": unpack(given["regions"], "regions")}
+        named = tuple(name for name in CHECKSUMS if name in cuts)
+        _keys("source.cuts", cuts, ("cuts", *named))
+        checksums |= {name: _of_type(f"source.{name}", cuts[name], str) for name in named}
+        cuts = cuts["cuts"]
+    source = {**given, "cuts": cuts, **checksums, "regions": unpack(given["regions"], "regions")}
     if source["kind"] not in SOURCES:
         _wrong("source.kind", source["kind"], ", ".join(SOURCES))
     if source["kind"] == "none":
@@ -277,7 +282,8 @@ def _sampler(source: dict[str, Any], workers: int, taken: int) -> None:
 def no_source(workers: int) -> dict[str, Any]:
     """The place of a job that has no sampler yet."""
     place = {"epoch": 0, "position": 0, "rounds": 0, "finished": False, "taken": [0] * workers}
-    return {"kind": "none", **place, **dict.fromkeys(ORDER), "cuts": [], "lengths": "", "regions": None}
+    given = dict.fromkeys(CHECKSUMS, "")
+    return {"kind": "none", **place, **dict.fromkeys(ORDER), "cuts": [], **given, "regions": None}
 
 
 def source_state(state: dict[str, Any] | None, workers: int, pieces: int) -> tuple[dict[str, Any], Any]:
@@ -288,17 +294,17 @@ def source_state(state: dict[str, Any] | None, workers: int, pieces: int) -> tup
     own = {"kind": "stream" if stream else "sampler", "rounds": state["consumed"] // pieces}
     same = {name: state[name] for name in ("epoch", "position", "finished", "taken")}
     order = {name: state.get(name) for name in ORDER} | {"sharded": bool(state.get("sharded", False))}
-    cut = {"cuts": state.get("cuts", []), "lengths": state.get("lengths", ""), "regions": state.get("regions")}
-    return {**own, **same, **order, **cut}, state.get("source")
+    cut = {"cuts": state.get("cuts", []), "regions": state.get("regions")}
+    given = {name: state.get(name, "") for name in CHECKSUMS}
+    return {**own, **same, **order, **cut, **given}, state.get("source")
 
 
 def own_source(source: dict[str, Any], iterable: Any, pieces: int) -> dict[str, Any] | None:
     """The inverse of `source_state`."""
     if source["kind"] == "none":
         return None
-    state = {
-        name: source[name] for name in ("epoch", "position", "finished", "taken", *ORDER, "cuts", "lengths", "regions")
-    }
+    kept = ("epoch", "position", "finished", "taken", *ORDER, "cuts", *CHECKSUMS, "regions")
+    state = {name: source[name] for name in kept}
     return state | {"consumed": source["rounds"] * pieces, "source": iterable}
 
 
