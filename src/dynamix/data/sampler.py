@@ -14,7 +14,7 @@ from dynamix.data.cutting import RULES_VERSION, is_regular, next_group, whole_ep
 from dynamix.data.lengths import SampleCosts
 from dynamix.data.order import SampleOrder, require_equal
 from dynamix.data.plan import Cursor, Group, StepPlan, pieces_of
-from dynamix.data.reader import Asking
+from dynamix.data.reader import Asking, BatchReader, reader_of
 from dynamix.data.selection import SELECTED, Selection
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.window import Ints
@@ -216,7 +216,14 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the saved step, also at another world size. Raises `StateError` if the order would differ."""
+        """Go on after the saved step, also at another world size. Raises `StateError` if the order would differ.
+
+        torchdata's `StatefulDataLoader` calls this too, with what it saved when it asked for batches ahead of the loop.
+        The place that the controller has loaded stays then. Raises `UsageError` where it has loaded none, and that
+        loader's would deal samples again.
+        """
+        if self._keeps_place(state, reader_of(self)):
+            return
         self.check_state(state)
         saved = state["regions"]
         self._load_position(state)
@@ -226,6 +233,21 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         elif saved is not None:
             self._cuts.append({"lengths": list(saved["lengths"]), "taken": list(state["taken"])})
         self._order = None
+
+    def _keeps_place(self, state: dict[str, Any], reader: BatchReader) -> bool:
+        """Whether `state` is a loader's own, which says where it was, and not where the loop is to go on."""
+        if reader.handed_on is None:
+            return False
+        if reader.resumes.get("_steps_since_snapshot"):
+            fix = "write StatefulDataLoader(..., snapshot_every_n_steps=1), or leave the loader's state out"
+            raise self.fail(UsageError(f"a loader that skips to where it was would leave samples out: {fix}"))
+        if self._loaded or self._position_state().items() <= state.items():
+            return True
+        if reader.ahead:
+            why = "a loader's own state was saved when it had asked for batches ahead, so samples would be dealt again"
+            fix = "write controller.load_state_dict(state) before the loop, with what controller.state_dict() gave"
+            raise self.fail(UsageError(f"{why}: {fix}. It holds the place in the data; the loader's may be left out"))
+        return False
 
     def _start_epoch(self, epoch: int) -> None:
         super()._start_epoch(epoch)
