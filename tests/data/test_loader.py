@@ -12,7 +12,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 import dynamix
@@ -94,8 +93,6 @@ class _Random:
         (lambda: DataLoader(_Stream(), batch_size=8), "controller.stream"),
         (lambda: DataLoader(DATA, batch_size=None), "batch_size=None"),
         (lambda: DataLoader(DATA, batch_sampler=_Cut()), "cut by a _Cut"),  # type: ignore[arg-type]
-        (lambda: DataLoader(DATA, batch_size=8, sampler=WeightedRandomSampler([1.0] * 40, 40)), "Weighted"),
-        (lambda: DataLoader(DATA, batch_size=8, sampler=RandomSampler(DATA, replacement=True)), "RandomSampler"),
         (lambda: DataLoader(DATA, batch_size=8, sampler=RandomSampler(DATA, num_samples=9)), "RandomSampler"),
         (lambda: DataLoader(DATA, batch_size=8, num_workers=1, in_order=False), "in_order=False"),
         (lambda: _Other(DATA, batch_size=8), "the plain DataLoader"),

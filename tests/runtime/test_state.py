@@ -408,3 +408,28 @@ def test_a_replay_passes_the_projection(tmp_path: Path) -> None:
         (tmp_path / "notes").write_bytes(foreign)
         refused(StateError, "notes", job, "static", replay=tmp_path / "notes")
     refused(ConfigError, "events=.*notes.*left as it is", job, "static", events=tmp_path / "notes")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "said"),
+    [
+        (
+            "lb_bsp",
+            "goodput",
+            r"is of the policy lb_bsp, and this job has goodput: write Controller\('lb_bsp', \.\.\.\)",
+        ),
+        ("static", "lb_bsp", r"is of the policy dbs or static, and this job has lb_bsp"),
+        ("dynamix", "stigmergic", r"is of the policy dynamix, and this job has stigmergic"),
+        ("goodput", "dynamix", r"is of the policy goodput, and this job has dynamix"),
+        ("guarded:goodput", "lb_bsp", r"is of the policy goodput, and this job has lb_bsp"),
+        ("stigmergic", "guarded:lb_bsp", r"is of the policy stigmergic, and this job has lb_bsp"),
+        ("pollux", "goodput", r"is of the policy pollux, and this job has goodput"),
+        ("lb_bsp", "static", r"is of the policy lb_bsp, and this job has Static"),
+    ],
+)
+def test_a_state_of_another_policy_is_called_by_its_name(theirs: str, mine: str, said: str) -> None:
+    state, (controller, _, _) = saved(theirs), job(mine)
+    with pytest.raises(StateError, match=f"{said}.*policy=False\\) to begin with") as caught:
+        controller.load_state_dict(state)
+    assert "0.1" not in str(caught.value)
+    controller.load_state_dict(state, policy=False)

@@ -1,16 +1,31 @@
 """A `DataLoader` made anew so that its batches are the controller's: everything else about it stays."""
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.utils.data as torch_data
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from dynamix.data.sampler import BatchSampler
+from dynamix.data.selection import Indices, Weights
 from dynamix.errors import ConfigError, UsageError
 
 OWN = "loader = DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset, seed=...))"
+_SELECTED = (
+    "Write DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset, seed=...)). That takes every sample "
+    "once an epoch; say indices= if yours takes a part of them, weights= if it draws them by weight, lengths= and "
+    "padded=True if it puts samples of like length together"
+)
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
     *("prefetch_factor", "persistent_workers", "multiprocessing_context"),
@@ -69,13 +84,25 @@ class Epochs:
         return iter(self.loader) if self._place is None else map(self._place, self.loader)
 
 
-def order_of(loader: DataLoader[Any]) -> tuple[bool, int]:
-    """(whether it shuffles, its seed) of a loader whose order can be kept.
+class Order(NamedTuple):
+    """The order of a loader's samples, as `Controller.batch_sampler` takes it."""
+
+    shuffle: bool
+    seed: int = 0
+    indices: Indices | None = None
+    weights: Weights | None = None
+    num_samples: int | None = None
+
+
+def order_of(loader: DataLoader[Any]) -> Order:
+    """The order of a loader, where it can be kept.
 
     Raises `UsageError` for one that draws samples in another way, naming the line to write.
 
-    >>> order_of(DataLoader(range(4), shuffle=True)), order_of(DataLoader(range(4)))
-    ((True, 0), (False, 0))
+    >>> order_of(DataLoader(range(4), shuffle=True)).shuffle, order_of(DataLoader(range(4))).shuffle
+    (True, False)
+    >>> order_of(DataLoader(range(4), sampler=SubsetRandomSampler([0, 3]))).indices
+    [0, 3]
     """
     if type(loader) is Loader:
         raise UsageError("this loader is the controller's already: iterate it as it is")
@@ -90,18 +117,44 @@ def order_of(loader: DataLoader[Any]) -> tuple[bool, int]:
         raise UsageError(f"an IterableDataset has no indices that could be dealt out: write {fix}")
     if not loader.in_order:
         raise UsageError("in_order=False gives batches out of turn, so weights would be wrong: leave it out")
-    cut, drawn = loader.batch_sampler, loader.sampler
+    cut = loader.batch_sampler
     if type(cut) is not torch_data.BatchSampler:
         what = "without batches (batch_size=None)" if cut is None else f"cut by a {type(cut).__name__}"
-        raise UsageError(f"the loader's samples come {what}; the controller cuts batches itself: {OWN}")
+        raise UsageError(f"the loader's samples come {what}, and the controller cuts batches itself. {_SELECTED}")
+    order = _order_of(cut.sampler, len(cast(Sized, loader.dataset)))
+    if order is None:
+        raise UsageError(f"the order of a {type(cut.sampler).__name__} cannot be kept. {_SELECTED}")
+    return order
+
+
+def _order_of(drawn: Any, samples: int) -> Order | None:
+    """The order that a sampler gives so many samples; None for what has no order that could be kept."""
+    kind = type(drawn)
+    if kind is SubsetRandomSampler:
+        return Order(True, indices=drawn.indices)
+    if kind is WeightedRandomSampler and drawn.replacement:
+        return Order(True, weights=drawn.weights, num_samples=drawn.num_samples)
+    if kind is RandomSampler and drawn.replacement:
+        of = len(drawn.data_source)
+        return Order(True, indices=_first(of, samples), weights=np.ones(of), num_samples=drawn.num_samples)
     if isinstance(drawn, DistributedSampler):
-        return bool(drawn.shuffle), int(drawn.seed)
-    if type(drawn) is SequentialSampler:
-        return False, 0
-    if type(drawn) is RandomSampler and not drawn.replacement and drawn.num_samples == len(cast(Sized, loader.dataset)):
-        return True, 0
-    fix = "every sample comes once an epoch, in a shuffled order or as they lie: use shuffle=True, False or"
-    raise UsageError(f"the order of a {type(drawn).__name__} cannot be kept: {fix} {OWN}")
+        if kind.__iter__ is DistributedSampler.__iter__ or kind.__module__.startswith("torchdata."):
+            return Order(bool(drawn.shuffle), int(drawn.seed), _first(len(cast(Sized, drawn.dataset)), samples))
+        if kind.__module__.startswith(("lightning.", "pytorch_lightning.")):  # puts one around the user's own
+            return _order_of(getattr(drawn.dataset, "_sampler", None), samples)
+    if kind is SequentialSampler or (kind is RandomSampler and drawn.num_samples == len(drawn.data_source)):
+        return Order(kind is RandomSampler, 0, _first(len(drawn.data_source), samples))
+    return None
+
+
+def _first(size: int, samples: int) -> Indices | None:
+    """What a sampler made for `size` samples takes of a data set."""
+    return None if size == samples else np.arange(size)
+
+
+def batch_size_of(loader: DataLoader[Any]) -> int | None:
+    """Samples of a batch, also where the loader was given torch's own `BatchSampler`; None where batches differ."""
+    return loader.batch_sampler.batch_size if type(loader.batch_sampler) is torch_data.BatchSampler else None
 
 
 def require_batch_size(loader: DataLoader[Any], allowed: dict[str, int]) -> None:
@@ -109,10 +162,10 @@ def require_batch_size(loader: DataLoader[Any], allowed: dict[str, int]) -> None
 
     allowed   by the name of the argument
     """
-    if loader.batch_size not in allowed.values():
+    if (size := batch_size_of(loader)) not in allowed.values():
         told = " and ".join(f"{name}={value}" for name, value in allowed.items())
-        fix = f"say Controller(batch_size={loader.batch_size}), or build the loader with the controller's"
-        raise ConfigError("the loader's batch_size", loader.batch_size, f"the controller's, {told}", fix)
+        fix = f"say Controller(batch_size={size}), or build the loader with the controller's"
+        raise ConfigError("the loader's batch_size", size, f"the controller's, {told}", fix)
 
 
 def made_anew(loader: DataLoader[Any], sampler: BatchSampler) -> Loader:

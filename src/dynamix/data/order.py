@@ -349,7 +349,8 @@ class SampleOrder(ABC):
         self.issuer, self._reads = threading.get_ident(), threading.current_thread()
         now = self._ahead
         if now.finished:
-            self._hold = False
+            # One that goes on from the end of an epoch begins twice, and has asked here for batches ahead.
+            self._hold = self._hold and bool(self._reader.resumes.get("_iterator_finished"))
             return None
         group = now.group
         if group is None:

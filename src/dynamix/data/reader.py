@@ -20,19 +20,28 @@ Batch = TypeVar("Batch")
 class BatchReader:
     """Whoever iterates a sampler: a loader's iterator, or (None) somebody unknown.
 
-    asked   how often it has asked for a batch in this iteration, also after the last one
+    asked    how often it has asked for a batch in this iteration, also after the last one
+    ahead    whether it asks for batches that the loop has not come to
+    resumes  what it goes on from, where it is torchdata's StatefulDataLoader with a state to load; else empty
     """
 
     def __init__(self, iterator: Any = None, loader: DataLoader[Any] | None = None) -> None:
         self._iterator = None if iterator is None else weakref.ref(iterator)
         self._at_first = 0 if loader is None else loader.num_workers * (loader.prefetch_factor or 0)
+        self._before = 0  # batches that it says it has handed on, and that were of an earlier process
         self.asked = 0
+        self.ahead = loader is not None and loader.num_workers > 0
+        self.resumes: dict[str, Any] = getattr(loader, "next_iter_state", None) or {}
+
+    def begin(self) -> None:
+        """It is about to ask for the first batch."""
+        self._before += self.handed_on or 0
 
     @property
     def handed_on(self) -> int | None:
         """Batches that it has handed on; None where that cannot be told."""
         iterator = None if self._iterator is None else self._iterator()
-        return None if iterator is None else int(iterator._num_yielded)
+        return None if iterator is None else int(iterator._num_yielded) - self._before
 
     @property
     def gone(self) -> bool:
@@ -54,6 +63,8 @@ class Asking(Iterator[Batch], Generic[Batch]):
         self._batches, self._reader = batches, reader
 
     def __next__(self) -> Batch:
+        if not self._reader.asked:
+            self._reader.begin()
         self._reader.asked += 1
         return next(self._batches)
 
@@ -72,6 +83,9 @@ def reader_of(sampler: object) -> BatchReader:
         caller, loader = told.get("self"), told.get("loader")
         if isinstance(caller, TorchBatchSampler) and getattr(caller, "batch_sampler", None) is sampler:
             kind = type(caller).__name__
+            if kind == "SkipBatchSampler":
+                fix = "a loaded controller goes on where it was, so iterate the loader without skip_first_batches"
+                raise UsageError(f"{kind} would leave samples out that the controller has not dealt yet: {fix}")
             fix = "leave it out of prepare(), or write dynamix.integrations.accelerate.prepare(...)"
             raise UsageError(f"{kind} would share the controller's batches out among the ranks a second time: {fix}")
         if isinstance(caller, TorchBatchSampler) and getattr(caller, "sampler", None) is sampler:

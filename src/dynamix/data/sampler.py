@@ -14,7 +14,8 @@ from dynamix.data.cutting import RULES_VERSION, is_regular, next_group, whole_ep
 from dynamix.data.lengths import SampleCosts
 from dynamix.data.order import SampleOrder, require_equal
 from dynamix.data.plan import Cursor, Group, StepPlan, pieces_of
-from dynamix.data.reader import Asking
+from dynamix.data.reader import Asking, BatchReader, reader_of
+from dynamix.data.selection import SELECTED, Selection
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.window import Ints
 
@@ -44,7 +45,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     steps; `cutting.next_group` says how an epoch ends. A rank with a share of zero gets a placeholder of 2 real
     indices; `plan().counts[rank] == 0` flags it.
 
-    dataset_size   samples in the data set
+    dataset_size   samples of an epoch: those of the data set, or of the `selection`
     allocations    the ledger all ranks share; read once per optimizer step
     accumulate     A micro-steps per optimizer step; an allocation holds for all of them
     partition      "stream", or "contiguous": each rank reads its own region of the epoch's order, cut anew
@@ -54,6 +55,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
                    size. Which samples a step has does not change. Not with partition="contiguous"
     size_now       says how many samples the data set has; asked at the beginning of every epoch, in which it must be
                    `dataset_size` still
+    selection      which samples an epoch has, where that is not each of the data set once
     before_issue   called with the micro-step index before each optimizer step is planned; may block and may schedule
 
     Iterating again in the middle of an epoch goes on from the last consumed step; after a finished epoch it begins
@@ -80,6 +82,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         high: ArrayLike | None = None,
         costs: SampleCosts | None = None,
         size_now: Callable[[], int] | None = None,
+        selection: Selection | None = None,
         before_issue: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(
@@ -101,16 +104,19 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             raise ConfigError(
                 "samples per optimizer step",
                 needed,
-                f"1 to {dataset_size}, the size of the data set",
+                f"1 to {dataset_size}, the samples of an epoch",
                 "lower batch_size or accumulate, or use a larger data set",
             )
         self.dataset_size, self.seed, self.shuffle, self.partition = dataset_size, seed, shuffle, partition
         self.size_now = size_now
         self.costs, self.draws_alike = costs, costs is None or not costs.padded
+        self.selection = selection
+        self._selected = dict.fromkeys(SELECTED, "") if selection is None else selection.digests
         self._cuts: list[dict[str, list[int]]] = []  # of this epoch, at earlier world sizes
         self._regions: Regions | None = None
         self._order: tuple[int, Order] | None = None
-        self._order_name = COMPUTED if dataset_size >= LARGE else ""  # a loaded job goes on with the order that it had
+        # A loaded job goes on with the order that it had. A subset or weights take as much memory as a drawn one.
+        self._order_name = COMPUTED if dataset_size >= LARGE and selection is None else ""
         self._usual: Group | None = None  # the last ordinary optimizer step
         self.goes_on_ahead = partition == "stream"  # regions are those of the epoch being consumed
 
@@ -171,6 +177,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             "partition": self.partition,
             "lengths": "" if self.costs is None else self.costs.checksum,
             "order": self._order_name,
+            **self._selected,
             "cuts": [dict(cut) for cut in self._cuts],
             "regions": self._regions_state(),
         }
@@ -199,6 +206,11 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle, partition=self.partition
         )
         require_known(state["order"])
+        for name, mine in self._selected.items():
+            if (theirs := state.get(name, "")) != mine:
+                told = [f"have the checksum {of}" if of else "were not given" for of in (theirs, mine)]
+                why = f"{name} {told[0]} in the checkpoint, and {told[1]} here: it would train on other samples"
+                raise StateError(f"{why}; {'pass those that saved it' if theirs else f'leave {name} out'}")
         lengths = state["lengths"]
         if lengths and self.costs is not None and lengths != self.costs.checksum:
             raise StateError(
@@ -213,7 +225,14 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the saved step, also at another world size. Raises `StateError` if the order would differ."""
+        """Go on after the saved step, also at another world size. Raises `StateError` if the order would differ.
+
+        torchdata's `StatefulDataLoader` calls this too, with what it saved when it asked for batches ahead of the loop.
+        The place that the controller has loaded stays then. Raises `UsageError` where it has loaded none, and that
+        loader's would deal samples again.
+        """
+        if self._keeps_place(state, reader_of(self)):
+            return
         self.check_state(state)
         saved = state["regions"]
         self._load_position(state)
@@ -224,6 +243,21 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         elif saved is not None:
             self._cuts.append({"lengths": list(saved["lengths"]), "taken": list(state["taken"])})
         self._order = None
+
+    def _keeps_place(self, state: dict[str, Any], reader: BatchReader) -> bool:
+        """Whether `state` is a loader's own, which says where it was, and not where the loop is to go on."""
+        if reader.handed_on is None:
+            return False
+        if reader.resumes.get("_steps_since_snapshot"):
+            fix = "write StatefulDataLoader(..., snapshot_every_n_steps=1), or leave the loader's state out"
+            raise self.fail(UsageError(f"a loader that skips to where it was would leave samples out: {fix}"))
+        if self._loaded or self._position_state().items() <= state.items():
+            return True
+        if reader.ahead:
+            why = "a loader's own state was saved when it had asked for batches ahead, so samples would be dealt again"
+            fix = "write controller.load_state_dict(state) before the loop, with what controller.state_dict() gave"
+            raise self.fail(UsageError(f"{why}: {fix}. It holds the place in the data; the loader's may be left out"))
+        return False
 
     def _start_epoch(self, epoch: int) -> None:
         super()._start_epoch(epoch)
@@ -302,8 +336,12 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             raise self.fail(UsageError(f"{what}: {why}. Keep its length while the job runs: {fix}"))
 
     def _draw(self, epoch: int) -> Order:
-        seed = self.seed if self.shuffle else None
-        order = order_of_epoch(epoch, self.dataset_size, seed, computed=self._order_name == COMPUTED)
+        if self.selection is None:
+            seed = self.seed if self.shuffle else None
+            order = order_of_epoch(epoch, self.dataset_size, seed, computed=self._order_name == COMPUTED)
+        else:
+            drawn = torch.Generator().manual_seed(self.seed + epoch)
+            order = self.selection.order(drawn, shuffle=self.shuffle)
         for cut in self._cuts:
             ends = np.cumsum(cut["lengths"])
             starts = ends - cut["lengths"] + cut["taken"]

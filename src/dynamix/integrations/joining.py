@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from dynamix.data.loader import Epochs
+from dynamix.data.loader import Epochs, batch_size_of
 from dynamix.errors import ConfigError
 from dynamix.runtime.controller import Controller
 from dynamix.runtime.settings import Settings
@@ -29,8 +29,8 @@ def join(
     options      of `Controller.loader`
     """
     known: dict[str, Any] = {} if accumulate is None else {"accumulate": accumulate}
-    if "micro_batch" not in settings.options and loader.batch_size is not None:
-        known["batch_size"] = loader.batch_size
+    if "micro_batch" not in settings.options and (size := batch_size_of(loader)) is not None:
+        known["batch_size"] = size
     controller = settings.bind(**known)
     made = controller.loader(loader, **options)
     alike = "micro_batch" not in settings.options and settings.options.get("meet", "gradients") == "gradients"

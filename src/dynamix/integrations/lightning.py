@@ -27,6 +27,7 @@ class BalanceCallback(Callback):
         require_steps_alike(settings, "Lightning", "exchanges after every batch")
         self.settings, self.options = settings, options
         self._state: dict[str, Any] = {}
+        self._final: dict[str, Any] = {}
         self._counts = (0, 0)  # batches of a whole epoch, and those done of the one that is gone on with
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -40,7 +41,7 @@ class BalanceCallback(Callback):
 
     def _dealt(self, trainer: Trainer, loader: Any) -> Epochs:
         self.controller, epochs = join(self.settings, loader, accumulate=trainer.accumulate_grad_batches)
-        state, self._state = self._state, {}
+        state, self._state, self._final = self._state, {}, {}
         if state:
             self.controller.load_state_dict(state)
             self._counts = (len(epochs), len(epochs) - batches_left(epochs)) if fixed(self.controller) else (0, 0)
@@ -58,9 +59,12 @@ class BalanceCallback(Callback):
         self.controller.step(loss=outputs)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._final = self.controller.state_dict(gather=True)  # for `trainer.save_checkpoint` after `fit`
         self.controller.close()
 
     def state_dict(self) -> dict[str, Any]:
+        if self._final:
+            return self._final
         return self.controller.state_dict(gather=True) if hasattr(self, "controller") else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ class FittedModel:
     def load_state_dict(self, policy_state: dict[str, Any]) -> None:
         """The inverse of `state_dict`, which the policy keeps as `model` in its own state."""
         if "model" not in policy_state:
-            raise StateError("a policy's state without a job model, as version 0.1 saved it: begin without that state")
+            raise StateError("a policy's state without a job model is of another policy: begin without that state")
         state = policy_state["model"]
         self.now = JobModel() if state is None else JobModel.from_state(state)
         self._ahead = None

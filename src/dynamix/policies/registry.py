@@ -73,6 +73,22 @@ def policy_names() -> list[str]:
     return sorted([*_BUILT_IN, *plug_ins(POLICIES, _BUILT_IN)])
 
 
+def names_by_state(state: Mapping[str, Any]) -> list[str]:
+    """The plain names whose policies save what is in a policy's state, by its keys.
+
+    >>> names_by_state({"log_speed": []}), names_by_state({"mine": 1})
+    (['lb_bsp'], [])
+    """
+    found = []
+    for name in policy_names():
+        try:
+            if make_policy(name).state_dict().keys() == state.keys():
+                found.append(name)
+        except ConfigError:  # a plug-in that cannot be made
+            continue
+    return found
+
+
 def shipped_file(name: str) -> Path | None:
     """The policy file that a plain name stands for; None for a rule."""
     factory = _factory(name)

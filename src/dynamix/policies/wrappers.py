@@ -17,6 +17,7 @@ from typing import Any
 
 from dynamix.errors import StateError
 from dynamix.policies.protocol import Policy
+from dynamix.policies.registry import names_by_state
 from dynamix.removed import message
 
 
@@ -71,11 +72,23 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
     try:
         policy.load_state_dict(state if fits else unguarded(state, keep="guarded" in kept))
     except (StateError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise StateError(
-            f"the saved state of the policy does not fit this version's {type(policy).__name__} ({error!r}): resume "
-            "with the policy and the version that saved it, or let it begin anew and keep the rest: "
-            "controller.load_state_dict(state, policy=False)"
-        ) from error
+        raise unfit(policy, state, error) from error
+
+
+def unfit(policy: Policy, state: Any, error: Exception) -> StateError:
+    """What to say of a saved state that `policy` does not take: whose it is, and what to write."""
+    anew = "controller.load_state_dict(state, policy=False)"
+    if isinstance(state, dict):
+        mine, theirs = (names_by_state(unguarded(of)) for of in (policy.state_dict(), state))
+        if theirs and theirs != mine:
+            here = mine[0] if len(mine) == 1 else type(policy).__name__
+            why = f"the saved state is of the policy {' or '.join(theirs)}, and this job has {here}"
+            go_on = f"write Controller({theirs[0]!r}, ...) to go on with the policy that saved it"
+            return StateError(f"{why}: {go_on}, or {anew} to begin with {here} anew and keep the rest")
+    return StateError(
+        f"the saved state of the policy does not fit this version's {type(policy).__name__} ({error!r}): resume "
+        f"with the policy and the version that saved it, or let it begin anew and keep the rest: {anew}"
+    )
 
 
 def _refuse_learned(state: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ from dynamix.data import BatchSampler, Stream
 from dynamix.data.lengths import Lengths
 from dynamix.data.loader import Loader, made_anew, order_of, require_batch_size
 from dynamix.data.sampler import Partition
+from dynamix.data.selection import Indices, Selection, Weights
+from dynamix.errors import ConfigError
 from dynamix.runtime.arguments import costs_by_length
 from dynamix.runtime.status import ControllerStatus
 
@@ -27,6 +29,9 @@ class Feeding(ControllerStatus):
         seed: int = 0,
         shuffle: bool = True,
         partition: Partition = "stream",
+        indices: Indices | None = None,
+        weights: Weights | None = None,
+        num_samples: int | None = None,
         lengths: Lengths | None = None,
         padded: bool = False,
     ) -> BatchSampler:
@@ -34,6 +39,11 @@ class Feeding(ControllerStatus):
 
         partition   "stream": all ranks read one shared order. "contiguous": each rank reads a region of its own, cut by
                     share at every epoch (DBS's data partition, local disks); any policy then decides once per epoch.
+        indices     samples to train on, where that is not all of the data set: each of them comes once an epoch
+        weights     of each sample (of `indices`, where they are given), 0 or more: an epoch's samples are drawn with
+                    replacement, in proportion to them. The draw is one for all ranks, so each sample's weight is
+                    exact whatever the shares
+        num_samples  draws of an epoch over all ranks; None: as many as there are weights
         lengths     what each sample costs, above 0: tokens, frames, anything that adds up. An array, or a function of
                     the index that is called once for each sample. A round keeps its samples, but each rank gets as many
                     as make its part of the round's *cost*, and policies see times by cost (docs/lengths.md)
@@ -41,19 +51,27 @@ class Feeding(ControllerStatus):
                     A round's samples are then dealt by length, which leaves little to pad
 
         Give the loader a `generator=` of its own if resumed runs must repeat random numbers exactly. Raises
-        `ConfigError` when the data set is smaller than one global step.
+        `ConfigError` when an epoch is smaller than one global step, and for indices and weights that are not possible.
         """
         coordinator = self._coordinator
         with coordinator.setting_up():
             if partition == "contiguous":
                 # Regions are cut once per epoch: so it decides.
                 coordinator.per_epoch, coordinator.job.slack = True, 0
-            coordinator.job.limit_to(len(dataset))
+            chosen = None
+            if not (indices is None and weights is None and num_samples is None):
+                chosen = Selection(len(dataset), indices=indices, weights=weights, num_samples=num_samples)
+            if weights is not None and not shuffle:
+                raise ConfigError("shuffle", False, "True with weights, whose samples are drawn", "leave shuffle out")
+            size = len(dataset) if chosen is None else chosen.size
+            coordinator.job.limit_to(size)
             costs = costs_by_length(
                 lengths, padded, len(dataset), apart=coordinator.steps_apart, fixed=coordinator.job.fixed
             )
-            known = {"shuffle": shuffle, "partition": partition, "costs": costs, "size_now": lambda: len(dataset)}
-            return coordinator.sampler(len(dataset), seed=seed, **known)
+            order = {"seed": seed, "shuffle": shuffle, "partition": partition, "selection": chosen}
+            return coordinator.sampler(
+                size, **order, costs=costs, size_now=(lambda: len(dataset)) if chosen is None else None
+            )
 
     def loader(
         self,
@@ -68,8 +86,10 @@ class Feeding(ControllerStatus):
 
             loader = controller.loader(DataLoader(dataset, batch_size=128, shuffle=True, num_workers=4))
 
-        Its `batch_size` must be the controller's; `shuffle` and a `DistributedSampler`'s shuffle and seed are kept. A
-        tail that `drop_last` would drop is trained on: every sample comes once an epoch. `set_epoch` is the sampler's.
+        Its `batch_size` must be the controller's; `shuffle` and a `DistributedSampler`'s shuffle and seed are kept.
+        A `SubsetRandomSampler`'s subset is kept, and so are a `WeightedRandomSampler`'s weights and number of draws;
+        that number is then of an epoch over all ranks. A tail that `drop_last` would drop is trained on. `set_epoch` is
+        the sampler's.
 
         seed              of the order; None: the `DistributedSampler`'s, else 0
         lengths, padded   as in `batch_sampler`
@@ -77,15 +97,22 @@ class Feeding(ControllerStatus):
                           what the loop is to get in its place. Needed with wrap(weighting="given") only, where it
                           makes labels such that they do not count
 
-        Raises `UsageError` for a loader whose order cannot be kept (iterable data, other samplers, a framework's
-        loader), and `ConfigError` for another batch size.
+        Raises `UsageError` for a loader whose order cannot be kept (iterable data, samplers of your own, a framework's
+        loader), naming what to write in its place, and `ConfigError` for another batch size.
         """
         with self._coordinator.setting_up():
-            shuffle, own = order_of(loader)
+            order = order_of(loader)
             require_batch_size(loader, self._batch_sizes)
-            data = cast(Sized, loader.dataset)
-            seed = own if seed is None else seed
-            sampler = self.batch_sampler(data, seed=seed, shuffle=shuffle, lengths=lengths, padded=padded)
+            sampler = self.batch_sampler(
+                cast(Sized, loader.dataset),
+                seed=order.seed if seed is None else seed,
+                shuffle=order.shuffle,
+                indices=order.indices,
+                weights=order.weights,
+                num_samples=order.num_samples,
+                lengths=lengths,
+                padded=padded,
+            )
             sampler.placeholder = placeholder
             return made_anew(loader, sampler)
 

@@ -31,6 +31,8 @@ FIXES = {
     "epoch": f"Call sampler.set_epoch(epoch) alike on every rank. {_LOAD}",
     "seed": f"{_SAMPLER}: seed=0, not seed=rank; the sampler deals the ranks different samples by itself",
     **dict.fromkeys(("lengths", "padded"), "Give batch_sampler(dataset, lengths=...) the same on every rank"),
+    "indices": "Give batch_sampler(dataset, indices=...) the same on every rank: the sampler deals them to the ranks",
+    "weights": "Give batch_sampler(dataset, weights=...) the same on every rank",
     **dict.fromkeys(("samples", "shuffle", "partition", "sharded"), _SAMPLER),
     **dict.fromkeys(_POSITION, _LOAD),
     "parameters": "Load weights on every rank, or before DDP(net) is made, which sends the first rank's to all",

@@ -16,7 +16,7 @@ from dynamix.errors import StateError, UsageError, shown
 from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.guard import as_written_now
-from dynamix.policies.wrappers import after_answer, carry_over, load_policy
+from dynamix.policies.wrappers import after_answer, carry_over, load_policy, unfit
 from dynamix.projection import project
 from dynamix.runtime.decide.channel import DecisionChannel
 from dynamix.runtime.decide.job_facts import JobFacts
@@ -292,15 +292,9 @@ def check_policy(policy: Policy, state: Any, sizes: Ints, bounds: Bounds, *, sam
     except StateError:
         raise
     except Exception as error:  # a damaged state fails anywhere
-        raise StateError(_UNFIT.format(type(policy).__name__, repr(error))) from error
+        raise unfit(policy, state, error) from error
     finally:
         random_state.restore(before)
-
-
-_UNFIT = (
-    "the saved state of the policy does not fit this version's {} ({}): resume with the policy and the version that "
-    "saved it, or let it begin anew and keep the rest: controller.load_state_dict(state, policy=False)"
-)
 
 
 _OUR_PACKAGES = ("dynamix", "dynamix_lab")  # a policy of the lab's arrives by entry point, and is held to the same

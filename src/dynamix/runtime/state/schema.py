@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamix.data.selection import SELECTED
 from dynamix.errors import StateError, shown
 from dynamix.runtime.state.packing import FIX, checksum, pack, unpack
 
@@ -21,7 +22,7 @@ MOST = 2**53  # of a counter
 MOST_WORKERS = 2**20
 SOURCES = ("none", "sampler", "stream")
 ORDER = ("dataset_size", "seed", "shuffle", "partition", "sharded")  # what must be the same in a job that goes on
-CHECKSUMS = ("lengths", "order")  # of what the sampler was given, and what its order is called; empty where usual
+CHECKSUMS = ("lengths", "order", *SELECTED)  # of what the sampler was given, and its order's name; empty where usual
 PLACE = ("epoch", "position", "rounds", "finished", "taken")
 
 
@@ -38,7 +39,8 @@ class SavedState:
     ledger_pieces          (entries,) samples of a worker's own step, where workers step apart; 0 where they do not. In
                            the state it follows the sizes, where it is not 0
     source                 `kind`, `PLACE` and `ORDER` of the sampler or stream, `cuts` and `regions` of its epoch,
-                           `CHECKSUMS`: of what samples cost, what their order is called; empty where usual
+                           `CHECKSUMS`: of what samples cost, of a subset's indices, of weights; the order's name; empty
+                           where usual
     policy, noise_scale, schedules, hooks   their own states; a hook for every model, in the order of `wrap`
     ranks                  rank -> what is a rank's own: `recorder`, `rng` and `iterable`; in a gathered state also
                            `policy`, where every rank decides for itself
