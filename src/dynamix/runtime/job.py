@@ -169,7 +169,8 @@ class TrainingJob:
         if self.liveness is not None:
             attached.explain_with(self.liveness.explain)
         crosses = attached.hook is not None and self.ranks is not None and self.allocations.workers > 1
-        check = self.loop.connect(model, optimizer, reduces=crosses, shards=attached.shards)
+        hooked = attached.hook is not None and attached.hook.chained
+        check = self.loop.connect(model, optimizer, reduces=crosses, hooked=hooked, shards=attached.shards)
         if self.ways is not None:
             attached.apart = lambda: self.loop.apart(self.loop.piece_of_pass())
         if attached.hook is not None:

@@ -324,10 +324,10 @@ class LoopCheck:
         raise self._fail(UsageError(message))
 
     def connect(
-        self, model: nn.Module, optimizer: Optimizer, *, reduces: bool, shards: Shards | None = None
+        self, model: nn.Module, optimizer: Optimizer, *, reduces: bool, hooked: bool, shards: Shards | None = None
     ) -> ModelCheck:
-        """Watch one more model."""
-        if reduces and shards is None:
+        """Watch one more model; `hooked`: a communication hook of the user's has its gradients, and may apply them."""
+        if reduces and not hooked and shards is None:
             self._passes.connect(model)
         check = ModelCheck(self, model, optimizer, reduces=reduces, shards=shards)
         self._checks.append(check)

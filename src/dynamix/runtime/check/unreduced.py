@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ class Unreduced:
     def __init__(
         self, model: nn.Module, gather: Callable[[Any, str], list[Any]], left: Collection[str], *, sharded: bool
     ) -> None:
-        self.model, self._gather, self._left, self._sharded = model, gather, left, sharded
+        self._model = weakref.ref(model)  # whoever keeps this is kept by DDP, in C++
+        self._gather, self._left, self._sharded = gather, left, sharded
         self._parameters: list[nn.Parameter] = []
         self._steps = 0  # of the optimizer, with these
         self._before: list[Tensor] = []  # what they were at the last step, if that is to be compared
@@ -56,11 +58,10 @@ class Unreduced:
 
     def names(self, parameters: set[int]) -> list[str]:
         """Those of the model among `parameters`, by `id`, that train and that somebody was expected to reduce."""
-        named = getattr(self.model, "module", self.model).named_parameters()
-        return [name for name, p in named if id(p) in parameters and p.requires_grad and name not in self._left]
+        return [name for name, p in self._named() if id(p) in parameters and p.requires_grad and name not in self._left]
 
     def _compare(self) -> str | None:
-        known = {id(p): name for name, p in getattr(self.model, "module", self.model).named_parameters()}
+        known = {id(p): name for name, p in self._named()}
         told: dict[str, tuple[list[float], list[float]]] = {}
         for number, (parameter, before) in enumerate(zip(self._parameters, self._before, strict=True)):
             name = known.get(id(parameter), f"parameter {number} beside the model, of shape {list(parameter.shape)}")
@@ -74,6 +75,10 @@ class Unreduced:
         whose, made = ("FSDP", "fully_shard(net)") if self._sharded else ("DDP", "DistributedDataParallel(net)")
         why = f"the optimizer steps {named}, whose gradient {whose} does not reduce, so every rank moves its own"
         return f"{why}: {_FIX.format(made=made)}"
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        model = self._model()
+        return [] if model is None else [*getattr(model, "module", model).named_parameters()]
 
     def _part(self, name: str, every: list[dict[str, tuple[list[float], list[float]]]]) -> bool:
         """Whether ranks move this parameter away from each other."""
