@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-
 WHY = (
     "optimizer.step() is called inside of backward(), in a hook of a parameter or a module, where gradients have not "
     "crossed ranks yet: remove the hook, and call optimizer.step() in the loop, after loss.backward()"
