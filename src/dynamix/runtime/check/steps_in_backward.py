@@ -34,7 +34,7 @@ class GradientPasses:
 
     def unreduced(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` has gradients of the pass that this thread is in, which DDP has not reduced."""
-        now: int = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        now: int = torch._C._current_graph_task_id()
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
         found = any(self._made.get(id(p)) == now for p in own)
         for parameter in own:
@@ -47,6 +47,6 @@ class GradientPasses:
             made[of] = -1
 
             def note(gradient: Tensor) -> None:
-                made[of] = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+                made[of] = torch._C._current_graph_task_id()
 
             parameter.register_hook(note)
