@@ -171,6 +171,17 @@ def _a_layer_with_an_optimizer_of_its_own(job: Job) -> None:
         job.step()
 
 
+@wrong(REDUCED)
+def _two_layers_that_train_in_turn(job: Job) -> None:
+    job.net[0].weight.requires_grad_(False)
+    job.net[2].weight.requires_grad_(False)
+    _under(job)
+    for x, y in job.batches():
+        job.net[0].weight.requires_grad_(job.steps % 2 == 0)
+        job.net[2].weight.requires_grad_(job.steps % 2 == 1)
+        job.train(x, y)
+
+
 @wrong(REDUCED, accumulate=2)
 def _unfrozen_while_gradients_accumulate(job: Job) -> None:
     job.net[0].requires_grad_(False)
@@ -234,6 +245,20 @@ def _frozen_layers_stay_with_the_optimizer(job: Job) -> None:
     _under(job)
     for x, y in job.batches(2):
         job.train(x, y)
+
+
+@right
+def _a_closure_makes_gradients(job: Job) -> None:
+    for x, y in job.batches():
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            job.optimizer.zero_grad()
+            loss = job.loss(x, y)
+            loss.backward()
+            return loss
+
+        job.optimizer.step(closure)
+        job.step()
 
 
 @right

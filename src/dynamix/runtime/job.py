@@ -95,8 +95,9 @@ class TrainingJob:
         if ranks is not None:
             self.ranks, channel.ending, loss_weight.ending = ranks, ranks.ending, ranks.ending
         workers = 1 if ranks is None else self.allocations.workers
-        muted = lambda: self.recorder.muted  # noqa: E731
-        self.loop = LoopCheck(self.accumulate, self.fail, muted, self.gather, rank=rank, workers=workers)
+        self.loop = LoopCheck(
+            self.accumulate, self.fail, lambda: self.recorder.muted, self.gather, rank=rank, workers=workers
+        )
         self.loop.needs_piece = self.ways is not None and workers > 1
         alone = self.allocations.workers == 1
         self.own_gradients = SingleWorkerSync(self, every=64 if apart else 2 if alone else 0)

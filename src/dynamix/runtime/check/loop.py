@@ -206,7 +206,8 @@ class ModelCheck:
         if self.shards is not None:  # its parameters may be others since its first pass
             self.loop.reduced.update(map(id, self.shards.parameters()))
             unreduced = [p for p in unreduced if id(p) not in self.loop.reduced]
-        if unreduced and (why := self.unreduced.look(unreduced)) is not None:
+        known = bool(self.loop.reduced)  # not before the first backward pass, as inside of a closure
+        if known and unreduced and (why := self.unreduced.look(unreduced)) is not None:
             self.loop.fail(why)
 
     def _require_made(self, probe: nn.Parameter) -> None:
@@ -504,7 +505,7 @@ class LoopCheck:
 
     def _reduced_by_nobody(self, optimizer: Optimizer) -> list[str]:
         """Names of what `optimizer`, which `wrap` was not given, trains of connected models that reduce the rest."""
-        own = parameters_of(optimizer) - self.reduced
+        own = parameters_of(optimizer) - self.reduced if self.reduced else set[int]()
         return [name for check in self._first.values() if check.reduces for name in check.unreduced.names(own)]
 
     def step_in_backward(self, optimizer: Optimizer) -> None:

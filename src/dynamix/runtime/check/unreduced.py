@@ -48,10 +48,10 @@ class Unreduced:
         Of the steps since they have changed, the first, second, fourth and so on are compared, each when the next one
         begins: one may get its first gradient late. A collective call then, which asks the device.
         """
-        if len(parameters) != len(self._parameters) or any(map(operator.is_not, parameters, self._parameters)):
-            self._parameters, self._before, self._steps = parameters, [], 0
-        self._steps += 1
         wrong = self._compare() if self._before else None
+        if len(parameters) != len(self._parameters) or any(map(operator.is_not, parameters, self._parameters)):
+            self._parameters, self._steps = parameters, 0
+        self._steps += 1
         due = self._steps & (self._steps - 1) == 0
         self._before = [p.detach().clone() for p in parameters] if due else []
         return wrong

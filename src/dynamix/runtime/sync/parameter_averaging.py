@@ -273,7 +273,7 @@ class ParameterAveraging:
         flags = torch.tensor([*moved.values()], dtype=torch.float64)
         self.beside.add(flags, dist.ReduceOp.MAX)
         yield
-        self._untrained.moving |= {name: None for name, flag in zip(moved, flags.tolist(), strict=True) if flag}
+        self._untrained.let_go(name for name, flag in zip(moved, flags.tolist(), strict=True) if flag)
         now = {name: p.detach() for name, p in self._untrained.travelling().items() if name in moved}
         named = {name: p for name, p in now.items() if p.is_floating_point() or p.is_complex()}
         require_sums(named.items())

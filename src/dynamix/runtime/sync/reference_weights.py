@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,10 @@ class Untrained:
         self._looks += 1
         due, now = self._looks & (self._looks - 1) == 0, dict(self.model.named_parameters())
         return {name: seen.changed(now.get(name, seen.tensor), surely=due) for name, seen in self._seen.items()}
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Some rank has moved these."""
+        self.moving |= dict.fromkeys(names)
 
     def travelling(self) -> dict[str, nn.Parameter]:
         """Those that were seen to move, by name."""
