@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning import pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
+from dynamix.errors import UsageError
 from dynamix.integrations.lightning import BalanceCallback
 from tests.integrations.jobs import (
     CLIP,
@@ -27,7 +29,7 @@ from tests.integrations.jobs import (
     loader,
     sgd,
 )
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -149,3 +151,43 @@ def test_manual_optimisation_may_step_optimizers_in_turn(tmp_path: Path) -> None
             raise RuntimeError(f"refused for another reason: {furthest}")
         assert isinstance(furthest, float), furthest
         assert furthest < 1e-5
+
+
+class _Pair(pl.LightningModule):
+    """Trains on batches of a labelled and an unlabelled loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        batches = batch.values() if isinstance(batch, dict) else batch
+        return sum(self.net(x).square().mean() for (x,) in batches)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _fit_several(rank: int, folder: str) -> list[str]:
+    """What becomes of a dict, a list and a combination of loaders."""
+    warnings.filterwarnings("ignore", module="lightning.*")
+    as_under_torchrun(rank)
+    loaders = [DataLoader(TensorDataset(torch.randn(n, 4)), batch_size=4, shuffle=True) for n in (48, 64)]
+    named, told = dict(zip(("labelled", "unlabelled"), loaders, strict=True)), []
+    for given in (named, loaders, CombinedLoader(named, "min_size")):
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_epochs=1,
+            callbacks=[BalanceCallback(dynamix.Settings("lb_bsp", batch_size=4))],
+            default_root_dir=folder,
+            **QUIET_LIGHTNING,
+        )
+        told.append(refusal(UsageError, trainer.fit, _Pair(), given))
+    return told
+
+
+def test_several_loaders_are_refused_on_all_ranks_with_what_to_write(tmp_path: Path) -> None:
+    for told in run_ranks(_fit_several, 2, str(tmp_path)):
+        assert all("give it one loader, of a data set whose samples have a part of each" in one for one in told), told

@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dynamix.data.loader import Epochs
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, UsageError
 from dynamix.integrations.joining import batches_left, fixed, join, recount, require_steps_alike
 from dynamix.runtime.controller import Controller
 from dynamix.runtime.settings import Settings
@@ -18,7 +18,8 @@ class BalanceCallback(Callback):
 
     The training loader's batches are the controller's, whatever sampler Lightning would take. Checkpoints hold the
     place in the epoch. Batches per optimizer step are `accumulate_grad_batches`. With a moving global batch the loader
-    has no length, as an `IterableDataset` has none. `options` are those of `Controller.wrap`.
+    has no length, as an `IterableDataset` has none. `options` are those of `Controller.wrap`. Raises `UsageError` for
+    several training loaders, such as a dict of them.
     """
 
     controller: Controller
@@ -29,17 +30,24 @@ class BalanceCallback(Callback):
         self._state: dict[str, Any] = {}
         self._final: dict[str, Any] = {}
         self._counts = (0, 0)  # batches of a whole epoch, and those done of the one that is gone on with
+        self._joined = False  # in this fit
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if often := trainer.reload_dataloaders_every_n_epochs:
             allowed, fix = "0: one loader serves the whole job", "leave it out: the order follows the epoch by itself"
             raise ConfigError("reload_dataloaders_every_n_epochs", often, allowed, fix)
+        self._joined = False
         inner = type(trainer.strategy).process_dataloader
         vars(trainer.strategy)["process_dataloader"] = lambda loader: (
             self._dealt(trainer, loader) if trainer.training else inner(trainer.strategy, loader)
         )
 
     def _dealt(self, trainer: Trainer, loader: Any) -> Epochs:
+        if self._joined:
+            why = "Lightning has several training loaders, and batches of one alone are dealt and weighted"
+            fix = "give it one loader, of a data set whose samples have a part of each"
+            raise UsageError(f"{why}: {fix}")
+        self._joined = True
         self.controller, epochs = join(self.settings, loader, accumulate=trainer.accumulate_grad_batches)
         state, self._state, self._final = self._state, {}, {}
         if state:
