@@ -122,7 +122,7 @@ def thin(path: Path, most_bytes: int) -> None:
     """Drop lines of a file that is longer than `most_bytes`, so that about three quarters of that are left at most.
 
     The newest half of `most_bytes` stays as it is, and so do lines that begin a run. Of the others every second one
-    goes; of a file that is longer still, as many as it takes. The first line then says `"thinned":1`.
+    goes; of a file that is longer still, as many as it takes. The first line says in `thinned` how often that was done.
     """
     path = path.resolve()  # a link stays one
     shorter, begins = path.with_name(f"{path.name}.thinned"), line_of({"window_index": 0}).replace(b"}\n", b",")
@@ -133,7 +133,7 @@ def thin(path: Path, most_bytes: int) -> None:
             for number, line in enumerate(file):
                 if number == 0:
                     first = parse_event(line.decode(errors="replace"), f"{path}:1", unpack=False)
-                    kept.write(line_of({**first, "thinned": 1}))
+                    kept.write(line_of({"thinned": first.pop("thinned", 0) + 1, **first}))
                 elif at >= older or number % every == 0 or line.startswith(begins):
                     kept.write(line)
                 at += len(line)

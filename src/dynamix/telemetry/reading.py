@@ -17,6 +17,7 @@ READ = ("compute", "compute_std", "wait", "communication", "data", "loss", "accu
 _LEFT_OUT = tuple(f'"{name}":['.encode() for name in (*PER_WORKER, "allocation") if name not in READ)
 LONGEST_LINE = 2**26  # bytes; a window of 16,384 workers takes less than one
 _CHUNK = 2**20
+_HEAD = 64  # bytes
 _KINDS = {  # what is wrong with a line -> how many lines of that kind are told
     "broken": "{} no event (damaged, or of another program)",
     "future": "{} of a later version of dynamix than this one, which reads schema {schema}",
@@ -53,7 +54,7 @@ class EventFollower:
         self.unfinished = False  # the file ends within a line
         self.shrunk = False  # the file was replaced by another or a shorter one, and is read anew
         self.thinned = False  # the file says that lines were left out of it
-        self._file: int | None = None  # which one it is, by its number in the file system
+        self._head = b""  # what it begins with: another file, or the same once it was thinned, begins otherwise
         self._rest, self._at, self._number = b"", 0, 0
         self._wrong: dict[str, tuple[int, int]] = {}  # kind -> how many, the first one's number
         self._error = ""
@@ -64,10 +65,10 @@ class EventFollower:
         self.shrunk, taken = False, 0
         try:
             with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_size < self._at or found.st_ino != (self._file or found.st_ino):
+                head = file.read(_HEAD)
+                if os.fstat(file.fileno()).st_size < self._at or not head.startswith(self._head):
                     self._begin_anew()
-                self._file = found.st_ino
+                self._head = head
                 file.seek(self._at)
                 self._error = ""
                 while (most_bytes is None or taken < most_bytes) and (chunk := file.read(_CHUNK)):
