@@ -7,6 +7,7 @@ that fit together. A block before a text block that begins with `SomeError:` mus
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import os
 import re
@@ -57,7 +58,7 @@ def setting(text: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     others = [nn.Linear(20, 2), nn.Linear(20, 2)]
     named: dict[str, Any] = {
-        "torch": torch, "dist": Begun(), "CompressionState": dynamix.CompressionState,
+        "copy": copy, "torch": torch, "dist": Begun(), "CompressionState": dynamix.CompressionState,
         "nn": nn, "F": F, "DDP": DDP, "DataLoader": DataLoader, "np": np,
         "dynamix": dynamix, "elastic": elastic, "signal": signal, "dataset": dataset, "net": net,
         "optimizer": optimizer, "collate": None, "held_out_x": dataset.tensors[0], "held_out_y": dataset.tensors[1],
