@@ -214,7 +214,7 @@ def test_model_averaging_leaves_every_rank_with_the_same_model() -> None:
 
 
 def _contiguous(rank: int) -> dict[str, Any]:
-    controller = dynamix.Controller("dbs", batch_size=8, max_batch_size=32, global_batch="adaptive")
+    controller = dynamix.Controller("dbs", batch_size=8, max_batch_size=32)
     data = TensorDataset(*classes(240).tensors, torch.arange(240))
     job = Training(controller, data, sampling={"shuffle": False, "partition": "contiguous"})
     regions = []
