@@ -48,7 +48,7 @@ def test_corrupted_policy_file(tmp_path: Path) -> None:
     path = tmp_path / "broken.safetensors"
     path.write_bytes(b"not a policy")
     with pytest.raises(PolicyFileError):
-        dynamix.Controller(str(path), global_batch="adaptive")
+        dynamix.Controller(str(path), 8, global_batch="adaptive")
 
 
 def test_batch_above_the_data_set() -> None:

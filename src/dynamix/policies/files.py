@@ -187,7 +187,7 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except FileNotFoundError as error:
-        fix = f"{beside(file)}; a policy is two files, NAME.safetensors and NAME.json"
+        fix = f"a policy is two files, NAME.safetensors and NAME.json; {beside(file)}"
         raise PolicyFileError("policy", str(file), "an existing file", fix) from error
     except OSError as error:
         raise PolicyFileError("policy", str(file), "a file that can be read", str(error.strerror)) from error

@@ -135,6 +135,8 @@ def _meant(name: str, others: Mapping[str, OtherFactory] | None = None) -> str:
     words = [word if word in known else nearest(word, known) or word for word in name.split(":")]
     meant = ":".join(words)
     behind = words[-1] in known or (words[-1].isdecimal() and words[0] == "static" and int(words[-1]) > 0)
+    if words[-1].isdecimal() and not behind:
+        return "a number stands behind static only, and is 1 or more"
     return f"did you mean {meant!r}?" if behind and meant != name else "check the spelling"
 
 
@@ -246,7 +248,7 @@ def _module(name: PolicyName) -> ModuleType:
         if error.name is None or not f"{name.base}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports another that is not
         allowed = f"a module that can be imported here, or {allowed_names()}"
-        fix = f"{_meant(str(name))}; modules are looked for where Python does and in the working directory"
+        fix = f"modules are looked for where Python does and in the working directory; {_meant(str(name))}"
         raise ConfigError("policy", str(name), allowed, fix) from error
     finally:
         sys.path[:] = before

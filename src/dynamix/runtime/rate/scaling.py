@@ -72,7 +72,7 @@ def rule(name: str, optimizer: Optimizer | None = None) -> Rule:
         divides = not known.isdisjoint(("eps", "betas"))
         return RULES["sqrt" if divides else "linear"]
     if name not in RULES:
-        fix = f"{spelling(name, (AUTO, *RULES))}; 'none' leaves the learning rate alone"
+        fix = f"'none' leaves the learning rate alone; {spelling(name, (AUTO, *RULES))}"
         raise ConfigError("lr_rule", name, ", ".join((AUTO, *RULES)), fix)
     return RULES[name]
 

@@ -160,9 +160,8 @@ def _say_what_is_overridden(job: Resumable, saved: SavedState) -> None:
     mine = f"batch_size={here / workers / job.accumulate:g}, accumulate={job.accumulate} on {workers} workers"
     theirs = f"batch_size={saved.base_batch / workers / saved.accumulate:g}, accumulate={saved.accumulate}"
     fix = f"Write {theirs}, or leave load_state_dict out to begin with yours"
-    warnings.warn(
-        f"{why}; this script asks for {here} ({mine}), which is not used. {fix}", RuntimeWarning, stacklevel=5
-    )
+    said = f"{why}; this script asks for {here} ({mine}), which is not used. {fix}"
+    warnings.warn(said, RuntimeWarning, stacklevel=5)
 
 
 def _stayed(job: Resumable, saved: SavedState) -> bool:
