@@ -9,7 +9,9 @@ batch_size=0 is not possible: allowed is 1 to 1048576; pass the per-worker batch
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 400
@@ -76,3 +78,21 @@ class EmulationError(DynamixError, RuntimeError):
 
 class MemoryLimitError(DynamixError, RuntimeError):
     """A batch does not fit a worker's memory. Names the rank and what to set."""
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Which of the names `known` somebody meant who wrote `name`; None where that cannot be told.
+
+    >>> nearest("lbbsp", ["dbs", "lb_bsp"]), nearest("LB-BSP", ["dbs", "lb_bsp"]), nearest("mine", ["dbs", "lb_bsp"])
+    ('lb_bsp', 'lb_bsp', None)
+    """
+    return next(iter(difflib.get_close_matches(str(name).lower().replace("-", "_"), list(known), 1)), None)
+
+
+def spelling(name: object, known: Iterable[str], otherwise: str = "check the spelling") -> str:
+    """What to write in place of a `name` that is none of those `known`.
+
+    >>> spelling("adaptve", ["adaptive", "fixed"]), spelling(3, ["adaptive", "fixed"])
+    ("did you mean 'adaptive'?", 'check the spelling')
+    """
+    return otherwise if (meant := nearest(name, known)) is None else f"did you mean {meant!r}?"

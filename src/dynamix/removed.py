@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import ParamSpec, TypeVar
 
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, spelling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,6 +68,8 @@ def message(fix: str) -> str:
 def removed_arguments(**fixes: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function refuse the keyword arguments named here, each with what to write now (ConfigError).
 
+    One that it never had is a TypeError, as Python has it, which names the argument that was meant.
+
     >>> @removed_arguments(learn="nothing: the policy's file is what decides")
     ... def make(policy: str) -> str:
     ...     return policy
@@ -78,10 +81,16 @@ the policy's file is what decides
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = inspect.signature(function).parameters
+        any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in fixes.keys() & kwargs.keys():
                 raise ConfigError(name, kwargs[name], "not to pass it", message(fixes[name]))
+            for name in () if any_name else kwargs.keys() - known.keys():
+                of = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{of}() got an unexpected keyword argument {name!r}: {spelling(name, known)}")
             return function(*args, **kwargs)
 
         return call

@@ -21,6 +21,7 @@ from dynamix.integrations.accelerate import Settings, prepare
 from dynamix.integrations.lightning import BalanceCallback
 from tests.data.test_stateful_loader import Likewise
 from tests.integrations.jobs import QUIET_LIGHTNING, as_under_torchrun
+from tests.integrations.test_lightning import Stop
 from tests.ranks import run_ranks
 from tests.union import Script
 
@@ -87,31 +88,29 @@ class _Job(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def _fitted(rank: int, folder: str, batches: int, resume: bool) -> list[int]:
+def _fitted(rank: int, folder: str, resume: bool) -> list[int]:
     as_under_torchrun(rank)
     warnings.filterwarnings("ignore", module="lightning.*")
     callback, job = BalanceCallback(dynamix.Settings(Script(SIZES), interval=2)), _Job()
+    path = Path(folder) / "last.ckpt"
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
         strategy="ddp",
         max_epochs=1,
-        max_steps=batches,
-        callbacks=[callback],
+        callbacks=[callback, *([] if resume else [Stop(3, path)])],
         default_root_dir=folder,
         **QUIET_LIGHTNING,
     )
-    path = Path(folder) / "last.ckpt"
     trainer.fit(job, _plain(), ckpt_path=path if resume else None)
-    if not resume:
-        trainer.save_checkpoint(path)
+    trainer.save_checkpoint(Path(folder) / "final.ckpt")  # the controller is closed by then
     return job.seen
 
 
 @pytest.mark.multiproc
 def test_lightnings_checkpoints_hold_the_place_and_the_subset(tmp_path: Path) -> None:
-    first = run_ranks(_fitted, 2, str(tmp_path), 3, False)
-    rest = run_ranks(_fitted, 2, str(tmp_path), -1, True)
+    first = run_ranks(_fitted, 2, str(tmp_path), False)
+    rest = run_ranks(_fitted, 2, str(tmp_path), True)
     assert Counter(i for seen in (*first, *rest) for i in seen) == Counter(TRAIN)
 
 

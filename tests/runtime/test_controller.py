@@ -47,7 +47,7 @@ def test_corrupted_policy_file(tmp_path: Path) -> None:
     path = tmp_path / "broken.safetensors"
     path.write_bytes(b"not a policy")
     with pytest.raises(PolicyFileError):
-        dynamix.Controller(str(path), global_batch="adaptive")
+        dynamix.Controller(str(path), 8, global_batch="adaptive")
 
 
 def test_batch_above_the_data_set() -> None:
@@ -213,7 +213,7 @@ def test_model_averaging_leaves_every_rank_with_the_same_model() -> None:
 
 
 def _contiguous(rank: int) -> dict[str, Any]:
-    controller = dynamix.Controller("dbs", batch_size=8, max_batch_size=32, global_batch="adaptive")
+    controller = dynamix.Controller("dbs", batch_size=8, max_batch_size=32)
     data = TensorDataset(*classes(240).tensors, torch.arange(240))
     job = Training(controller, data, sampling={"shuffle": False, "partition": "contiguous"})
     regions = []

@@ -38,7 +38,7 @@ def test_a_checkpoint_on_rank_zero_alone_changes_nothing() -> None:
 
 
 def _slow_to_arrive(rank: int, events: str) -> list[int]:
-    controller = dynamix.Controller("dbs", batch_size=20, max_batch_size=60, events=events, global_batch="adaptive")
+    controller = dynamix.Controller("dbs", batch_size=20, max_batch_size=60, events=events)
     job = Training(controller, classes(240))
     for x, y in job.batches(4):
         if rank == 1:

@@ -40,8 +40,8 @@ def test_what_contradicts_a_fixed_total_is_refused_with_the_fix(arguments: dict[
 @pytest.mark.parametrize("policy", ["noise_scale", "pollux"])
 def test_a_policy_that_moves_the_global_batch_alone_is_refused(policy: str) -> None:
     with pytest.raises(ConfigError, match=f"global_batch='fixed'.*'adaptive' with '{policy}'"):
-        dynamix.Controller(policy)
-    dynamix.Controller(policy, global_batch="adaptive").close()
+        dynamix.Controller(policy, 8)
+    dynamix.Controller(policy, 8, global_batch="adaptive").close()
 
 
 def test_a_resumed_job_keeps_the_total_it_began_with() -> None:

@@ -59,6 +59,6 @@ def test_a_lone_worker_s_windows_follow_what_changes(tmp_path: Path) -> None:
 
 def test_what_cannot_have_such_windows_is_refused() -> None:
     with pytest.raises(ConfigError, match="interval='often'"):
-        dynamix.Controller("goodput", interval="often")  # type: ignore[arg-type]
+        dynamix.Controller("goodput", 8, interval="often")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="decides in one place"):
-        dynamix.Controller("stigmergic", interval="auto")
+        dynamix.Controller("stigmergic", 8, interval="auto")

@@ -17,7 +17,7 @@ from dynamix.data.order import SampleOrder, require_equal
 from dynamix.data.plan import Cursor, Group, StepPlan, pieces_of
 from dynamix.data.reader import Asking, BatchReader, reader_of
 from dynamix.data.selection import SELECTED, Selection
-from dynamix.errors import ConfigError, StateError, UsageError
+from dynamix.errors import ConfigError, StateError, UsageError, spelling
 from dynamix.window import Ints
 
 Partition = Literal["stream", "contiguous"]
@@ -99,7 +99,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             fix = "leave lengths out, or use partition='stream'"
             raise ConfigError("partition", partition, "'stream' where lengths are given", fix)
         if partition not in ("stream", "contiguous"):
-            raise ConfigError("partition", partition, "'stream' or 'contiguous'", "check the spelling")
+            fix = spelling(partition, ("stream", "contiguous"))
+            raise ConfigError("partition", partition, "'stream' or 'contiguous'", fix)
         needed = accumulate * int(allocations.at(allocations.begin).sum())
         if needed > dataset_size:
             raise ConfigError(

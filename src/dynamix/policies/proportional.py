@@ -40,6 +40,7 @@ class DBS:
     """
 
     boundary: Literal["window", "epoch"] = "epoch"
+    adapts = False
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         wish = in_proportion(window, speeds(window))
@@ -65,6 +66,7 @@ class LBBSP:
     """
 
     boundary: Literal["window", "epoch"] = "window"
+    adapts = False
 
     def __init__(self, weight: float = 0.5, jump: float = 0.25) -> None:
         self.weight, self.jump = weight, jump

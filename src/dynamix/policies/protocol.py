@@ -12,7 +12,8 @@ class Policy(Protocol):
     `decide(window, bounds)` maps a window of shape (..., W) to batch sizes, int64 (..., W), that satisfy `bounds`
     (use `dynamix.project`). It may keep state between calls; `state_dict` and `load_state_dict` save it.
     An optional attribute `boundary`, "window" (default) or "epoch", says how often it wants to be asked. `even` = True
-    says that it gives all workers the same, so that it has nothing to decide where the global batch is fixed.
+    says that it gives all workers the same, so that it has nothing to decide where the global batch is fixed;
+    `adapts` = False, that it moves shares only, so that an adaptive global batch stays what it is.
     Optional methods, as of policies that wrap another, are named in `dynamix.policies.wrappers`. Windows and bounds are
     read-only.
     """

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, nearest
 from dynamix.plugins import LABORATORY, POLICIES, named, plug_ins, why
 from dynamix.policies.protocol import Policy
 from dynamix.removed import message
@@ -123,8 +123,30 @@ def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -
     if (head == "static" or kind == "other") and known and behind.isdecimal() and int(behind) > 0:
         return PolicyName(kind, head, wrappers, number=int(behind))
     missing = not known and head in _OF_LABORATORY
-    fix = f"{head} is part of the laboratory: {LABORATORY}" if missing else "check the spelling"
+    fix = f"{head} is part of the laboratory: {LABORATORY}" if missing else _meant(name, others)
     raise ConfigError("policy", name, allowed_names(others), fix)
+
+
+def _meant(name: str, others: Mapping[str, OtherFactory] | None = None) -> str:
+    """What to write in place of a `name` that is none, word by word."""
+    if name.endswith(".safetensor"):
+        return f"did you mean {name + 's'!r}?"
+    known = [*policy_names(), *_WRAPPERS, *(others or ())]
+    words = [word if word in known else nearest(word, known) or word for word in name.split(":")]
+    meant = ":".join(words)
+    behind = words[-1] in known or (words[-1].isdecimal() and words[0] == "static" and int(words[-1]) > 0)
+    if words[-1].isdecimal() and not behind:
+        return "a number stands behind static only, and is 1 or more"
+    return f"did you mean {meant!r}?" if behind and meant != name else "check the spelling"
+
+
+def beside(path: Path) -> str:
+    """What to write in place of the path of a file that does not exist: a file beside it, or a policy's name."""
+    if path.stem in policy_names():
+        return f"did you mean {path.stem!r}?"
+    there = [file.name for file in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
+    meant = nearest(path.name, there)
+    return "check the path" if meant is None else f"did you mean {str(path.with_name(meant))!r}?"
 
 
 def make_policy(name: str, *, others: Mapping[str, OtherFactory] | None = None, **options: Any) -> Policy:
@@ -226,7 +248,7 @@ def _module(name: PolicyName) -> ModuleType:
         if error.name is None or not f"{name.base}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports another that is not
         allowed = f"a module that can be imported here, or {allowed_names()}"
-        fix = "check the spelling; modules are looked for where Python does and in the working directory"
+        fix = f"modules are looked for where Python does and in the working directory; {_meant(str(name))}"
         raise ConfigError("policy", str(name), allowed, fix) from error
     finally:
         sys.path[:] = before
@@ -235,7 +257,7 @@ def _module(name: PolicyName) -> ModuleType:
 def _module_of_file(name: PolicyName) -> ModuleType:
     path = Path(name.base).resolve()
     if not path.is_file():
-        raise ConfigError("policy", str(name), "an existing .py file", "check the path")
+        raise ConfigError("policy", str(name), "an existing .py file", beside(path))
     known_as = f"_dynamix_policy_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     if known_as in sys.modules:
         return sys.modules[known_as]

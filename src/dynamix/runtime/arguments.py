@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dynamix.data.lengths import Lengths, SampleCosts
-from dynamix.errors import ConfigError, UsageError
+from dynamix.errors import ConfigError, UsageError, spelling
 from dynamix.model.rounds import MOST
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.wrappers import peers_of
@@ -86,7 +86,8 @@ def check_interval(interval: int | str, policy: Policy) -> None:
     if not isinstance(interval, str):
         check_counts(interval=interval)
     elif interval != "auto":
-        raise ConfigError("interval", interval, "a whole number, 1 or more, or 'auto'", "check the argument")
+        fix = spelling(interval, ("auto",), "check the argument")
+        raise ConfigError("interval", interval, "a whole number, 1 or more, or 'auto'", fix)
     elif peers_of(policy) is not None:
         fix = "give it a number, or take a policy that decides in one place, such as goodput"
         raise ConfigError("interval", interval, "a whole number with this policy", fix)
@@ -127,7 +128,8 @@ def job_bounds(
     ([64, 64], [96, 96], 128, 128)
     """
     if global_batch not in ("adaptive", "fixed"):
-        raise ConfigError("global_batch", global_batch, "'adaptive' or 'fixed'", "check the spelling")
+        fix = spelling(global_batch, ("adaptive", "fixed"))
+        raise ConfigError("global_batch", global_batch, "'adaptive' or 'fixed'", fix)
     for name, value in zip(("min_global_batch", "max_global_batch"), total, strict=True):
         if global_batch == "fixed" and value is not None:
             fix = f"leave {name} out, or use global_batch='adaptive'"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, spelling
 from dynamix.events.background import BackgroundLog, background_log
 from dynamix.model.rounds import RoundSize
 from dynamix.model.ways import Ways
@@ -106,8 +107,8 @@ class Assembly:
 
 def require_way_of_meeting(given: JobArguments) -> None:
     """Raise `ConfigError` where workers cannot meet as `given.meet` says."""
-    if given.meet not in ("gradients", "parameters", "auto"):
-        raise ConfigError("meet", given.meet, "'gradients', 'parameters' or 'auto'", "check the spelling")
+    if given.meet not in (ways := ("gradients", "parameters", "auto")):
+        raise ConfigError("meet", given.meet, "'gradients', 'parameters' or 'auto'", spelling(given.meet, ways))
     if given.meet == "auto":
         if given.accumulate > 1:
             fix = "leave accumulate out: every batch is an optimizer step"
@@ -122,6 +123,14 @@ def require_way_of_meeting(given: JobArguments) -> None:
         if given.global_batch != "fixed" and given.micro_batch is None:
             fix = "say how many samples an optimizer step has: micro_batch="
             raise ConfigError("micro_batch", None, "1 or more where rounds of local steps are adaptive", fix)
+
+
+def warn_of_shares_only(policy: str | Policy) -> None:
+    """Say that a global batch which may move will not."""
+    name = policy if isinstance(policy, str) else type(policy).__name__
+    why = f"the policy {name} moves shares only, so global_batch='adaptive' leaves the global batch as it is"
+    fix = "Leave global_batch out, or take a policy that adapts it: goodput, dynamix or stigmergic"
+    warnings.warn(f"{why}. {fix}", RuntimeWarning, stacklevel=5)
 
 
 @store_is_there()
@@ -164,7 +173,8 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         same |= {"min_global_batch": given.total[0], "max_global_batch": given.total[1]}
         same |= {"shape of the policy's state": shape_of(policy.state_dict())}
     control = same.group
-    served, interval = paced(watched(policy, given.guard), given.interval)
+    guarded = watched(policy, given.guard)
+    served, interval = paced(guarded, given.interval)
     slack, fixed = 0 if boundary(policy) == "epoch" else 1, given.global_batch == "fixed"
     apart = given.meet == "parameters"
     rounds: RoundSize | Ways | None = None
@@ -178,6 +188,8 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
             raise ConfigError("meet", "auto", "'gradients' or 'parameters' with this policy", fix)
         allowed = "'fixed' with meet='parameters' and this policy"
         raise ConfigError("global_batch", "adaptive", allowed, f"say global_batch='fixed', or {fix}")
+    if not fixed and rounds is None and not getattr(guarded, "adapts", True) and rank == 0:
+        warn_of_shares_only(given.policy)
     hosts = (own_host(),) if control is None else tuple(control.all_gather_object(own_host()))
     job = JobFacts(
         bounds, int(start.sum()), accumulate=given.accumulate, slack=slack, fixed=fixed, rounds=rounds, hosts=hosts

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dynamix.errors import ConfigError, UsageError
+from dynamix.errors import ConfigError, UsageError, spelling
 from dynamix.projection import project
 from dynamix.runtime.check.loop import WRAP_ONCE
 from dynamix.runtime.check.unreached import replaced
@@ -41,7 +41,7 @@ def connect(
         raise UsageError(f"wrap(averaging=...) says how models are averaged, but workers meet over gradients: {fix}")
     for name, allowed in (("weighting", ("hook", "loss", "given")), ("batchnorm", ("rank0", "weighted"))):
         if options[name] not in allowed:
-            raise ConfigError(name, options[name], " or ".join(allowed), "check the spelling")
+            raise ConfigError(name, options[name], " or ".join(allowed), spelling(options[name], allowed))
     if apart or options["batchnorm"] == "weighted":
         require_sums(model.named_buffers())
     if coordinator.micro_batch is not None or apart:

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 
 Model = TypeVar("Model", bound=nn.Module)
 Collate = Callable[[list[Any]], Any]
+UNSAID = 128  # samples of a worker where nobody says how many
 
 
 class Controller(Feeding):
@@ -49,8 +51,9 @@ class Controller(Feeding):
     policy            a name (`dynamix.policies.policy_names()`), a `.safetensors` policy file, your own "module:Class",
                       or any `Policy` (`dynamix.policies.registry` has all forms). The environment variable
                       DYNAMIX_POLICY, where it is set, wins over it, and DYNAMIX_MEET over `meet`
-    batch_size        samples per worker and micro-batch at the start. A round, what lies between two optimizer steps,
-                      has `accumulate` of them: `bounds`, `batch_sizes` and policies count samples per round
+    batch_size        samples per worker and micro-batch at the start; None: 128, with a warning. A round, what lies
+                      between two optimizer steps, has `accumulate` of them: `bounds`, `batch_sizes` and policies count
+                      samples per round
     min_batch_size, max_batch_size   per micro-batch; one number, or one per rank; None: 1 and 8 * batch_size. A worker
                       for which both are one number has that many from the start on
     global_batch      "fixed": the sum over workers stays what it is at the start, so the learning rate, schedules and
@@ -90,7 +93,7 @@ class Controller(Feeding):
     def __init__(
         self,
         policy: str | Policy = "dynamix",
-        batch_size: int = 128,
+        batch_size: int | None = None,
         *,
         global_batch: Literal["fixed", "adaptive"] = "fixed",
         min_batch_size: int | Sequence[int] | None = None,
@@ -116,6 +119,12 @@ class Controller(Feeding):
         self.rank = rank_in(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group else 1
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
+        if batch_size is None:
+            batch_size = UNSAID
+            if self.rank == 0:
+                fix = "Write Controller(batch_size=...) with what a worker trains on today"
+                said = f"no batch_size was given, so every worker begins with {UNSAID} samples. {fix}"
+                warnings.warn(said, RuntimeWarning, stacklevel=3)
         chosen_policy, chosen_meet = from_outside(policy, meet)
         self._batch_sizes = {"batch_size": batch_size} | ({} if micro_batch is None else {"micro_batch": micro_batch})
         self._parts = assemble(

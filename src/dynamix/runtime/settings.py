@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, spelling
 from dynamix.policies import Policy
 from dynamix.removed import NO_LEARNING, removed_arguments
 from dynamix.runtime.arguments import from_outside
@@ -33,7 +33,7 @@ class Settings:
         allowed = inspect.signature(Controller).parameters
         for name in options:
             if name not in allowed:
-                raise ConfigError("argument", name, ", ".join(allowed), "check the spelling")
+                raise ConfigError("argument", name, ", ".join(allowed), spelling(name, allowed))
         # What a launcher says wins in `Controller`; who asks the settings must see the same.
         chosen, meet = from_outside(policy, options.get("meet", "gradients"))
         self.options: dict[str, Any] = {**options, "policy": chosen}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, spelling
 
 
 class Rule(Protocol):
@@ -72,7 +72,7 @@ def rule(name: str, optimizer: Optimizer | None = None) -> Rule:
         divides = not known.isdisjoint(("eps", "betas"))
         return RULES["sqrt" if divides else "linear"]
     if name not in RULES:
-        fix = "check the spelling; 'none' leaves the learning rate alone"
+        fix = f"'none' leaves the learning rate alone; {spelling(name, (AUTO, *RULES))}"
         raise ConfigError("lr_rule", name, ", ".join((AUTO, *RULES)), fix)
     return RULES[name]
 

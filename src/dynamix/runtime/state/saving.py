@@ -134,6 +134,7 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
         check_policy(job.policy, known, sizes[-1], facts.bounds, same=same)
         takings.append((job.policy, lambda: (load_policy if same else carry_over)(job.policy, known)))
     takings += _takings(job, parts)
+    _say_what_is_overridden(job, saved)
     load_atomically(takings)
     # From here on nothing raises.
     job.progress.load_state_dict({**saved.progress, "opens": opens})
@@ -148,6 +149,19 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
         }
     )
     return parts
+
+
+def _say_what_is_overridden(job: Resumable, saved: SavedState) -> None:
+    """Warn where the state brings another global batch than the script asks for. Other workers share the saved one."""
+    here, workers = job.job.base_batch, job.allocations.workers
+    if job.rank != 0 or saved.world_size != workers or saved.base_batch == here:
+        return
+    why = f"the loaded state goes on with a global batch of {saved.base_batch} samples, as the job that saved it began"
+    mine = f"batch_size={here / workers / job.accumulate:g}, accumulate={job.accumulate} on {workers} workers"
+    theirs = f"batch_size={saved.base_batch / workers / saved.accumulate:g}, accumulate={saved.accumulate}"
+    fix = f"Write {theirs}, or leave load_state_dict out to begin with yours"
+    said = f"{why}; this script asks for {here} ({mine}), which is not used. {fix}"
+    warnings.warn(said, RuntimeWarning, stacklevel=5)
 
 
 def _stayed(job: Resumable, saved: SavedState) -> bool:

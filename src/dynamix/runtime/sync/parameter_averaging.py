@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dynamix.errors import ConfigError, UsageError
+from dynamix.errors import ConfigError, UsageError, spelling
 from dynamix.removed import message, refuses_averaging
 from dynamix.runtime.sync.collectives import Bucket, MaxReduce, Workers, broadcast_, buckets, require_sums
 from dynamix.runtime.sync.compare import comparing, differ, unlike
@@ -47,7 +47,8 @@ class Averaging:
             raise ConfigError("wire", self.wire, "bfloat16 or None", message("Averaging(wire='bfloat16')"))
         for name, allowed in (("optimizer_state", _STATES), ("wire", _WIRES)):
             if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(name, value, ", ".join(map(str, allowed)), "check the spelling")
+                names = [str(each) for each in allowed]
+                raise ConfigError(name, value, ", ".join(names), spelling(value, names))
         if self.outer is not None and not callable(self.outer):
             fix = "pass a function, such as lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)"
             raise ConfigError("outer", self.outer, "a function of a list of parameters, or None", fix)
