@@ -60,7 +60,8 @@ def write(
 
 
 def steady(speed: float, windows: int = 40, scatter: float = 0.02) -> list[float]:
-    return (speed * (1 + scatter * np.random.default_rng(int(speed)).standard_normal(windows))).tolist()
+    noise = np.random.default_rng(int(speed)).standard_normal(windows)
+    return [speed * (1 + scatter * float(one)) for one in noise]
 
 
 def test_every_run_is_compared_with_the_first_and_has_an_interval(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_every_run_is_compared_with_the_first_and_has_an_interval(tmp_path: Path
     for row, speed in zip(compared["rows"][1:], list(names.values())[1:], strict=True):
         assert row["over_first"] == pytest.approx(100.0 / speed, rel=0.02)
         assert row["low"] < 100.0 / speed < row["high"]
-        assert row["high"] / row["low"] < 1.05
+        assert row["high"] / row["low"] < 1.2
     assert (compared["rows"][0]["over_first"], compared["rows"][0]["low"]) == (1.0, None)
     said = compared["headline"]
     assert "faster took, as parts of static's time, 0.50" in said
@@ -80,6 +81,15 @@ def test_every_run_is_compared_with_the_first_and_has_an_interval(tmp_path: Path
     assert [line[-1].partition(" ")[0] for line in table(compared)][:3] == ["over", "1.00", "0.50"]
     backwards = made(*reversed(runs))["comparison"]["rows"]
     assert backwards[-1]["over_first"] == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_loss_that_crosses_the_common_one_again_and_again_tells_no_clear_difference(tmp_path: Path) -> None:
+    """A lucky first crossing is as good as chance, however even the speeds are."""
+    noise = np.random.default_rng(0).standard_normal((2, 60))
+    losses = [[1.0 + float(one) for one in row] for row in noise]
+    runs = [write(tmp_path / str(i), steady(100.0 + i, 60), losses=one) for i, one in enumerate(losses)]
+    row = made(*runs)["comparison"]["rows"][1]
+    assert row["high"] is None or row["low"] < 1.0 < row["high"]
 
 
 def test_few_windows_tell_no_clear_difference(tmp_path: Path) -> None:

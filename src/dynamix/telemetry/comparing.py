@@ -14,6 +14,8 @@ from dynamix.telemetry.sentences import number, percent, seconds
 _CLEAR = 1.1  # a smaller ratio of two single runs is called no difference
 _SMOOTH = 5  # bins; a loss counts as reached by the mean of so many, and of at most a quarter of the shortest run
 _LEAST_BINS = 4  # of which the scatter of a run's speed is told
+Span = tuple[float, float, float]  # seconds: at the earliest, as it was seen, at the latest
+_NEVER: Span = (math.nan, math.nan, math.nan)
 
 
 def comparison(
@@ -27,21 +29,26 @@ def comparison(
     Rows hold `seconds`, `samples` and `began_at` (samples of the job, at its end and before this run), `samples_per_s`,
     `waiting`, `global_batch` (median), `loss` (the lowest smoothed one), `accuracy` (the highest), and `samples_s` and
     `loss_s`: seconds to `common_samples` and `common_loss`, which every run reached that can be compared. `over_first`
-    is a run's time to these over the first one's, with `low` and `high` (95 %, by the scatter of both runs' speeds);
-    `no_verdict` why there is none. `notes` are sentences on what is unlike. What is unknown is None.
+    is a run's time to these over the first one's, with `low` and `high` (95 %, by the scatter of both runs' speeds, and
+    by how long their losses cross the common one); `no_verdict` why there is none. `notes` are sentences on what is
+    unlike. What is unknown is None.
     """
     reasons = _reasons(views, unfit or [""] * len(views))
     fit = [view for view, why in zip(views, reasons, strict=True) if not why] or list(views)
     width = max(min([_SMOOTH, *(view.series.bins // 4 for view in fit)]), 1)
     lowest = {view: _least(smooth(view.series.mean("loss"), width)) for view in views}
-    known = all(math.isfinite(lowest[view]) for view in fit)
-    common_loss = max((lowest[view] for view in fit), default=math.nan) if known else math.nan
+    losses = [lowest[view] for view in fit]
+    common_loss = max(losses) if losses and all(map(math.isfinite, losses)) else math.nan
     common_samples = min((view.samples for view in fit), default=math.nan)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    spans: dict[str, list[Span]] = {"samples_s": [], "loss_s": []}
     for view, why in zip(views, reasons, strict=True):
         alike = view.began_at == views[0].began_at  # else its times are to something else
         loss, accuracy = (smooth(view.series.mean(name), width) for name in ("loss", "accuracy"))
-        row = {
+        at_s = seconds_to(view, common_samples) if alike else math.nan
+        spans["samples_s"].append((at_s, at_s, at_s))
+        spans["loss_s"].append(crossing(view, loss, common_loss) if alike else _NEVER)
+        known = {
             "seconds": view.seconds,
             "samples": view.samples,
             "began_at": view.began_at,
@@ -50,14 +57,13 @@ def comparison(
             "global_batch": _median(view.series.mean("global_batch")),
             "loss": lowest[view],
             "accuracy": -_least(-accuracy),
-            "samples_s": seconds_to(view, common_samples) if alike else math.nan,
-            "loss_s": first_at(view, loss <= common_loss) if alike else math.nan,
+            **{name: found[-1][1] for name, found in spans.items()},
         }
-        told = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        told = {name: value if math.isfinite(value) else None for name, value in known.items()}
         rows.append({"name": view.name, "workers": view.workers, "windows": view.windows, **told, "no_verdict": why})
     by = "loss_s" if all(row["loss_s"] is not None for row in rows if not row["no_verdict"]) else "samples_s"
-    for view, row in zip(views, rows, strict=True):
-        row.update(_over_first(row, rows[0], by, _half_width(view, views[0])))
+    for view, row, span in zip(views, rows, spans[by], strict=True):
+        row.update(_over_first(row, span, spans[by][0], _half_width(view, views[0])))
     return {
         "headline": _headline(rows, by),
         "notes": _notes(views, overran or [()] * len(views)),
@@ -93,10 +99,14 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
     return np.asarray(np.where(count >= width / 2, total / np.maximum(count, 1.0), np.nan))
 
 
-def first_at(view: RunView, reached: np.ndarray) -> float:
-    """Seconds at which a bin first holds what is asked; NaN where none does."""
-    at = np.flatnonzero(reached)
-    return float(view.series.ends_s[at[0]]) if at.size else math.nan
+def crossing(view: RunView, loss: np.ndarray, common: float) -> Span:
+    """Seconds at which the loss (bins,) may first have been as low as the common one, was seen to be, and stays so."""
+    at = np.flatnonzero(loss <= common)
+    if not at.size:
+        return _NEVER
+    begins_s, ends_s = view.series.begins_s, view.series.ends_s
+    stays = min(max(int(at[0]), *(np.flatnonzero(loss > common) + 1).tolist(), 0), ends_s.size - 1)
+    return float(begins_s[at[0]]), float(ends_s[at[0]]), float(ends_s[stays])
 
 
 def seconds_to(view: RunView, samples: float) -> float:
@@ -125,13 +135,14 @@ def _began_unlike(view: RunView, first: RunView) -> str:
 def _half_width(view: RunView, first: RunView) -> float:
     """How far the logarithm of two runs' ratio may be off, at 95 %, by the scatter of their speeds; NaN of few bins."""
     both = [one.speeds[np.isfinite(one.speeds) & (one.speeds > 0)] for one in (view, first)]
-    bins = min(speeds.size for speeds in both)
+    bins = min(len(speeds) for speeds in both)
     if bins < _LEAST_BINS:
         return math.nan
-    return _student(bins - 1) * math.hypot(*(speeds.std(ddof=1) / speeds.mean() / speeds.size**0.5 for speeds in both))
+    errors = [float(speeds.std(ddof=1) / speeds.mean()) / math.sqrt(speeds.size) for speeds in both]
+    return _student(bins - 1) * math.hypot(*errors)
 
 
-def _student(freedom: int) -> float:
+def _student(freedom: float) -> float:
     """The 97.5 % point of Student's t of 3 degrees of freedom or more, right to 1 %.
 
     >>> [round(_student(freedom), 2) for freedom in (3, 10, 100)]
@@ -142,12 +153,12 @@ def _student(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def _over_first(row: dict[str, Any], first: dict[str, Any], by: str, half_width: float) -> dict[str, float | None]:
-    known = not row["no_verdict"] and row[by] and first[by]
-    ratio = row[by] / first[by] if known else None
-    if ratio is None or row is first or not math.isfinite(half_width):
-        return {"over_first": ratio, "low": None, "high": None}
-    return {"over_first": ratio, "low": ratio * math.exp(-half_width), "high": ratio * math.exp(half_width)}
+def _over_first(row: dict[str, Any], span: Span, first: Span, half_width: float) -> dict[str, float | None]:
+    known = not row["no_verdict"] and span[1] > 0 and first[1] > 0
+    ratio, low, high = (span[1] / first[1] if known else None), None, None
+    if ratio is not None and span is not first and math.isfinite(half_width) and first[0] > 0:
+        low, high = span[0] / first[2] * math.exp(-half_width), span[2] / first[0] * math.exp(half_width)
+    return {"over_first": ratio, "low": low, "high": high}
 
 
 def _headline(rows: Sequence[dict[str, Any]], by: str) -> str:
