@@ -365,7 +365,16 @@ class _AllRecorders(Recorder):
         self.workers.record(*self.of_step, keep=keep, first_of_epoch=first_of_epoch)
         self.steps = self.workers.recorders[0].steps
 
-    def row(self, *, issued: int, count: float, weight: float, epoch: int = 0, crossed: int = 0) -> Floats:
+    def row(
+        self,
+        *,
+        issued: int,
+        count: float,
+        weight: float,
+        epoch: int = 0,
+        crossed: int = 0,
+        held: Sequence[float] | None = None,
+    ) -> Floats:
         return self.workers.rows(self.job.closing.sizes, issued=issued)
 
     def reset(self) -> None:
