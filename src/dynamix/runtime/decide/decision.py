@@ -151,8 +151,7 @@ class Decider:
         tells = not closing.piece or self.job.fixed
         known, noise_scale = self.job.facts(closing), self.job.noise_scale
         window = assemble(rows, noise_scale=noise_scale, sizes=closing.sizes, tells_noise=tells, **known)
-        self.job.parting.look(rows[:, _HELD])
-        self.job.unlike = self.job.unlike or out_of_turn(rows) or self.job.parting.wrong
+        self.job.look(rows[:, _HELD], out_of_turn(rows))
         if self.job.weight_test is not None and closing.comparable:
             self.job.weight_test.look(window)
         return window

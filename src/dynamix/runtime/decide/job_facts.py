@@ -12,7 +12,7 @@ from dynamix.runtime.check.losses import WeightTest
 from dynamix.runtime.check.parting import Parting
 from dynamix.runtime.decide.channel import Kind, Message
 from dynamix.runtime.measure.noise import NoiseScale
-from dynamix.window import Bounds, Ints, Window
+from dynamix.window import Bounds, Floats, Ints, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,11 @@ class JobFacts:
 
     def _none_closed(self, step: int = 0, samples: int = 0) -> ClosedWindow:
         return ClosedWindow(0, self.bounds.low, 0, 0, 0.0, step, samples)
+
+    def look(self, held: Floats, unlike: str | None = None) -> None:
+        """Take into account what all ranks' rows say of what they hold alike, (W, n), and did unlike others."""
+        self.parting.look(held)
+        self.unlike = self.unlike or unlike or self.parting.wrong
 
     def bounds_after(self, window: Window, closing: ClosedWindow) -> Bounds:
         """What the answer to `window` is kept within, where workers meet in one way."""

@@ -165,8 +165,7 @@ class PeerChannel:
         job = self.job
         if self.share_noise:
             job.noise_scale.update(*noise_of(told[:, 2], told[:, 3], float(closing.sizes.sum())))
-        job.parting.look(told[:, -len(HELD) :])
-        job.unlike = job.unlike or job.parting.wrong
+        job.look(told[:, -len(HELD) :])
         answer = in_range(told[:, 0].astype(np.int64), job.bounds, current=closing.sizes)
         if np.array_equal(answer, closing.sizes):
             return replace(job.keep(Kind.KEEP), differ=job.parting.differ())
