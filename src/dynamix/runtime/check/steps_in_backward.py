@@ -39,7 +39,7 @@ class GradientPasses:
         """Whether `optimizer` has gradients of the pass that this thread is in, outside of the communication hook."""
         if _in_communication_hook():
             return False
-        now: int = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        now: int = torch._C._current_graph_task_id()
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
         found = any(self._made.get(id(p)) == now for p in own)
         for parameter in own:
@@ -52,7 +52,7 @@ class GradientPasses:
             made[of] = -1
 
             def note(gradient: Tensor) -> None:
-                made[of] = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+                made[of] = torch._C._current_graph_task_id()
 
             parameter.register_hook(note)
 
