@@ -34,3 +34,32 @@ def test_whole_numbers_of_numpy_are_numbers() -> None:
         "static", 8, min_batch_size=np.int64(4), max_batch_size=np.array([16]), global_batch="adaptive"
     )
     assert (controller.bounds.low.tolist(), controller.bounds.high.tolist()) == ([4], [16])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"batch_size": 32.0}, "batch_size=32.0 .* a whole number, 1 or more; write batch_size=32$"),
+        ({"batch_size": "32"}, "batch_size='32' .* a whole number, 1 or more; give a number, without quotes"),
+        ({"accumulate": np.int64(2)}, "accumulate=.*2.* a whole number, 1 or more; write accumulate=2$"),
+        ({"interval": 0}, "interval=0 .* a whole number, 1 or more; give a larger one"),
+        ({"max_batch_size": 64.0}, "max_batch_size=64.0 .* one whole number or a list .*; write max_batch_size=64$"),
+        ({"max_batch_size": [64, 32]}, "a list of 1, one per rank; match the world size"),
+        ({"max_change": "2"}, "max_change='2' .* a number, more than 1; use 2.0"),
+        ({"max_global_batch": 1.5}, "max_global_batch=1.5 .* a whole number, 1 or more; write max_global_batch=2"),
+        ({"min_global_batch": "a"}, "min_global_batch='a' .* a whole number"),
+        ({"min_global_batch": 100}, "min_global_batch=100 .* the 64 samples that the workers' bounds allow; lower it"),
+        ({"min_global_batch": 40, "max_global_batch": 32}, "min_global_batch=40 .* at most max_global_batch"),
+    ],
+)
+def test_a_value_that_is_not_possible_is_named_with_what_is_allowed_and_what_to_write(
+    arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        dynamix.Controller("static", **{"batch_size": 8, "global_batch": "adaptive", **arguments})
+
+
+def test_totals_may_be_whole_numbers_of_any_type() -> None:
+    totals: dict[str, Any] = {"min_global_batch": np.int32(4), "max_global_batch": 32.0}
+    bounds = dynamix.Controller("static", 8, global_batch="adaptive", **totals).bounds
+    assert (int(bounds.total_low), int(bounds.total_high)) == (4, 32)

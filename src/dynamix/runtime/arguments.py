@@ -1,6 +1,7 @@
 """What `Controller(...)` accepts, and how the ranks make sure that all were given the same."""
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +43,14 @@ def check_counts(**values: object) -> None:
     """Raises `ConfigError` naming the first that is not a whole number of 1 or more."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(name, value, "a whole number, 1 or more", "check the argument")
+            raise ConfigError(name, value, "a whole number, 1 or more", _whole(name, value))
+
+
+def _whole(name: str, value: object) -> str:
+    """The fix for what is no whole number of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        return "give a number" + ", without quotes" * isinstance(value, str)
+    return f"write {name}={round(float(value))}" if math.isfinite(value) and value >= 1 else "give a larger one"
 
 
 def per_rank(name: str, value: int | Sequence[int], workers: int) -> int | list[int]:
@@ -56,7 +64,8 @@ def per_rank(name: str, value: int | Sequence[int], workers: int) -> int | list[
     sizes = np.asarray(value)
     if sizes.shape not in ((), (workers,)) or sizes.dtype.kind not in "iu":
         allowed = f"one whole number or a list of {workers}, one per rank"
-        raise ConfigError(name, value, allowed, "match the world size")
+        fix = "match the world size" if sizes.ndim and sizes.shape != (workers,) else _whole(name, value)
+        raise ConfigError(name, value, allowed, fix)
     whole: int | list[int] = sizes.tolist()
     return whole
 
@@ -134,6 +143,10 @@ def job_bounds(
         if global_batch == "fixed" and value is not None:
             fix = f"leave {name} out, or use global_batch='adaptive'"
             raise ConfigError(name, value, "None with global_batch='fixed', which is the starting total", fix)
+        if value is not None and not (isinstance(value, (int, float, np.number)) and float(value).is_integer()):
+            raise ConfigError(name, value, "a whole number, 1 or more", _whole(name, value))
+    if not isinstance(max_change, (int, float, np.number)):
+        raise ConfigError("max_change", max_change, "a number, more than 1", "use 2.0 to at most double or halve")
     least, most = 1, 8 * batch_size
     if micro_batch is not None:
         moves = apart and global_batch == "adaptive"  # the number of pieces, up to the most that are of any use
@@ -145,6 +158,10 @@ def job_bounds(
     low, high = per_rank("min_batch_size", low, workers), per_rank("max_batch_size", high, workers)
     piece = Bounds.of(workers, low, high, quantum=quantum, max_change=max_change)
     start = accumulate * starting_sizes(batch_size, piece)
+    reach = accumulate * int(piece.high.sum())
+    if total[0] is not None and total[0] > min(reach, reach if total[1] is None else total[1]):
+        allowed = f"at most max_global_batch, and the {reach} samples that the workers' bounds allow"
+        raise ConfigError("min_global_batch", total[0], allowed, "lower it, or raise the others")
     bounds = Bounds.of(
         workers,
         accumulate * piece.low,
