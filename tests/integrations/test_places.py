@@ -60,8 +60,8 @@ def _accelerated(rank: int, folder: str, batches: int | None, resume: bool) -> l
 
 @pytest.mark.multiproc
 def test_accelerates_own_checkpoints_hold_the_place(tmp_path: Path) -> None:
-    first = run_ranks(_accelerated, 2, str(tmp_path), 3, False)
-    rest = run_ranks(_accelerated, 2, str(tmp_path), None, True)
+    first = run_ranks(_accelerated, 2, str(tmp_path), 3, False, timeout_s=100)
+    rest = run_ranks(_accelerated, 2, str(tmp_path), None, True, timeout_s=100)
     assert Counter(i for seen in (*first, *rest) for i in seen) == Counter(TRAIN)
 
 
@@ -109,8 +109,8 @@ def _fitted(rank: int, folder: str, resume: bool) -> list[int]:
 
 @pytest.mark.multiproc
 def test_lightnings_checkpoints_hold_the_place_and_the_subset(tmp_path: Path) -> None:
-    first = run_ranks(_fitted, 2, str(tmp_path), False)
-    rest = run_ranks(_fitted, 2, str(tmp_path), True)
+    first = run_ranks(_fitted, 2, str(tmp_path), False, timeout_s=100)
+    rest = run_ranks(_fitted, 2, str(tmp_path), True, timeout_s=100)
     assert Counter(i for seen in (*first, *rest) for i in seen) == Counter(TRAIN)
 
 

@@ -1,5 +1,6 @@
 """Names of policies: every form a user may write, everywhere a name is taken."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -121,3 +122,40 @@ def test_a_name_can_be_given_to_a_process_in_another_directory(own: Path) -> Non
     assert str(parse_name("guarded:own_rule.py:Mine").absolute()) == f"guarded:{own}:Mine"
     assert str(parse_name("p.safetensors").absolute()) == str(own.parent / "p.safetensors")
     assert str(parse_name("static:64").absolute()) == "static:64"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("lbbsp", "lb_bsp"),
+        ("LB-BSP", "lb_bsp"),
+        ("gooput", "goodput"),
+        ("guarded:lbbsp", "guarded:lb_bsp"),
+        ("guardd:dynamix", "guarded:dynamix"),
+        ("statik:64", "static:64"),
+        ("dynamix.safetensors", "dynamix"),
+        ("mine.safetensor", "mine.safetensors"),
+    ],
+)
+def test_a_misspelt_name_is_answered_by_the_nearest(written: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"did you mean {meant!r}?")):
+        make_policy(written)
+
+
+def test_a_misspelt_file_is_answered_by_the_one_beside_it(tmp_path: Path) -> None:
+    for name in ("halfway.safetensors", "rules.py"):
+        (tmp_path / name).touch()
+    for written, meant in (("halfwey.safetensors", "halfway.safetensors"), ("rule.py", "rules.py")):
+        with pytest.raises(ConfigError, match=re.escape(f"did you mean {str(tmp_path / meant)!r}?")):
+            make_policy(f"{tmp_path / written}{':Rule' if written.endswith('.py') else ''}")
+
+
+@pytest.mark.parametrize("name", ["lb_bsp:4", "static:0"])
+def test_a_number_that_does_not_belong_there_is_no_misspelling(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"a number stands behind static only, and is 1 or more"):
+        make_policy(name)
+
+
+def test_what_is_like_no_name_is_left_alone() -> None:
+    with pytest.raises(ConfigError, match=r"; check the spelling$"):
+        make_policy("something_else")

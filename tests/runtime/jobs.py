@@ -28,8 +28,9 @@ def classes(samples: int, width: int = 6) -> TensorDataset:
 
 
 def adaptive(policy: Any, batch_size: int = 8, **options: Any) -> dynamix.Controller:
-    """A controller that may change the global batch, after short windows."""
-    given: dict[str, Any] = {"interval": 2, "global_batch": "adaptive", **options}
+    """A controller that may change the global batch, if its policy does, after short windows."""
+    moves = policy not in ("lb_bsp", "dbs")
+    given: dict[str, Any] = {"interval": 2, "global_batch": "adaptive" if moves else "fixed", **options}
     return dynamix.Controller(policy, batch_size, **given)
 
 

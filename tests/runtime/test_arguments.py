@@ -63,3 +63,51 @@ def test_totals_may_be_whole_numbers_of_any_type() -> None:
     totals: dict[str, Any] = {"min_global_batch": np.int32(4), "max_global_batch": 32.0}
     bounds = dynamix.Controller("static", 8, global_batch="adaptive", **totals).bounds
     assert (int(bounds.total_low), int(bounds.total_high)) == (4, 32)
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ({"global_batch": "adaptve"}, "adaptive"),
+        ({"meet": "gradient"}, "gradients"),
+        ({"lr_rule": "adscale"}, "adascale"),
+        ({"interval": "atuo"}, "auto"),
+    ],
+)
+def test_a_misspelt_value_is_answered_by_the_nearest(argument: dict[str, Any], meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        dynamix.Controller("goodput", 8, **argument)
+
+
+def test_a_misspelt_argument_is_answered_by_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"Controller\(\) got an unexpected keyword argument 'intervall': did you mean"):
+        dynamix.Controller("goodput", 8, intervall=5)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"argument='batchsize'.*did you mean 'batch_size'"):
+        dynamix.Settings("goodput", batchsize=5)
+
+
+def test_no_batch_size_is_said() -> None:
+    with pytest.warns(RuntimeWarning, match=r"begins with 128 samples\. Write Controller\(batch_size=\.\.\.\)"):
+        assert dynamix.Controller("goodput").batch_sizes.tolist() == [128]
+
+
+@pytest.mark.parametrize("policy", ["lb_bsp", "dbs"])
+@pytest.mark.parametrize("options", [{}, {"interval": 2, "max_batch_size": 64}])
+def test_a_policy_that_moves_shares_only_says_that_it_does_not_adapt(policy: str, options: dict[str, Any]) -> None:
+    with pytest.warns(RuntimeWarning, match=rf"the policy {policy} moves shares only.*goodput, dynamix or stigmergic"):
+        dynamix.Controller(policy, 8, global_batch="adaptive", **options)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("goodput", {}),
+        ("dynamix", {}),
+        ("guarded:lb_bsp", {}),  # under a guard the goodput rule may take over
+        ("lb_bsp", {"guard": True}),
+        ("lb_bsp", {"meet": "parameters", "micro_batch": 4}),  # the number of pieces moves
+        ("static", {}),  # DYNAMIX_POLICY=static turns all off, without an edit
+    ],
+)
+def test_what_may_adapt_is_not_warned_of(policy: str, options: dict[str, Any]) -> None:
+    dynamix.Controller(policy, 8, global_batch="adaptive", **options)

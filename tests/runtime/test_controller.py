@@ -38,7 +38,7 @@ from tests.union import Script
 )
 def test_bad_arguments_name_value_range_and_fix(arguments: dict[str, Any], names: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        dynamix.Controller(**{"policy": "static", "global_batch": "adaptive", **arguments})
+        dynamix.Controller(**{"policy": "static", "batch_size": 128, "global_batch": "adaptive", **arguments})
     for name in names:
         assert name in str(caught.value)
 

@@ -32,7 +32,7 @@ SAMPLES = 500
 )
 def test_what_contradicts_a_fixed_total_is_refused_with_the_fix(arguments: dict[str, Any], names: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        dynamix.Controller(**{"policy": "static", **arguments})
+        dynamix.Controller(**{"policy": "static", "batch_size": 8, **arguments})
     for name in names:
         assert name in str(caught.value)
 

@@ -169,7 +169,7 @@ def test_long_steps_that_come_again_are_a_workers_own_pace() -> None:
 
 
 def _live(rank: int, events: str) -> None:
-    job = Training(adaptive("lb_bsp", interval=5, events=events, global_batch="fixed"), classes(600))
+    job = Training(adaptive("lb_bsp", interval=5, events=events), classes(600))
     for i, (x, y) in enumerate(job.loader):
         loss = job.loss(x, y)
         time.sleep(4.0 if rank and i == 17 else 0.002 * len(x))

@@ -433,3 +433,31 @@ def test_a_state_of_another_policy_is_called_by_its_name(theirs: str, mine: str,
         controller.load_state_dict(state)
     assert "0.1" not in str(caught.value)
     controller.load_state_dict(state, policy=False)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "said"),
+    [
+        (
+            {"batch_size": 8},
+            {"batch_size": 32},
+            r"batch of 8 samples.* asks for 32 \(batch_size=32.*Write batch_size=8,",
+        ),
+        ({"batch_size": 8}, {"batch_size": 8, "accumulate": 2}, r"asks for 16 \(batch_size=8, accumulate=2"),
+        ({"batch_size": 4, "accumulate": 3}, {"batch_size": 4}, r"Write batch_size=4, accumulate=3"),
+        (
+            {"batch_size": 16, "micro_batch": 4},
+            {"batch_size": 8, "micro_batch": 4},
+            r"batch of 16 samples.* asks for 8 ",
+        ),
+    ],
+)
+def test_a_state_that_overrides_the_batch_size_says_so(theirs: Any, mine: Any, said: str) -> None:
+    state = dynamix.Controller("goodput", **theirs).state_dict()
+    with pytest.warns(RuntimeWarning, match=said):
+        dynamix.Controller("goodput", **mine).load_state_dict(state)
+
+
+def test_a_state_of_the_same_batch_in_other_pieces_says_nothing() -> None:
+    state = dynamix.Controller("goodput", 8).state_dict()
+    dynamix.Controller("goodput", 4, accumulate=2).load_state_dict(state)

@@ -119,12 +119,7 @@ class Controller(Feeding):
         self.rank = rank_in(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group else 1
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
-        if batch_size is None:
-            batch_size = UNSAID
-            if self.rank == 0:
-                fix = "Write Controller(batch_size=...) with what a worker trains on today"
-                said = f"no batch_size was given, so every worker begins with {UNSAID} samples. {fix}"
-                warnings.warn(said, RuntimeWarning, stacklevel=3)
+        batch_size = _unsaid(tell=self.rank == 0) if batch_size is None else batch_size
         chosen_policy, chosen_meet = from_outside(policy, meet)
         self._batch_sizes = {"batch_size": batch_size} | ({} if micro_batch is None else {"micro_batch": micro_batch})
         self._parts = assemble(
@@ -391,3 +386,12 @@ class Controller(Feeding):
             self._parts.close()
             if short is not None:
                 raise UsageError(short)
+
+
+def _unsaid(*, tell: bool) -> int:
+    """Samples of a worker where nobody says how many; rank 0 tells of it."""
+    if tell:
+        fix = "Write Controller(batch_size=...) with what a worker trains on today"
+        said = f"no batch_size was given, so every worker begins with {UNSAID} samples. {fix}"
+        warnings.warn(said, RuntimeWarning, stacklevel=4)
+    return UNSAID
