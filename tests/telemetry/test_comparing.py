@@ -178,6 +178,16 @@ def test_a_bins_speed_is_its_samples_over_its_seconds(tmp_path: Path) -> None:
     assert view.speeds == pytest.approx([2 / (1 / 100 + 1 / 10)] * 2)
 
 
+def test_a_short_window_that_comes_later_leaves_the_newest_figures(tmp_path: Path) -> None:
+    view = RunView("run")
+    (source,) = find_sources([write(tmp_path / "run", [100.0] * 3, rest=48)])
+    for line in source.follower.more():
+        view.add(line)
+        view.settle()
+    assert view.latest["loss"] == pytest.approx(1 / 3)
+    assert view.trained == 3 * BATCH * STEPS + 48
+
+
 def test_shares_of_time_are_100_percent_together() -> None:
     view = RunView("run")
     parts = {"compute": 1.0, "data": 1.0, "network": 1.0, "wait": 0.0}

@@ -100,8 +100,9 @@ class RunView:
         with np.errstate(all="ignore"):  # numbers that no job could have had
             single = _single(block) | {name: given[name] for name in ("samples", "samples_per_s")}
             self.series.extend(given["begin_s"], given["end_s"], given["weight"], single, _each(block))
-        whole = next((i for i in reversed(range(len(windows))) if windows[i] is self.newest), len(windows) - 1)
-        self.latest = {name: float(values[whole]) for name, values in single.items()}
+        whole = next((i for i in reversed(range(len(windows))) if windows[i] is self.newest), None)
+        if whole is not None or not self.latest:
+            self.latest = {name: float(values[-1 if whole is None else whole]) for name, values in single.items()}
         known = np.flatnonzero(np.isfinite(single["noise_scale"]))
         if known.size:
             self.noise_scale = float(single["noise_scale"][known[-1]])
