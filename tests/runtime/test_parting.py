@@ -72,7 +72,7 @@ class _Set:
 
 def _group_on_one(job: Training, step: int, rank: int) -> None:
     if step == FROM and rank == 1:
-        job.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        job.optimizer.add_param_group({"params": [job.optimizer.param_groups[0]["params"].pop()]})
 
 
 def _scheduled_by_rank(job: Training, step: int, rank: int) -> None:
@@ -92,7 +92,7 @@ PARTED = {
         "betas of parameter group 0 is [0.9, 0.999] on rank 0, [0.9, 0.99]",
     ),
     "maximize": (_Set("maximize", True), ADAM, {}, "maximize of parameter group 0 is false on rank 0, true on rank 1"),
-    "a group": (_group_on_one, SGD, {"lr": 0.1}, "each parameter group is [[4]] on rank 0, [[4, 1]] on rank 1"),
+    "a group": (_group_on_one, SGD, {"lr": 0.1}, "each parameter group is [[4]] on rank 0, [[3, 1]] on rank 1"),
 }
 
 
