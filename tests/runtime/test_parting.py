@@ -16,8 +16,6 @@ from torch import Tensor, nn
 import dynamix
 from dynamix.errors import UsageError
 from dynamix.runtime.check.parting import Parting
-from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.window import Bounds
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, apart, classes
 from tests.union import Script
@@ -348,10 +346,3 @@ def test_every_parameter_of_a_deep_model_is_looked_at_in_its_turn() -> None:
         if two.close().wrong is not None:
             return
     raise AssertionError("never seen")
-
-
-def test_a_state_that_is_loaded_begins_the_comparison_anew() -> None:
-    facts = JobFacts(Bounds.of(2), 16)
-    before = facts.parting
-    facts.resume(16)
-    assert facts.parting is not before
