@@ -289,7 +289,8 @@ def test_digests_are_of_settings_and_of_the_place() -> None:
 
 def test_settings_are_named_by_group_and_optimizer() -> None:
     two = Two()
-    of_bias = torch.optim.Adam([{"params": [two.nets[0][0].bias]}, {"params": [two.nets[0][1].bias], "eps": 1e-7}])
+    one, other, *_ = two.nets[0].parameters()
+    of_bias = torch.optim.Adam([{"params": [one]}, {"params": [other], "eps": 1e-7}])
     facts, near = two.parts[0].facts([two.optimizers[0], of_bias], {"samples trained": 3})
     assert facts["samples trained"] == 3
     assert (facts["lr of parameter group 0"], facts["eps of parameter group 1 of optimizer 1"]) == (0.1, 1e-7)

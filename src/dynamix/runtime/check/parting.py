@@ -149,7 +149,7 @@ class Parting:
             precision = _TORCH if type(optimizer).__module__.startswith("torch.") else _OTHER
             of = f" of optimizer {number}" if number else ""
             for index, group in enumerate(optimizer.param_groups):
-                for name in group.keys() - _OWN:
+                for name in [name for name in group if name not in _OWN]:
                     value, field = self._plain(group[name]), f"{name} of parameter group {index}{of}"
                     facts[field] = next(late, None) if value is _LATE else value
                     near[field] = _ON_DEVICE if value is _LATE else precision
