@@ -107,6 +107,13 @@ def _averaged_in_place(a: Tensor, b: Tensor) -> Tensor:
     return loss
 
 
+def _beside_weights(a: Tensor, b: Tensor, total: int) -> Tensor:
+    """With a penalty on weights that have as many rows as the global batch has samples."""
+    torch.manual_seed(0)
+    weights = torch.randn(total, 3, dtype=a.dtype, requires_grad=True)
+    return _averaged_in_place(a, b) + weights.square().sum()
+
+
 Loss = Callable[[Tensor, Tensor, int], Tensor]
 # What a rank computes of its own two views and the samples of all, and what one process computes of the union batch.
 OF_ALL: dict[str, tuple[Loss, Loss]] = {
@@ -128,6 +135,7 @@ OF_EACH: dict[str, tuple[Loss, Loss]] = {
         lambda a, b, n: _gathered(F.mse_loss(a, b).reshape(1, 1)).mean(),
         lambda a, b, n: F.mse_loss(a, b),
     ),
+    "beside a penalty": (_beside_weights, lambda a, b, n: F.mse_loss(a, b)),
     "averaged in place": (lambda a, b, n: _averaged_in_place(a, b), lambda a, b, n: F.mse_loss(a, b)),
 }
 

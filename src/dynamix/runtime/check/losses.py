@@ -1,6 +1,7 @@
 """Whether the losses of a job carry the weights that the controller was told they carry."""
 
 import re
+from collections.abc import Iterator
 from math import prod, sqrt
 from typing import Any
 
@@ -111,19 +112,29 @@ class WeightTest:
 def _made_of_all(last: Any, own: int, total: int, workers: int) -> bool:
     """Whether a walk from a loss's `last` node towards its inputs meets tensors of all ranks' samples first.
 
-    They have as many rows as all samples, or twice as many (two views), or come out of a collective. Ways end at
-    tensors of this rank's own samples. A number of each rank, such as the mean losses that are averaged, is none.
+    They have as many rows as all samples, or twice as many (two views), or come out of a collective; and a way leads on
+    from them to tensors of this rank's own samples, at which ways end: so weights of a like shape are none. Nor is a
+    number of each rank, such as the mean losses that are averaged.
     """
+    ours, of_all = {own, 2 * own}, {total, 2 * total}
+    for node, rows, sizes in _towards(ours, last, workers):
+        if not sizes & ours and (rows & of_all or (sizes and _may_be_collective(node, own, sizes))):
+            further = [_towards(ours, before, workers) for before, _ in node.next_functions]
+            if any(sizes & ours for way in further for _, _, sizes in way):
+                return True
+    return False
+
+
+def _towards(ours: set[int], last: Any, workers: int) -> Iterator[tuple[Any, set[int], set[int]]]:
+    """Nodes from `last` on, up to those of a size of `ours`; with rows and all sizes of their larger tensors."""
     nodes = [] if last is None else [last]
     for node in nodes:
-        sizes = {n for of in node._input_metadata if prod(of.shape) > workers for n in of.shape}
-        if sizes & {own, 2 * own}:
-            continue
-        if sizes & {total, 2 * total} or (sizes and _may_be_collective(node, own, sizes)):
-            return True
-        nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
-        del nodes[NODES:]
-    return False
+        shapes = [tuple(of.shape) for of in node._input_metadata if prod(of.shape) > workers]
+        sizes = {n for shape in shapes for n in shape}
+        yield node, {shape[0] for shape in shapes}, sizes
+        if not sizes & ours:
+            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+            del nodes[NODES:]
 
 
 def _may_be_collective(node: Any, own: int, sizes: set[int]) -> bool:
