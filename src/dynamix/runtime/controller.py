@@ -119,12 +119,7 @@ class Controller(Feeding):
         self.rank = rank_in(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group else 1
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
-        if batch_size is None:
-            batch_size = UNSAID
-            if self.rank == 0:
-                fix = "Write Controller(batch_size=...) with what a worker trains on today"
-                said = f"no batch_size was given, so every worker begins with {UNSAID} samples. {fix}"
-                warnings.warn(said, RuntimeWarning, stacklevel=3)
+        unsaid, batch_size = batch_size is None, UNSAID if batch_size is None else batch_size
         chosen_policy, chosen_meet = from_outside(policy, meet)
         self._batch_sizes = {"batch_size": batch_size} | ({} if micro_batch is None else {"micro_batch": micro_batch})
         self._parts = assemble(
@@ -155,6 +150,10 @@ class Controller(Feeding):
             self._leave = weakref.finalize(self, liveness.leave, "its process ended")
         if self._parts.events is not None:
             weakref.finalize(self, self._parts.events.close)  # for loops that do not close their controller
+        if unsaid and self.rank == 0:  # last: where warnings are errors, the other ranks notice
+            fix = "Write Controller(batch_size=...) with what a worker trains on today"
+            said = f"no batch_size was given, so every worker begins with {UNSAID} samples. {fix}"
+            warnings.warn(said, RuntimeWarning, stacklevel=3)
 
     # ------------------------------------------------------------ setting up
 
