@@ -15,7 +15,7 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.policies import make_policy
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic.policy import StigmergicPolicy
-from dynamix.policies.wrappers import after_answer, carry_over, load_policy, peers_of, report_of
+from dynamix.policies.wrappers import after_answer, carry_over, load_policy, peers_of, report_of, unfit
 from dynamix.window import Bounds, Ints, Window
 from tests.runtime.jobs import decided
 
@@ -113,3 +113,9 @@ def test_workers_that_decide_for_themselves_cannot_be_watched() -> None:
     assert peers_of(rule) is rule
     with pytest.raises(ConfigError, match="leave guard out"):
         peers_of(Guard(rule))
+
+
+def test_a_state_that_is_empty_may_be_of_anybodys_policy() -> None:
+    own, ours = (str(unfit(policy, {}, KeyError("answered"))) for policy in (Notes(), make_policy("lb_bsp")))
+    assert "does not fit this version's Notes" in own
+    assert "is of the policy dbs or static, and this job has lb_bsp" in ours

@@ -31,7 +31,8 @@ class BatchReader:
         self._before = 0  # batches that it says it has handed on, and that were of an earlier process
         self.asked = 0
         self.ahead = loader is not None and loader.num_workers > 0
-        self.resumes: dict[str, Any] = getattr(loader, "next_iter_state", None) or {}
+        resumes = getattr(loader, "next_iter_state", None)
+        self.resumes: dict[str, Any] = resumes if isinstance(resumes, dict) else {}
 
     def begin(self) -> None:
         """It is about to ask for the first batch."""

@@ -19,7 +19,6 @@ from dynamix.errors import PolicyFileError
 from dynamix.features import FEATURE_SCHEMA
 from dynamix.plugins import LABORATORY, POLICY_FILES, named, plug_ins, why
 from dynamix.policies.protocol import Policy
-from dynamix.policies.registry import beside
 
 FILE_SCHEMA = 3
 LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken number could ask for all memory
@@ -187,7 +186,7 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except FileNotFoundError as error:
-        fix = f"a policy is two files, NAME.safetensors and NAME.json; {beside(file)}"
+        fix = "check the path; a policy is two files, NAME.safetensors and NAME.json"
         raise PolicyFileError("policy", str(file), "an existing file", fix) from error
     except OSError as error:
         raise PolicyFileError("policy", str(file), "a file that can be read", str(error.strerror)) from error

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from dynamix.errors import ConfigError, nearest
+from dynamix.errors import ConfigError, PolicyFileError, nearest
 from dynamix.plugins import LABORATORY, POLICIES, named, plug_ins, why
 from dynamix.policies.protocol import Policy
 from dynamix.removed import message
@@ -140,7 +140,7 @@ def _meant(name: str, others: Mapping[str, OtherFactory] | None = None) -> str:
     return f"did you mean {meant!r}?" if behind and meant != name else "check the spelling"
 
 
-def beside(path: Path) -> str:
+def _beside(path: Path) -> str:
     """What to write in place of the path of a file that does not exist: a file beside it, or a policy's name."""
     if path.stem in policy_names():
         return f"did you mean {path.stem!r}?"
@@ -190,6 +190,9 @@ def _base_policy(name: PolicyName, others: Mapping[str, OtherFactory], options: 
     if name.kind == "file":
         from dynamix.policies.files import load_policy  # brings torch
 
+        if not (path := Path(name.base)).is_file():
+            fix = f"a policy is two files, NAME.safetensors and NAME.json; {_beside(path)}"
+            raise PolicyFileError("policy", name.base, "an existing file", fix)
         return load_policy(name.base, **options)
     if name.kind == "other":
         return others[name.base](name.number)
@@ -257,7 +260,7 @@ def _module(name: PolicyName) -> ModuleType:
 def _module_of_file(name: PolicyName) -> ModuleType:
     path = Path(name.base).resolve()
     if not path.is_file():
-        raise ConfigError("policy", str(name), "an existing .py file", beside(path))
+        raise ConfigError("policy", str(name), "an existing .py file", _beside(path))
     known_as = f"_dynamix_policy_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     if known_as in sys.modules:
         return sys.modules[known_as]

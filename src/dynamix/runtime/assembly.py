@@ -188,8 +188,6 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
             raise ConfigError("meet", "auto", "'gradients' or 'parameters' with this policy", fix)
         allowed = "'fixed' with meet='parameters' and this policy"
         raise ConfigError("global_batch", "adaptive", allowed, f"say global_batch='fixed', or {fix}")
-    if not fixed and rounds is None and not getattr(guarded, "adapts", True) and rank == 0:
-        warn_of_shares_only(given.policy)
     hosts = (own_host(),) if control is None else tuple(control.all_gather_object(own_host()))
     job = JobFacts(
         bounds, int(start.sum()), accumulate=given.accumulate, slack=slack, fixed=fixed, rounds=rounds, hosts=hosts
@@ -214,4 +212,6 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
     if control is not None and ranks is not None and workers > 1:
         liveness = coordinator.liveness = Liveness.open(control)
         channel.explain = ranks.explain = coordinator.loss_weight.explain = liveness.explain
+    if not fixed and rounds is None and not getattr(guarded, "adapts", True) and rank == 0:
+        warn_of_shares_only(given.policy)
     return Assembly(policy, coordinator, events, control, decider)

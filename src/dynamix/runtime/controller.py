@@ -119,7 +119,7 @@ class Controller(Feeding):
         self.rank = rank_in(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group else 1
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
-        batch_size = _unsaid(tell=self.rank == 0) if batch_size is None else batch_size
+        unsaid, batch_size = batch_size is None, UNSAID if batch_size is None else batch_size
         chosen_policy, chosen_meet = from_outside(policy, meet)
         self._batch_sizes = {"batch_size": batch_size} | ({} if micro_batch is None else {"micro_batch": micro_batch})
         self._parts = assemble(
@@ -150,6 +150,8 @@ class Controller(Feeding):
             self._leave = weakref.finalize(self, liveness.leave_unclosed)
         if self._parts.events is not None:
             weakref.finalize(self, self._parts.end_events)  # for loops that do not close their controller
+        if unsaid and self.rank == 0:
+            _warn_of_unsaid()  # last: where warnings are errors, the other ranks notice
 
     # ------------------------------------------------------------ setting up
 
@@ -388,10 +390,7 @@ class Controller(Feeding):
                 raise UsageError(short)
 
 
-def _unsaid(*, tell: bool) -> int:
-    """Samples of a worker where nobody says how many; rank 0 tells of it."""
-    if tell:
-        fix = "Write Controller(batch_size=...) with what a worker trains on today"
-        said = f"no batch_size was given, so every worker begins with {UNSAID} samples. {fix}"
-        warnings.warn(said, RuntimeWarning, stacklevel=4)
-    return UNSAID
+def _warn_of_unsaid() -> None:
+    fix = "Write Controller(batch_size=...) with what a worker trains on today"
+    said = f"no batch_size was given, so every worker begins with {UNSAID} samples. {fix}"
+    warnings.warn(said, RuntimeWarning, stacklevel=4)
