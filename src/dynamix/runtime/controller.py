@@ -145,13 +145,17 @@ class Controller(Feeding):
         )
         self.policy, self._coordinator = self._parts.policy, self._parts.coordinator
         self.overhead_s, self._closed = 0.0, False
-        if (liveness := self._coordinator.liveness) is not None:
-            # At the latest when this process ends; its end must not find a thread inside the store's client.
-            self._leave = weakref.finalize(self, liveness.leave_unclosed)
-        if self._parts.events is not None:
-            weakref.finalize(self, self._parts.end_events)  # for loops that do not close their controller
+        self._end_with_the_process()
         if unsaid and self.rank == 0:
             _warn_of_unsaid()  # last: where warnings are errors, the other ranks notice
+
+    def _end_with_the_process(self) -> None:
+        """For loops that do not close their controller."""
+        if (liveness := self._coordinator.liveness) is not None:
+            # At the latest when this process ends; its end must not find a thread inside the store's client.
+            weakref.finalize(self, liveness.leave_unclosed)
+        if self._parts.events is not None:
+            weakref.finalize(self, self._parts.end_events)
 
     # ------------------------------------------------------------ setting up
 
