@@ -49,7 +49,7 @@ def test_a_resumed_job_keeps_the_total_it_began_with() -> None:
     job.resume(128, step=0, samples=0)  # it began with four ranks of 32
     assert (job.base_batch, int(job.bounds.total_low), int(job.bounds.total_high)) == (128, 128, 128)
     with pytest.raises(ConfigError, match=r"global batch=1024 .* 2 to 512"):
-        job.resume(1024)
+        job.resume(1024, step=0, samples=0)
 
 
 def _train(rank: int, policy: Any) -> dict[str, Any]:
