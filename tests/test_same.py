@@ -79,7 +79,7 @@ def here(same: ModuleType) -> Any:
     [
         ("goodput.py", "GROWTH = 0.02\n", "GROWTH = 0.021\n", "decisions allocation"),
         ("gradients.py", "scale_(buffer, share.count, share.total, 1)", WEIGHTED, "losses"),
-        ("sampler.py", "self.seed + epoch", "self.seed + epoch + 1", "samples"),
+        ("computed_order.py", "(seed + epoch)", "(seed + epoch + 1)", "samples"),
     ],
     ids=["constant", "weight", "order"],
 )

@@ -81,7 +81,9 @@ def test_a_schedule_stays_that_of_the_global_batch(tmp_path: Path) -> None:
         TrainerBalance(trainer, dynamix.Settings("static", min_batch_size=2))
         if batch_size == BATCH:
             trainer.add_callback(Stop(25))
-        trainer.train(resume_from_checkpoint=batch_size > BATCH)
+            trainer.train()
+    with pytest.warns(RuntimeWarning, match=f"goes on with a global batch of {BATCH} samples"):
+        trainer.train(resume_from_checkpoint=True)
     assert trainer.state.epoch == 2
     assert trainer.state.global_step == 2 * round(SAMPLES / BATCH)
     assert trainer.optimizer.param_groups[0]["lr"] == 0

@@ -27,6 +27,7 @@ from dynamix_lab.virtual.cluster import VirtualCluster
 from dynamix_lab.virtual.run import VirtualRun
 from tests.lab.virtual.small import Watched, assert_same_windows, dataset, network, weights
 from tests.ranks import run_ranks
+from tests.runtime.jobs import decided
 from tests.union import Script
 
 SHARE, PIECE, INTERVAL, SAMPLES, EPOCHS = 32, 8, 3, 1000, 2
@@ -143,7 +144,7 @@ def test_equals_a_real_job_of_two_processes(tmp_path: Path, case: dict[str, Any]
         np.testing.assert_array_equal(run.counts, counts)
         np.testing.assert_allclose(run.loss, losses, rtol=exact)
         torch.testing.assert_close(weights(cluster.model), ranks[0]["weights"], rtol=exact, atol=exact)
-    one, other = read_events(recorded), read_events(events)
+    one, other = decided(recorded), decided(events)
     assert len(one) == len(other) > 2
     assert_same_windows(one, other, rtol=max(exact, 1e-6))
     assert np.isfinite(other[-1]["window"]["noise"])

@@ -27,6 +27,7 @@ from dynamix_lab.virtual.cluster import VirtualCluster
 from tests.lab.virtual.small import SAME, Watched, assert_same_windows, dataset, network, weights
 from tests.ranks import run_ranks
 from tests.refused import refused
+from tests.runtime.jobs import decided
 from tests.union import Script
 
 INTERVAL = 3
@@ -103,7 +104,7 @@ def test_equals_a_real_job_of_four_processes(tmp_path: Path, options: dict[str, 
     ranks = run_ranks(_live, 4, str(recorded), options)
     counts = np.array(ranks[0]["counts"])
     losses = (np.array([rank["losses"] for rank in ranks]).T * counts).sum(1) / counts.sum(1)
-    live = read_events(recorded)
+    live = decided(recorded)
     assert len({tuple(e["allocation"]) for e in live}) >= 3
     assert any(len(set(e["allocation"])) > 1 for e in live)
 
@@ -117,7 +118,7 @@ def test_equals_a_real_job_of_four_processes(tmp_path: Path, options: dict[str, 
     np.testing.assert_allclose(run.loss, losses, rtol=1e-9)
     torch.testing.assert_close(weights(net), ranks[0]["weights"], rtol=1e-9, atol=1e-12)
     assert len(live) > 8
-    assert_same_windows(live, read_events(events), (*SAME, "gradient_norm_sq"))
+    assert_same_windows(live, decided(events), (*SAME, "gradient_norm_sq"))
 
     # Left to itself, the same policy decides for the same steps: lateness is the only thing a live job adds.
     if isinstance(options["policy"], Script) and not any(e["decision"] == "late" for e in live):

@@ -28,6 +28,7 @@ from dynamix.window import Window
 from dynamix_lab import emulator, papers
 from dynamix_lab.emulator.loading import load_scenario, shipped_scenarios
 from dynamix_lab.emulator.traces import parse_trace, read_trace
+from dynamix_lab.opponents.trial import FIXED_TOTAL
 from dynamix_lab.suites.fuzz import mutations
 
 POLICIES = ("goodput", "dynamix", "stigmergic", "lb_bsp", "dynamix-paper", "pollux", "cannikin", "noise_scale", "dbs")
@@ -56,7 +57,8 @@ class Job:
         self.data = TensorDataset(x, (x.sum(1) > 0).long())
         net = nn.Linear(4, 2)
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        self.controller = dynamix.Controller(policy, batch_size=4, interval=2, global_batch="adaptive", **options)
+        options["global_batch"] = "fixed" if policy in FIXED_TOTAL else "adaptive"
+        self.controller = dynamix.Controller(policy, batch_size=4, interval=2, **options)
         partition = "contiguous" if policy == "dbs" else "stream"
         self.sampler = self.controller.batch_sampler(self.data, partition=partition)  # type: ignore[arg-type]
         self.model = self.controller.wrap(net, self.optimizer)
