@@ -171,6 +171,33 @@ def _a_layer_with_an_optimizer_of_its_own(job: Job) -> None:
         job.step()
 
 
+def _unfrozen_with_an_optimizer_of_its_own(job: Job, *, added: bool) -> None:
+    job.net[0].requires_grad_(False)
+    _under(job)
+    own, job.optimizer = (torch.optim.SGD(job.net[layer].parameters(), lr=0.1) for layer in (0, 2))
+    for x, y in job.batches():
+        if job.steps == 3:
+            job.net[0].requires_grad_(True)
+            job.controller.wrap(job.ddp, own)
+        job.loss(x, y).backward()
+        job.update()
+        if job.steps >= 3:
+            _add_weighted(job, job.net[0].parameters() if added else [])
+            own.step()
+            own.zero_grad()
+        job.step()
+
+
+@wrong(REDUCED)
+def _unfrozen_later_with_an_optimizer_of_its_own(job: Job) -> None:
+    _unfrozen_with_an_optimizer_of_its_own(job, added=False)
+
+
+@right
+def _unfrozen_later_and_reduced_by_the_loop(job: Job) -> None:
+    _unfrozen_with_an_optimizer_of_its_own(job, added=True)
+
+
 @wrong(REDUCED)
 def _two_layers_that_train_in_turn(job: Job) -> None:
     job.net[0].weight.requires_grad_(False)
@@ -219,14 +246,23 @@ def _a_parameter_beside_those_that_fsdp_shards(job: Job) -> None:
         job.step()
 
 
-@right
-def _the_loop_reduces_what_ddp_ignores(job: Job) -> None:
-    own = _ignoring(job, "2.weight", "2.bias")
+def _reduced_by_the_loop(job: Job, *names: str) -> None:
+    own = _ignoring(job, *names)
     for x, y in job.batches(2):
         job.loss(x, y).backward()
         _add_weighted(job, own)
         job.update()
         job.step()
+
+
+@right
+def _the_loop_reduces_what_ddp_ignores(job: Job) -> None:
+    _reduced_by_the_loop(job, "2.weight", "2.bias")
+
+
+@right
+def _the_loop_reduces_the_first_layer(job: Job) -> None:
+    _reduced_by_the_loop(job, "0.weight", "0.bias")
 
 
 @right

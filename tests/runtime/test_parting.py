@@ -301,7 +301,21 @@ def test_what_a_rank_may_have_as_it_likes_is_in_no_digest() -> None:
     two = Two()
     for rank, optimizer in enumerate(two.optimizers):
         optimizer.param_groups[0] |= {"foreach": bool(rank), "device": f"cuda:{rank}", "of": object()}
+        optimizer.param_groups[0] |= {"norm that was logged": 0.5} if rank == 0 else {}
     assert not two.close().differ()
+
+
+def test_parameters_that_one_rank_has_put_into_other_memory_are_followed_there() -> None:
+    """As by code that saves a model from the host, or evaluates averaged weights, on the first rank."""
+    two = Two()
+    two.close()
+    for _ in range(3):
+        for p in two.nets[0].parameters():
+            p.data = p.data.clone()
+        two.move(0.1)
+        assert two.close().wrong is None
+    two.move(0.1, 0.01)
+    assert "of rank 1 differs from rank 0's" in (two.close().wrong or "")
 
 
 @pytest.mark.filterwarnings("ignore:the ranks' parameters have come to differ")

@@ -114,6 +114,13 @@ def _beside_weights(a: Tensor, b: Tensor, total: int) -> Tensor:
     return _averaged_in_place(a, b) + weights.square().sum()
 
 
+def _of_parts(a: Tensor, b: Tensor, total: int) -> Tensor:
+    """Of as many parts of the own samples, such as tokens, as the global batch has samples."""
+    parts = total // len(a) if total % len(a) == 0 else 1
+    a, b = (own.unsqueeze(1).repeat(1, parts, 1).flatten(0, 1) for own in (a, b))
+    return _averaged_in_place(a, b)
+
+
 Loss = Callable[[Tensor, Tensor, int], Tensor]
 # What a rank computes of its own two views and the samples of all, and what one process computes of the union batch.
 OF_ALL: dict[str, tuple[Loss, Loss]] = {
@@ -135,6 +142,7 @@ OF_EACH: dict[str, tuple[Loss, Loss]] = {
         lambda a, b, n: _gathered(F.mse_loss(a, b).reshape(1, 1)).mean(),
         lambda a, b, n: F.mse_loss(a, b),
     ),
+    "of parts": (_of_parts, lambda a, b, n: F.mse_loss(a, b)),
     "beside a penalty": (_beside_weights, lambda a, b, n: F.mse_loss(a, b)),
     "averaged in place": (lambda a, b, n: _averaged_in_place(a, b), lambda a, b, n: F.mse_loss(a, b)),
 }

@@ -95,16 +95,23 @@ class ModelCheck:
         self.inside = False  # `optimizer.step()` runs: a closure may go through the model again
         self._closure = False  # the optimizer's step under way makes gradients itself
         self.probe: nn.Parameter | None = None
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not is_fully_sharded(model):
-            found = (p for p in model.parameters() if p.requires_grad and id(p) in owned)
-            self.probe = next(found, None)
+            self.probe = self._one_of(model, parameters_of(optimizer))
         self._stale = False
         if self.probe is not None:
             self.probe.register_hook(_weakly(self._before_adding))
             self.probe.register_post_accumulate_grad_hook(_weakly(self._added))
         optimizer.register_step_pre_hook(_weakly(self._before_optimizer))
         optimizer.register_step_post_hook(_weakly(self._after_optimizer))
+
+    def _one_of(self, model: nn.Module, owned: set[int]) -> nn.Parameter | None:
+        """The first parameter of `owned`, by `id`, whose gradients `model` reduces as far as that is known yet."""
+        ignored, reduced = getattr(model, "parameters_to_ignore", ()), self.loop.reduced
+        known = any(id(p) in reduced for p in model.parameters())
+        for name, p in getattr(model, "module", model).named_parameters():
+            if p.requires_grad and id(p) in owned and name not in ignored and (id(p) in reduced or not known):
+                return p
+        return None
 
     def fail(self, message: str) -> None:
         """Raise `UsageError`, on every rank."""

@@ -119,7 +119,7 @@ def _made_of_all(last: Any, own: int, total: int, workers: int) -> bool:
     ours, of_all = {own, 2 * own}, {total, 2 * total}
     for node, rows, sizes in _towards(ours, last, workers):
         if not sizes & ours and (rows & of_all or (sizes and _may_be_collective(node, own, sizes))):
-            further = [_towards(ours, before, workers) for before, _ in node.next_functions]
+            further = [_towards(ours, before, workers) for before in _before(node, ours, workers)]
             if any(sizes & ours for way in further for _, _, sizes in way):
                 return True
     return False
@@ -129,12 +129,25 @@ def _towards(ours: set[int], last: Any, workers: int) -> Iterator[tuple[Any, set
     """Nodes from `last` on, up to those of a size of `ours`; with rows and all sizes of their larger tensors."""
     nodes = [] if last is None else [last]
     for node in nodes:
-        shapes = [tuple(of.shape) for of in node._input_metadata if prod(of.shape) > workers]
+        shapes = _shapes(node, workers)
         sizes = {n for shape in shapes for n in shape}
         yield node, {shape[0] for shape in shapes}, sizes
         if not sizes & ours:
-            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+            nodes += [before for before in _before(node, ours, workers) if before not in nodes]
             del nodes[NODES:]
+
+
+def _before(node: Any, ours: set[int], workers: int) -> list[Any]:
+    """Nodes that `node` was made of, but for own samples that an operation of torch's brings in another shape."""
+    before = [node for node, _ in node.next_functions if node is not None]
+    if len(node.next_functions) > 1 or isinstance(node, BackwardCFunction) or re.search("c10d|CppNode", node.name()):
+        return before  # samples of other ranks may have come in
+    return [node for node in before if ours.isdisjoint(n for shape in _shapes(node, workers) for n in shape)]
+
+
+def _shapes(node: Any, workers: int) -> list[tuple[int, ...]]:
+    """Of the larger tensors that an operation made."""
+    return [tuple(of.shape) for of in node._input_metadata if prod(of.shape) > workers]
 
 
 def _may_be_collective(node: Any, own: int, sizes: set[int]) -> bool:

@@ -43,6 +43,7 @@ class Drawn:
 
     arrays    the same as NumPy's, which reads them faster; none of a device or a type that it has not
     names     of the parameters that `elements` are of
+    memory    of these parameters when they were drawn
     epsilon   the relative precision of each element's type
     key       tells what was drawn; the same on ranks that drew the same
     """
@@ -50,8 +51,14 @@ class Drawn:
     elements: list[Tensor]
     arrays: list[Any]
     names: list[str]
+    parameters: list[Tensor]
+    memory: list[int]
     epsilon: Floats
     key: float
+
+    def stale(self) -> bool:
+        """Whether parameters are in other memory than they were, as after `p.data = other`."""
+        return [p.data_ptr() for p in self.parameters] != self.memory
 
 
 @dataclass(frozen=True)
@@ -121,10 +128,12 @@ class Parting:
                 settings.append(len(group["params"]))
                 count += settings[-1]
                 # In one pass and without names: this runs in the training thread, with nothing of it in a cache.
-                own = [v if type(v) in _PLAIN else self._plain(v) for name, v in group.items() if name not in _OWN]
-                settings += own
+                own = [group.get(name) for name in _known(optimizer, group) if name not in _OWN]
+                settings += [v if type(v) in _PLAIN else self._plain(v) for v in own]
         if self._drawn is None or count != self._count or self._windows % _REDRAW == 0:
             self._drawn, self._draws, self._count = draw(optimizers, models, self._draws), self._draws + 1, count
+        elif self._drawn.stale():  # on this rank, perhaps, alone: the same elements
+            self._drawn = draw(optimizers, models, self._draws - 1)
         self._windows += 1
         self._read(self._drawn, place[PLACE[0]])
         sample = self._sample
@@ -149,8 +158,8 @@ class Parting:
             precision = _TORCH if type(optimizer).__module__.startswith("torch.") else _OTHER
             of = f" of optimizer {number}" if number else ""
             for index, group in enumerate(optimizer.param_groups):
-                for name in [name for name in group if name not in _OWN]:
-                    value, field = self._plain(group[name]), f"{name} of parameter group {index}{of}"
+                for name in [name for name in _known(optimizer, group) if name not in _OWN]:
+                    value, field = self._plain(group.get(name)), f"{name} of parameter group {index}{of}"
                     facts[field] = next(late, None) if value is _LATE else value
                     near[field] = _ON_DEVICE if value is _LATE else precision
         return facts, near
@@ -262,6 +271,11 @@ class Drift:
         self._base, self._moved, self._windows, self._last = (step, apart), moved, 0, 0.0
 
 
+def _known(optimizer: Optimizer, group: dict[str, Any]) -> Iterable[str]:
+    """Names of settings of the optimizer's; what else a loop keeps in `group`, perhaps on one rank, moves nothing."""
+    return getattr(optimizer, "defaults", group)
+
+
 @torch.no_grad()
 def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int) -> Drawn:
     """Elements of what `optimizers` step of `models`, by a rule that is the same on all ranks.
@@ -271,16 +285,18 @@ def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int
     own = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for model in models for name, p in _whole(model) if id(p) in own]
     named = [(name, p) for name, p in named if p.device == named[0][1].device]
-    elements, names, turn = [], [], turn if len(named) > ELEMENTS else 0
+    elements, chosen, turn = [], [], turn if len(named) > ELEMENTS else 0
     for number in range(ELEMENTS if named else 0):
         name, parameter = named[(number * len(named) // ELEMENTS + turn) % len(named)]
         index = np.unravel_index(_SPREAD * (number + 1) % parameter.numel(), parameter.shape)
         elements.append(parameter.detach()[tuple(map(int, index))])
-        names.append(name)
+        chosen.append((name, parameter))
     epsilon = np.array([torch.finfo(element.dtype).eps for element in elements])
     fast = all(element.device.type == "cpu" and element.dtype != torch.bfloat16 for element in elements)
     arrays = [element.reshape(1).numpy() for element in elements] if fast else []
-    return Drawn(elements, arrays, names, epsilon, digest_of([names, len(named)]))
+    names, parameters = [name for name, _ in chosen], [p for _, p in chosen]
+    memory = [p.data_ptr() for p in parameters]
+    return Drawn(elements, arrays, names, parameters, memory, epsilon, digest_of([names, len(named)]))
 
 
 def _whole(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
