@@ -133,7 +133,8 @@ def _order_of(drawn: Any, samples: int) -> Order | None:
     if kind is SubsetRandomSampler:
         return Order(True, indices=drawn.indices)
     if kind is WeightedRandomSampler and drawn.replacement:
-        return Order(True, weights=drawn.weights, num_samples=drawn.num_samples)
+        first = _first(len(drawn.weights), samples)
+        return Order(True, indices=first, weights=drawn.weights, num_samples=drawn.num_samples)
     if kind is RandomSampler and drawn.replacement:
         of = len(drawn.data_source)
         return Order(True, indices=_first(of, samples), weights=np.ones(of), num_samples=drawn.num_samples)
