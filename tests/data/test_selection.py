@@ -229,3 +229,20 @@ def test_ranks_that_were_given_other_samples_are_told(name: str) -> None:
     for said in run_ranks(_other, 2, name):
         assert f"{name} is " in said
         assert f"batch_sampler(dataset, {name}=...) the same on every rank" in said
+
+
+def test_weights_of_the_first_samples_draw_from_these() -> None:
+    assert set(_kept(WeightedRandomSampler([1.0, 0.0, 2.0] * 20, 120))) <= {i for i in range(60) if i % 3 != 1}
+    with pytest.raises(ConfigError, match=r"indices\[200\]=200 is not possible"):
+        _kept(WeightedRandomSampler([1.0] * 201, 120))  # torch's loader would ask for a sample that is not there
+
+
+def test_a_number_of_draws_may_be_numpys() -> None:
+    sampler = _controller().batch_sampler(DATA, weights=WEIGHTS, num_samples=np.int64(48))  # type: ignore[arg-type]
+    assert type(sampler.state_dict()["dataset_size"]) is int
+    assert len(sampler) == 8
+
+
+def test_no_indices_are_said() -> None:
+    with pytest.raises(ConfigError, match=r"indices=\[\] is not possible: allowed is one index or more"):
+        _controller().batch_sampler(DATA, indices=[])

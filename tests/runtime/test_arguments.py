@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import dynamix
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, StateError
 
 
 @pytest.mark.parametrize(
@@ -111,3 +116,57 @@ def test_a_policy_that_moves_shares_only_says_that_it_does_not_adapt(policy: str
 )
 def test_what_may_adapt_is_not_warned_of(policy: str, options: dict[str, Any]) -> None:
     dynamix.Controller(policy, 8, global_batch="adaptive", **options)
+
+
+class _Endless(IterableDataset[int]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "fix"),
+    [
+        (DataLoader(range(64), batch_size=8), "write controller.loader(loader)"),  # type: ignore[arg-type]
+        (RandomSampler(range(64)), "give the data set itself; indices= and weights= say which"),
+        (_Endless(), "write controller.stream(dataset"),
+        (64, "write controller.stream(dataset"),
+    ],
+)
+def test_what_is_no_data_set_is_named(dataset: Any, fix: str) -> None:
+    controller = dynamix.Controller("static", 8)
+    with pytest.raises(ConfigError, match=r"dataset='\w+' is not possible: allowed is a data set with len") as error:
+        controller.batch_sampler(dataset)
+    assert fix in str(error.value)
+    controller.batch_sampler(range(64))
+
+
+@pytest.mark.parametrize("seed", [None, "a", 1.0])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    controller = dynamix.Controller("static", 8)
+    with pytest.raises(ConfigError, match=r"seed=.* is not possible: allowed is a whole number"):
+        controller.batch_sampler(range(64), seed=seed)
+
+
+def test_a_seed_of_numpy_is_a_number() -> None:
+    orders = []
+    for seed in (3, np.int64(3), torch.tensor(3)):
+        sampler = dynamix.Controller("static", 8).batch_sampler(range(64), seed=seed)  # type: ignore[arg-type]
+        orders.append([*sampler])
+        assert type(sampler.state_dict()["seed"]) is int
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_a_folder_is_no_events_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"allowed is a file; name one in this folder, such as .*/events\.jsonl"):
+        dynamix.Controller("static", 8, events=tmp_path)
+
+
+def test_a_state_that_is_a_whole_checkpoint_is_named() -> None:
+    controller = dynamix.Controller("static", 8)
+    state = {"net": {}, "controller": controller.state_dict()}
+    with pytest.raises(StateError, match=r"keys are \['net', 'controller'\]. Write .*\(state\['controller'\]\)"):
+        controller.load_state_dict(state)
+    with pytest.raises(StateError, match=r"keys are \[\]. Load a state that controller"):
+        controller.load_state_dict({})

@@ -246,7 +246,7 @@ def test_an_error_that_a_rank_has_dealt_with_ends_nobody() -> None:
 def test_a_state_that_one_rank_cannot_load_ends_all() -> None:
     for told in run_ranks(_load, 2):
         assert told.startswith("StateError")
-        assert "has schema None" in told
+        assert "this is no state of a controller" in told
 
 
 # ------------------------------------------------------------ before there is a controller

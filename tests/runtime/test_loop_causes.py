@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import dynamix
 from dynamix.errors import UsageError
+from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.runtime.jobs import classes, classifier
-from tests.runtime.loops import Job, Loops
+from tests.runtime.loops import Job, Loops, data
 
 LOOPS = Loops()
 wrong = LOOPS.wrong
@@ -158,6 +160,42 @@ def _a_line_search_on_each_ranks_own_loss(job: Job) -> None:
         job.step()
 
 
+def _train_plainly(job: Job, batches: Any) -> None:
+    job.wrap()
+    for x, y in batches:
+        F.cross_entropy(job.ddp(x), y).backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        job.controller.step()
+
+
+FOREIGN = "the loop's batches do not come from this controller"
+
+
+@wrong(FOREIGN)
+def _a_loader_of_the_users_own(job: Job) -> None:
+    _train_plainly(job, DataLoader(data(), batch_size=4, shuffle=True))
+
+
+@wrong(FOREIGN)
+def _a_loader_with_torchs_sampler(job: Job) -> None:
+    _train_plainly(job, DataLoader(data(), batch_size=4, sampler=DistributedSampler(data())))
+
+
+@wrong(FOREIGN)
+def _one_batch_of_the_data_set(job: Job) -> None:
+    _train_plainly(job, [data()[:4]] * 3)
+
+
+@wrong("the model was given to an earlier controller: train on with a new DistributedDataParallel around its module")
+def _the_model_of_an_earlier_controller(job: Job) -> None:
+    job.wrap()
+    job.controller.close()
+    again = dynamix.Controller("static", 4, process_group=job.group)
+    with contextlib.closing(again):
+        again.wrap(job.ddp, job.optimizer)
+
+
 @pytest.mark.multiproc
 def test_they_end_on_every_rank_with_their_cause() -> None:
     LOOPS.check_wrong(2)
@@ -180,3 +218,29 @@ def test_a_cycle_is_named_without_ranks_too() -> None:
     refused(UsageError, r"itertools\.cycle\(loader\) and a list of batches give what was trained already", train)
     assert controller.samples_seen == 24
     controller.close()
+
+
+def _closed(rank: int) -> list[int]:
+    """The samples that a closed controller's loader gives this rank, and its state afterwards."""
+    net, dataset = classifier(), classes(24)
+    controller = dynamix.Controller("static", 4)
+    loader = DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset))
+    model, optimizer = DDP(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    controller.wrap(model, optimizer)
+    for _ in range(2):  # first trained, then looked at
+        seen = []
+        for x, y in loader:
+            seen.append(len(x))
+            if controller.samples_seen < 24:
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                controller.step()
+        controller.close()
+    controller.load_state_dict(controller.state_dict())
+    return seen
+
+
+@pytest.mark.multiproc
+def test_a_closed_controllers_loader_and_state_may_be_used() -> None:
+    assert run_ranks(_closed, 2) == [[4, 4, 4]] * 2

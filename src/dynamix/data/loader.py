@@ -84,7 +84,7 @@ class Epochs:
         return iter(self.loader) if self._place is None else map(self._place, self.loader)
 
 
-class Order(NamedTuple):
+class LoaderOrder(NamedTuple):
     """The order of a loader's samples, as `Controller.batch_sampler` takes it."""
 
     shuffle: bool
@@ -94,7 +94,7 @@ class Order(NamedTuple):
     num_samples: int | None = None
 
 
-def order_of(loader: DataLoader[Any]) -> Order:
+def order_of(loader: DataLoader[Any]) -> LoaderOrder:
     """The order of a loader, where it can be kept.
 
     Raises `UsageError` for one that draws samples in another way, naming the line to write.
@@ -127,23 +127,24 @@ def order_of(loader: DataLoader[Any]) -> Order:
     return order
 
 
-def _order_of(drawn: Any, samples: int) -> Order | None:
+def _order_of(drawn: Any, samples: int) -> LoaderOrder | None:
     """The order that a sampler gives so many samples; None for what has no order that could be kept."""
     kind = type(drawn)
     if kind is SubsetRandomSampler:
-        return Order(True, indices=drawn.indices)
+        return LoaderOrder(True, indices=drawn.indices)
     if kind is WeightedRandomSampler and drawn.replacement:
-        return Order(True, weights=drawn.weights, num_samples=drawn.num_samples)
+        first = _first(len(drawn.weights), samples)
+        return LoaderOrder(True, indices=first, weights=drawn.weights, num_samples=drawn.num_samples)
     if kind is RandomSampler and drawn.replacement:
         of = len(drawn.data_source)
-        return Order(True, indices=_first(of, samples), weights=np.ones(of), num_samples=drawn.num_samples)
+        return LoaderOrder(True, indices=_first(of, samples), weights=np.ones(of), num_samples=drawn.num_samples)
     if isinstance(drawn, DistributedSampler):
         if kind.__iter__ is DistributedSampler.__iter__ or kind.__module__.startswith("torchdata."):
-            return Order(bool(drawn.shuffle), int(drawn.seed), _first(len(cast(Sized, drawn.dataset)), samples))
+            return LoaderOrder(bool(drawn.shuffle), int(drawn.seed), _first(len(cast(Sized, drawn.dataset)), samples))
         if kind.__module__.startswith(("lightning.", "pytorch_lightning.")):  # puts one around the user's own
             return _order_of(getattr(drawn.dataset, "_sampler", None), samples)
     if kind is SequentialSampler or (kind is RandomSampler and drawn.num_samples == len(drawn.data_source)):
-        return Order(kind is RandomSampler, 0, _first(len(drawn.data_source), samples))
+        return LoaderOrder(kind is RandomSampler, 0, _first(len(drawn.data_source), samples))
     return None
 
 

@@ -1,5 +1,6 @@
 """The batch sampler: one seeded order per epoch, cut anew for every step by the allocation in force."""
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -109,7 +110,12 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
                 f"1 to {dataset_size}, the samples of an epoch",
                 "lower batch_size or accumulate, or use a larger data set",
             )
-        self.dataset_size, self.seed, self.shuffle, self.partition = dataset_size, seed, shuffle, partition
+        self.dataset_size, self.shuffle, self.partition = dataset_size, shuffle, partition
+        try:
+            self.seed = operator.index(seed)  # what torch's generators take
+        except TypeError:
+            fix = "leave it out for 0, or give one number on all ranks"
+            raise ConfigError("seed", seed, "a whole number", fix) from None
         self.size_now = size_now
         self.costs, self.draws_alike = costs, costs is None or not costs.padded
         self.selection = selection

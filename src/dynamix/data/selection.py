@@ -62,8 +62,10 @@ class Selection:
 def _indices(given: Any, samples: int) -> Ints:
     fix = "give the index of each sample to train on, once"
     indices = _array("indices", given, "a list of whole numbers", fix)
-    if indices.ndim != 1 or indices.size == 0 or indices.dtype.kind not in "iu":
-        raise ConfigError("indices", f"{indices.dtype} {indices.shape}", "a list of whole numbers, one or more", fix)
+    if indices.size == 0:
+        raise ConfigError("indices", [], "one index or more", fix)
+    if indices.ndim != 1 or indices.dtype.kind not in "iu":
+        raise ConfigError("indices", f"{indices.dtype} {indices.shape}", "a list of whole numbers", fix)
     indices = indices.astype(np.int64)
     beyond = (indices < 0) | (indices >= samples)
     if beyond.any():
@@ -99,9 +101,9 @@ def _weights(given: Any, samples: int) -> Floats:
 def _draws(given: Any, *, weighted: bool) -> int:
     if not weighted:
         raise ConfigError("num_samples", given, "None without weights", "leave it out: an epoch has each sample once")
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 1:
         raise ConfigError("num_samples", given, "a whole number, 1 or more", "give the number of draws of an epoch")
-    return given
+    return int(given)
 
 
 def _array(name: str, given: Any, allowed: str, fix: str) -> np.ndarray[Any, Any]:

@@ -82,7 +82,10 @@ class Stream(SampleOrder):
             before_issue=before_issue,
         )
         if not hasattr(iterable, "__iter__"):
-            raise ConfigError("iterable", iterable, "anything with __iter__", "pass an IterableDataset or a list")
+            fix = (
+                "pass an IterableDataset or a list; for a data set with indices write controller.batch_sampler(dataset)"
+            )
+            raise ConfigError("iterable", iterable, "anything with __iter__", fix)
         if sharded and agree is None and world_size > 1:
             raise ConfigError("agree", None, "a callback that sums over ranks", "use controller.stream(...)")
         self.sharded, self.collate_fn, self.agree = sharded, collate_fn, agree

@@ -144,7 +144,9 @@ def thin(path: Path, most_bytes: int) -> None:
 
 
 def require_events(path: Path) -> None:
-    """Raise `ConfigError` where `path` is a file that does not begin as an events file of this version does."""
+    """Raise `ConfigError` where `path` is a folder, or a file that does not begin as one of events of this version."""
+    if path.is_dir():
+        raise ConfigError("events", str(path), "a file", f"name one in this folder, such as {path / 'events.jsonl'}")
     line, begins = b"", line_of({}).replace(b"}\n", b",")
     if path.is_file():
         with contextlib.suppress(OSError), path.open("rb") as file:  # whoever writes finds out

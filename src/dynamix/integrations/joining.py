@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from dynamix.data.loader import Epochs, batch_size_of
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.controller import Controller
 from dynamix.runtime.settings import Settings
 
@@ -68,6 +68,19 @@ def recount(counted: Any, done: int) -> None:
     now, open_ones = counted.current, counted.total.processed - counted.total.completed
     now.ready = now.started = now.processed = done
     now.completed = done - open_ones  # Lightning closes them when it begins
+
+
+def require_kept_loader(often: int) -> None:
+    """Raise `ConfigError` where Lightning makes the training loader anew every so `often`."""
+    if often:
+        allowed, fix = "0: one loader serves the whole job", "leave it out: the order follows the epoch by itself"
+        raise ConfigError("reload_dataloaders_every_n_epochs", often, allowed, fix)
+
+
+def several_loaders(framework: str) -> UsageError:
+    """What to raise where a framework brings one more training loader."""
+    why = f"{framework} has several training loaders, and batches of one alone are dealt and weighted"
+    return UsageError(f"{why}: give it one loader, of a data set whose samples have a part of each")
 
 
 def require_steps_alike(settings: Settings, framework: str, why: str) -> None:

@@ -5,8 +5,15 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dynamix.data.loader import Epochs
-from dynamix.errors import ConfigError, UsageError
-from dynamix.integrations.joining import batches_left, fixed, join, recount, require_steps_alike
+from dynamix.integrations.joining import (
+    batches_left,
+    fixed,
+    join,
+    recount,
+    require_kept_loader,
+    require_steps_alike,
+    several_loaders,
+)
 from dynamix.runtime.controller import Controller
 from dynamix.runtime.settings import Settings
 
@@ -28,26 +35,21 @@ class BalanceCallback(Callback):
         require_steps_alike(settings, "Lightning", "exchanges after every batch")
         self.settings, self.options = settings, options
         self._state: dict[str, Any] = {}
-        self._final: dict[str, Any] = {}
+        self._final: dict[str, Any] = {}  # of the fit that has ended
         self._counts = (0, 0)  # batches of a whole epoch, and those done of the one that is gone on with
-        self._joined = False  # in this fit
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if often := trainer.reload_dataloaders_every_n_epochs:
-            allowed, fix = "0: one loader serves the whole job", "leave it out: the order follows the epoch by itself"
-            raise ConfigError("reload_dataloaders_every_n_epochs", often, allowed, fix)
-        self._joined = False
+        require_kept_loader(trainer.reload_dataloaders_every_n_epochs)
+        if stage == "fit":
+            vars(self).pop("controller", None)
         inner = type(trainer.strategy).process_dataloader
         vars(trainer.strategy)["process_dataloader"] = lambda loader: (
             self._dealt(trainer, loader) if trainer.training else inner(trainer.strategy, loader)
         )
 
     def _dealt(self, trainer: Trainer, loader: Any) -> Epochs:
-        if self._joined:
-            why = "Lightning has several training loaders, and batches of one alone are dealt and weighted"
-            fix = "give it one loader, of a data set whose samples have a part of each"
-            raise UsageError(f"{why}: {fix}")
-        self._joined = True
+        if hasattr(self, "controller"):
+            raise several_loaders("Lightning")
         self.controller, epochs = join(self.settings, loader, accumulate=trainer.accumulate_grad_batches)
         state, self._state, self._final = self._state, {}, {}
         if state:
@@ -71,9 +73,7 @@ class BalanceCallback(Callback):
         self.controller.close()
 
     def state_dict(self) -> dict[str, Any]:
-        if self._final:
-            return self._final
-        return self.controller.state_dict(gather=True) if hasattr(self, "controller") else {}
+        return self._final or (self.controller.state_dict(gather=True) if hasattr(self, "controller") else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = state_dict

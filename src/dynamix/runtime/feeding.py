@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sized
 from typing import Any, cast
 
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from dynamix.data import BatchSampler, Stream
 from dynamix.data.lengths import Lengths
@@ -55,6 +55,7 @@ class Feeding(ControllerStatus):
         """
         coordinator = self._coordinator
         with coordinator.setting_up():
+            _require_data(dataset)
             if partition == "contiguous":
                 # Regions are cut once per epoch: so it decides.
                 coordinator.per_epoch, coordinator.job.slack = True, 0
@@ -125,3 +126,16 @@ class Feeding(ControllerStatus):
         """
         with self._coordinator.setting_up():
             return self._coordinator.stream(iterable, sharded=sharded, collate_fn=collate_fn)
+
+
+def _require_data(dataset: Any) -> None:
+    """Raise `ConfigError` for what has no samples of a known number, or whose length is not that of its samples."""
+    if isinstance(dataset, DataLoader):
+        fix = "write controller.loader(loader), or give this the loader's data set"
+    elif isinstance(dataset, Sampler):
+        fix = "give the data set itself; indices= and weights= say which of its samples to take"
+    elif not hasattr(dataset, "__len__"):
+        fix = "for data without a length write controller.stream(dataset, collate_fn=...)"
+    else:
+        return
+    raise ConfigError("dataset", type(dataset).__name__, "a data set with len(dataset)", fix)

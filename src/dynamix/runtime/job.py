@@ -92,6 +92,7 @@ class TrainingJob:
         self.memory: Memory | None = None
         self.connected: list[ConnectedModel] = []  # `attached` is the first of them
         self.ranks = channel.ending = None
+        self._made_alone = ranks is None
         if ranks is not None:
             self.ranks, channel.ending, loss_weight.ending = ranks, ranks.ending, ranks.ending
         workers = 1 if ranks is None else self.allocations.workers
@@ -141,7 +142,7 @@ class TrainingJob:
         return source
 
     def _begin(self) -> None:
-        if self.ranks is None:
+        if self._made_alone:
             require_alone()
         self.loop.begin()
         if self._begins is not None and not self.recorder.all_steps:
@@ -209,7 +210,8 @@ class TrainingJob:
         """In whose body an error ends other ranks too, where they then wait for this one and it does not go on."""
         if self.ranks is not None:
             return self.ranks.setting_up()
-        require_alone()
+        if self._made_alone:
+            require_alone()
         return nullcontext()
 
     def wait_for_all(self, what: str) -> None:

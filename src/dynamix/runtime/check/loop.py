@@ -61,6 +61,10 @@ _REPEATED = (
     "the loader's epoch is over and its batches come again: itertools.cycle(loader), or a list of batches, gives what "
     "was trained already. Write `for epoch in range(epochs):` around `for batch in loader:`"
 )
+_FOREIGN = (
+    "the loop's batches do not come from this controller, so their gradients have no weights: iterate "
+    "controller.loader(loader), or DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset))"
+)
 _ONCE = "train each batch once, before its controller.step(), and several updates of it in optimizer.step(closure)"
 MATCHES = 4  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
 READ = 8  # batches that came as long as dealt, and none longer: then the first dimension of inputs counts samples
@@ -125,8 +129,7 @@ class ModelCheck:
         """A synchronised backward pass has its first gradients."""
         loop = self.loop
         if not loop.forwards and not self.inside:
-            before = "backward() came after controller.step(), so its gradient would get another batch's weight"
-            loop.fail(f"{before}: {_REPEATED if loop.epoch_over() else _ONCE}; {_STEP}")
+            loop.fail(loop.without_batch())
         piece = loop.piece_of_pass()
         if loop.needs_piece and not loop.in_piece:
             loop.fail(f"backward() crossed ranks, but with meet='auto' ranks step apart in some rounds: {_PIECES}")
@@ -471,6 +474,13 @@ class LoopCheck:
     def epoch_over(self) -> bool:
         """Whether the loop has stepped all batches of an epoch."""
         return self.source is not None and self.source.exhausted and self.too_late()
+
+    def without_batch(self) -> str:
+        """What is wrong where a backward pass belongs to no batch."""
+        if self.source is None or not self.source.batches_issued:
+            return _FOREIGN
+        before = "backward() came after controller.step(), so its gradient would get another batch's weight"
+        return f"{before}: {_REPEATED if self.epoch_over() else _ONCE}; {_STEP}"
 
     def before_step(self, piece: Piece) -> None:
         """`controller.step()` begins, for `piece`."""

@@ -38,7 +38,7 @@ _WHY = (
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnElements:
     """Elements of parameters, on one device; what is read of them is what they hold then.
 
     arrays    the same as NumPy's, which reads them faster; none of a device or a type that it has not
@@ -74,7 +74,7 @@ class Sample:
 class Copy:
     """Values of a device on their way to the host, for which nobody waits."""
 
-    def __init__(self, drawn: Drawn, settings: list[Tensor], step: int) -> None:
+    def __init__(self, drawn: DrawnElements, settings: list[Tensor], step: int) -> None:
         self._key, self._step, self._elements = drawn.key, step, len(drawn.elements)
         values = torch.stack([*drawn.elements, *settings])
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -101,7 +101,7 @@ class Parting:
         self._warning: str | None = None
         self._warned = self._differ = False
         self._on_device: list[Tensor] = []  # settings of the newest row
-        self._drawn: Drawn | None = None
+        self._drawn: DrawnElements | None = None
         self._windows = self._draws = self._count = 0
         self._copy: Copy | None = None
         self._sample: Sample | None = None
@@ -180,7 +180,7 @@ class Parting:
         return value if isinstance(value, (int, float, str)) else None
 
     @torch.no_grad()
-    def _read(self, drawn: Drawn, step: int) -> None:
+    def _read(self, drawn: DrawnElements, step: int) -> None:
         """Copy what was drawn. On a CPU it is here at once; from a device it comes with a later row."""
         if drawn.arrays:
             self._sample = Sample(drawn.key, step, np.concatenate(drawn.arrays).tolist(), [])
@@ -240,7 +240,7 @@ class Drift:
         self._windows = self._growing = 0  # since then; and those that grow
         self._moved = self._last = 0.0
 
-    def look(self, drawn: Drawn, step: int, elements: Floats) -> Parted | None:
+    def look(self, drawn: DrawnElements, step: int, elements: Floats) -> Parted | None:
         """Compare the elements (W, n) with those of the window before; None where nothing is wrong."""
         before, self._before = self._before, (drawn.key, step, elements)
         with np.errstate(invalid="ignore", over="ignore"):
@@ -277,7 +277,7 @@ def _known(optimizer: Optimizer, group: dict[str, Any]) -> Iterable[str]:
 
 
 @torch.no_grad()
-def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int) -> Drawn:
+def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int) -> DrawnElements:
     """Elements of what `optimizers` step of `models`, by a rule that is the same on all ranks.
 
     turn   other ones have other parameters, where there are more than elements
@@ -296,7 +296,7 @@ def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int
     arrays = [element.reshape(1).numpy() for element in elements] if fast else []
     names, parameters = [name for name, _ in chosen], [p for _, p in chosen]
     memory = [p.data_ptr() for p in parameters]
-    return Drawn(elements, arrays, names, parameters, memory, epsilon, digest_of([names, len(named)]))
+    return DrawnElements(elements, arrays, names, parameters, memory, epsilon, digest_of([names, len(named)]))
 
 
 def _whole(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

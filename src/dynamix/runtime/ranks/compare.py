@@ -27,7 +27,8 @@ _LOAD = "Load the checkpoint of one step on every rank: controller.load_state_di
 _POSITION = ("position", "finished", "taken", "consumed", "batch sizes", "progress", "base batch")
 FIXES = {
     "": "Make the same calls with the same arguments on every rank before training",
-    "dataset_size": "Give every rank the whole data set, of one length: the sampler deals its samples to the ranks",
+    "dataset_size": "Give every rank the whole data set, of one length, and the same indices= and num_samples=: the "
+    "sampler deals its samples to the ranks",
     "epoch": f"Call sampler.set_epoch(epoch) alike on every rank. {_LOAD}",
     "seed": f"{_SAMPLER}: seed=0, not seed=rank; the sampler deals the ranks different samples by itself",
     **dict.fromkeys(("lengths", "padded"), "Give batch_sampler(dataset, lengths=...) the same on every rank"),

@@ -133,6 +133,9 @@ def _require_schema(state: Any) -> None:
             "this state was saved by dynamix 0.1 (schema 1); this version reads states of 0.2 and later. Finish the "
             "job with dynamix 0.1, or begin a new one from the model's weights"
         )
+    if "schema" not in state:
+        inside = "Write controller.load_state_dict(state['controller'])" if "controller" in state else FIX
+        raise StateError(f"this is no state of a controller: its keys are {shown(list(state)[:3])}. {inside}")
     if type(schema) is not int or schema != STATE_SCHEMA:
         version = f", saved by dynamix {state['version']}" if isinstance(state.get("version"), str) else ""
         found = f"{shown(schema)}{version}"

@@ -28,6 +28,7 @@ Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 # One collective each and no memory: non-finite values pass through them to every rank, as in plain DDP.
 _SINGLE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 # A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
+_ANEW = "train on with a new DistributedDataParallel around its module"
 DENSE_EVERY = 50
 
 
@@ -298,6 +299,8 @@ class GradientHook:
         try:
             model.register_comm_hook(None, entry)
         except RuntimeError as error:
+            if any(getattr(own, "__module__", "") == __name__ for own, _ in model._comm_hooks):
+                raise UsageError(f"the model was given to an earlier controller: {_ANEW}") from error
             fix = "pass it as controller.wrap(model, optimizer, hook=hook, hook_state=state)"
             remove = "remove your register_comm_hook(state, hook) line"
             problem = "the model already has a communication hook, and DDP allows one"
@@ -418,7 +421,7 @@ def _require_same_ranks(own: dist.ProcessGroup, group: dist.ProcessGroup) -> Non
 
 
 def _closed() -> GradientWeight:
-    raise UsageError("the model's controller is closed: train on with a new DistributedDataParallel around its module")
+    raise UsageError(f"the model's controller is closed: {_ANEW}")
 
 
 def _plain_state(state: Any) -> dict[str, Any] | None:
