@@ -34,8 +34,7 @@ class BalanceCallback(Callback):
     def __init__(self, settings: Settings, **options: Any) -> None:
         require_steps_alike(settings, "Lightning", "exchanges after every batch")
         self.settings, self.options = settings, options
-        self._state: dict[str, Any] = {}
-        self._final: dict[str, Any] = {}  # of the fit that has ended
+        self._state, self._final = dict[str, Any](), dict[str, Any]()  # to go on from; and of the fit that has ended
         self._counts = (0, 0)  # batches of a whole epoch, and those done of the one that is gone on with
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
