@@ -73,6 +73,24 @@ def _loop_drops_on_one_rank_and_passes_keywords(job: Job) -> None:
         job.step()
 
 
+class _OfDicts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+
+    def forward(self, inputs: Any, where: Any = None) -> Tensor:
+        return self.body(inputs["x"] if where is None else inputs)
+
+
+@wrong("controller.weight(loss, count=n)")
+def _loop_drops_of_dicts(job: Job) -> None:
+    job.net = _OfDicts()
+    job.ddp = DDP(job.net, process_group=job.group)
+    job.optimizer = torch.optim.SGD(job.net.parameters(), lr=0.1)
+    for x, y in _losing(job.batches(2)):
+        _trained(job, F.cross_entropy(job.ddp({"x": x, "y": y}), y))
+
+
 def test_lost_samples_end_the_job_on_every_rank_with_the_line_to_write() -> None:
     LOOPS.check_wrong(2)
 
@@ -143,15 +161,6 @@ def _nodes_of_graphs(job: Job) -> None:
         graph = torch.arange(len(x)).repeat_interleave(nodes)
         told = job.ddp(x.repeat_interleave(nodes, 0))
         _trained(job, F.cross_entropy(torch.zeros(len(x), 3).index_add(0, graph, told), y))
-
-
-class _OfDicts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 3)
-
-    def forward(self, inputs: Any, where: Any = None) -> Tensor:
-        return self.body(inputs["x"] if where is None else inputs)
 
 
 @right

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -550,8 +550,10 @@ def _nonzero(gradient: Tensor | None) -> bool:
 
 
 def _length(inputs: Iterable[Any]) -> int | None:
-    """Of the first tensor's first dimension."""
+    """Of the first tensor's first dimension; a model may take a dict of tensors."""
     for value in inputs:
         if isinstance(value, Tensor):
             return len(value) if value.dim() else None
+        if isinstance(value, Mapping) and (length := _length(value.values())) is not None:
+            return length
     return None

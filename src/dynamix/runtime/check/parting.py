@@ -128,8 +128,8 @@ class Parting:
                 settings.append(len(group["params"]))
                 count += settings[-1]
                 # In one pass and without names: this runs in the training thread, with nothing of it in a cache.
-                own = [group.get(name) for name in _known(optimizer, group) if name not in _OWN]
-                settings += [v if type(v) in _PLAIN else self._plain(v) for v in own]
+                known = [name for name in _known(optimizer, group) if name not in _OWN]
+                settings += [v if type(v) in _PLAIN else self._plain(v) for v in map(group.get, known)]
         if self._drawn is None or count != self._count or self._windows % _REDRAW == 0:
             self._drawn, self._draws, self._count = draw(optimizers, models, self._draws), self._draws + 1, count
         elif self._drawn.stale():  # on this rank, perhaps, alone: the same elements
@@ -273,7 +273,8 @@ class Drift:
 
 def _known(optimizer: Optimizer, group: dict[str, Any]) -> Iterable[str]:
     """Names of settings of the optimizer's; what else a loop keeps in `group`, perhaps on one rank, moves nothing."""
-    return getattr(optimizer, "defaults", group)
+    known: Iterable[str] = getattr(optimizer, "defaults", group)
+    return known
 
 
 @torch.no_grad()
