@@ -178,3 +178,8 @@ def test_a_state_that_is_a_whole_checkpoint_is_named() -> None:
         controller.load_state_dict(state)
     with pytest.raises(StateError, match=r"keys are \[\]. Load a state that controller"):
         controller.load_state_dict({})
+
+
+def test_a_batch_size_in_the_place_of_the_policy_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"policy=32 is not possible: allowed is a name, or .*; write batch_size=32$"):
+        dynamix.Controller(32)  # type: ignore[arg-type]
