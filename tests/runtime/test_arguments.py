@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
 import dynamix
 from dynamix.errors import ConfigError, StateError
@@ -129,7 +129,7 @@ class _Endless(IterableDataset[int]):
     ("dataset", "fix"),
     [
         (DataLoader(range(64), batch_size=8), "write controller.loader(loader)"),  # type: ignore[arg-type]
-        (RandomSampler(range(64)), "give the data set itself; indices= and weights= say which"),
+        (SubsetRandomSampler(range(32, 64)), "give the data set itself; indices= and weights= say which"),
         (_Endless(), "write controller.stream(dataset"),
         (64, "write controller.stream(dataset"),
     ],
@@ -140,6 +140,14 @@ def test_what_is_no_data_set_is_named(dataset: Any, fix: str) -> None:
         controller.batch_sampler(dataset)
     assert fix in str(error.value)
     controller.batch_sampler(range(64))
+
+
+def test_what_has_the_length_of_its_data_set_does_no_harm() -> None:
+    whole: Any = range(64)
+    for dataset in (DataLoader(whole, batch_size=None), RandomSampler(whole)):
+        assert len(dynamix.Controller("static", 8).batch_sampler(dataset)) == 8
+    in_order: Any = {"seed": None, "shuffle": False}
+    assert next(iter(dynamix.Controller("static", 8).batch_sampler(whole, **in_order))) == [*range(8)]
 
 
 @pytest.mark.parametrize("seed", [None, "a", 1.0])
@@ -170,3 +178,8 @@ def test_a_state_that_is_a_whole_checkpoint_is_named() -> None:
         controller.load_state_dict(state)
     with pytest.raises(StateError, match=r"keys are \[\]. Load a state that controller"):
         controller.load_state_dict({})
+
+
+def test_a_batch_size_in_the_place_of_the_policy_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"policy=32 is not possible: allowed is a name, or .*; write batch_size=32$"):
+        dynamix.Controller(32)  # type: ignore[arg-type]

@@ -208,25 +208,17 @@ def test_bins_hold_the_means_and_ends_of_all_windows() -> None:
     assert series.ends_s[-1] == 777
 
 
-def _goes_on(tmp_path: Path, lines: list[tuple[int, int, float, int]]) -> RunSource:
-    """The run of `lines`, each a window's index, samples, seconds and the samples at which its process began."""
+def test_a_job_that_goes_on_from_its_first_window_is_no_other_run(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as log:
-        for index, samples, time_s, began_at in lines:
+        for index, samples, time_s, began_at in [
+            (0, 160, 5.0, 0),
+            (1, 320, 9.0, 0),
+            (0, 160, 3.0, 96),
+            (1, 320, 8.0, 96),
+        ]:
             window = Window.of([16, 16], compute=[0.1, 0.1], steps=5, step=samples // 32)
             told = {"window_index": index, "window": window, "decision": "keep"}
             log.write(**told, samples_seen=samples, time_s=time_s, began_at=began_at)
-    return source(tmp_path)
-
-
-def test_a_job_that_goes_on_from_its_first_window_is_no_other_run(tmp_path: Path) -> None:
-    found = _goes_on(tmp_path, [(0, 160, 5.0, 0), (1, 320, 10.0, 0), (0, 160, 3.0, 96), (1, 320, 8.0, 96)])
-    (run,) = found.views.values()
+    (run,) = source(tmp_path).views.values()
     assert run.notices.counts == {"restart": 1}
-    assert (run.seconds, run.trained) == (18.0, 320)
-
-
-def test_a_job_that_began_twice_from_one_state_was_started_twice(tmp_path: Path) -> None:
-    lines = [(0, 160, 5.0, 0), (1, 192, 1.0, 96), (1, 320, 8.0, 96), (2, 480, 13.0, 96)]
-    (run,) = _goes_on(tmp_path, lines).views.values()
-    assert run.notices.counts == {"restart": 2}
-    assert (run.seconds, run.trained) == (19.0, 480)
+    assert (run.seconds, run.trained) == (17.0, 320)

@@ -112,7 +112,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             )
         self.dataset_size, self.shuffle, self.partition = dataset_size, shuffle, partition
         try:
-            self.seed = operator.index(seed)  # what torch's generators take
+            # What torch's generators take; without a shuffle nobody asks.
+            self.seed = operator.index(0 if seed is None and not shuffle else seed)
         except TypeError:
             fix = "leave it out for 0, or give one number on all ranks"
             raise ConfigError("seed", seed, "a whole number", fix) from None

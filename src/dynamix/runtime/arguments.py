@@ -74,7 +74,8 @@ def policy_of(policy: str | Policy) -> Policy:
     """The policy that a name, a file or an object stands for."""
     made = make_policy(policy) if isinstance(policy, str) else policy
     if not isinstance(made, Policy):
-        raise ConfigError("policy", policy, "an object with decide, state_dict, load_state_dict", "see dynamix.Policy")
+        fix = f"write batch_size={policy}" if isinstance(policy, int) else "see dynamix.Policy"
+        raise ConfigError("policy", policy, "a name, or an object with decide, state_dict, load_state_dict", fix)
     return made
 
 

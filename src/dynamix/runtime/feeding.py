@@ -130,12 +130,17 @@ class Feeding(ControllerStatus):
 
 def _require_data(dataset: Any) -> None:
     """Raise `ConfigError` for what has no samples of a known number, or whose length is not that of its samples."""
-    if isinstance(dataset, DataLoader):
-        fix = "write controller.loader(loader), or give this the loader's data set"
-    elif isinstance(dataset, Sampler):
-        fix = "give the data set itself; indices= and weights= say which of its samples to take"
-    elif not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__len__"):
         fix = "for data without a length write controller.stream(dataset, collate_fn=...)"
+    elif isinstance(dataset, DataLoader) and _differs(dataset.dataset, dataset):
+        fix = "write controller.loader(loader), or give this the loader's data set"
+    elif isinstance(dataset, Sampler) and _differs(getattr(dataset, "data_source", None), dataset):
+        fix = "give the data set itself; indices= and weights= say which of its samples to take"
     else:
         return
     raise ConfigError("dataset", type(dataset).__name__, "a data set with len(dataset)", fix)
+
+
+def _differs(inner: Any, outer: Any) -> bool:
+    """Whether `outer`, which is made of `inner`, has another length, as far as that is known."""
+    return not hasattr(inner, "__len__") or len(inner) != len(outer)

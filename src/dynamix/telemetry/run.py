@@ -63,10 +63,10 @@ class RunView:
         """Take in the next line. Call `settle` after the last one that is there."""
         fields, window = line.fields, line.window
         begin_s = self.seconds
+        self._follow_time(fields, window)
+        self._follow_workers(window)
         index, before = fields.get("window_index"), self.index
         self.index = index if type(index) is int and index >= 0 else before + 1
-        self._follow_time(fields, window, again=self.index <= before)
-        self._follow_workers(window)
         # Where a file was thinned, a line stands for those before it that were left out.
         weight = _one(window.steps, least=1.0) * (max(self.index - before, 1) if self.windows else 1)
         short = fields.get("short") is True
@@ -163,7 +163,7 @@ class RunView:
 
     # ------------------------------------------------------------ parts of `add`
 
-    def _follow_time(self, fields: dict[str, Any], window: Window, *, again: bool) -> None:
+    def _follow_time(self, fields: dict[str, Any], window: Window) -> None:
         time_s = _number(fields.get("time_s"))
         if math.isnan(time_s):  # lines of a tool that does not tell: as long as its steps
             step_s = float(step_seconds(window))
@@ -171,9 +171,9 @@ class RunView:
             return
         start, before = fields.get("began_at"), self._start
         self._start = start
-        if self.windows and (again or time_s < self._time_s or start != before):
+        if self.windows and (time_s < self._time_s or start != before):
             self._offset_s = self.seconds
-            self.notices.note(self.seconds, self.index, "restart", "The job was started again and goes on here.")
+            self.notices.note(self.seconds, self.index + 1, "restart", "The job was started again and goes on here.")
         self._time_s = time_s
         self.seconds = max(self.seconds, self._offset_s + time_s)
 
@@ -182,7 +182,7 @@ class RunView:
             self.settle()  # only windows of as many workers are one block
         if self._active and window.workers != self._active:
             text = f"The job goes on with {window.workers} workers in place of {self._active}."
-            self.notices.note(self.seconds, self.index, "workers", text)
+            self.notices.note(self.seconds, self.index + 1, "workers", text)
         self._active = window.workers
         if window.workers > self.workers:
             self.workers = window.workers

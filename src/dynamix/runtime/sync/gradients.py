@@ -27,8 +27,8 @@ Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
 # One collective each and no memory: non-finite values pass through them to every rank, as in plain DDP.
 _SINGLE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
-# A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
 _ANEW = "train on with a new DistributedDataParallel around its module"
+# A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
 DENSE_EVERY = 50
 
 
