@@ -40,7 +40,7 @@ class BalanceCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_kept_loader(trainer.reload_dataloaders_every_n_epochs)
         if stage == "fit":
-            vars(self).pop("controller", None)
+            self.__dict__.pop("controller", None)
         inner = type(trainer.strategy).process_dataloader
         vars(trainer.strategy)["process_dataloader"] = lambda loader: (
             self._dealt(trainer, loader) if trainer.training else inner(trainer.strategy, loader)

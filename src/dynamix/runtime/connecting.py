@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError, spelling
 from dynamix.projection import project
-from dynamix.runtime.check.loop import WRAP_ONCE
+from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.check.unreached import replaced
 from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.measure.recorder import Recorder, Unmeasured

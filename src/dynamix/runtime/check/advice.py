@@ -1,0 +1,41 @@
+"""What to write in a loop, in the words of errors."""
+
+STEP = "call controller.step() once for every batch, at the end of the loop's body and before any `continue`"
+ACCUMULATE = (
+    "to accumulate gradients over A batches (A may be all of an epoch) write Controller(accumulate=A), put all but the "
+    "last of them under `with model.no_sync():`, and call optimizer.step() with the last one, controller.step() after "
+    "each"
+)
+PIECES = "put the forward and backward passes of every batch under `with controller.piece():`"
+DUE = "call it where `controller.optimizer_due` says so: `if controller.optimizer_due: optimizer.step()`"
+EARLY = "leave a loop early only where controller.optimizer_due, after the same optimizer step on all ranks"
+SUM = (
+    "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync(); for "
+    "several passes or updates of one optimizer put them into its closure, optimizer.step(closure)"
+)
+ORDER = (
+    "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
+    "the sampler shuffles already"
+)
+PASS_OVER = (
+    "call controller.step() for a batch that is passed over, or leave it out of the data set; a loop that reads ahead "
+    "for good reads as many batches ahead from the epoch's first step on"
+)
+SHORT = (
+    "the loop went by len(loader), which was asked before sizes moved, and left {} of the epoch's samples: iterate the "
+    "loader to its end, ask controller.epoch_done, or take the adapter in dynamix.integrations"
+)
+BY_HAND = (
+    "loss.backward(), through the DDP module, makes a gradient that every rank weighs and adds; torch.autograd.grad, "
+    "torch.func and a gradient set by hand stay on the rank. Call optimizer.step() once for each backward pass"
+)
+REPEATED = (
+    "the loader's epoch is over and its batches come again: itertools.cycle(loader), or a list of batches, gives what "
+    "was trained already. Write `for epoch in range(epochs):` around `for batch in loader:`"
+)
+FOREIGN = (
+    "the loop's batches do not come from this controller, so their gradients have no weights: iterate "
+    "controller.loader(loader), or DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset))"
+)
+ONCE = "train each batch once, before its controller.step(), and several updates of it in optimizer.step(closure)"
+WRAP_ONCE = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
