@@ -299,7 +299,7 @@ class GradientHook:
         try:
             model.register_comm_hook(None, entry)
         except RuntimeError as error:
-            if any(getattr(own, "__module__", "") == __name__ for own, _ in model._comm_hooks):
+            if any(getattr(own, "__code__", None) is entry.__code__ for own, _ in model._comm_hooks):
                 raise UsageError(f"the model was given to an earlier controller: {_ANEW}") from error
             fix = "pass it as controller.wrap(model, optimizer, hook=hook, hook_state=state)"
             remove = "remove your register_comm_hook(state, hook) line"
