@@ -296,11 +296,11 @@ class GradientHook:
             return self(state, bucket)
 
         entry.__annotations__.clear()
-        before = [hook for hook, _ in model._comm_hooks]  # DDP adds the new one even where it refuses it
         try:
             model.register_comm_hook(None, entry)
         except RuntimeError as error:
-            if any(getattr(hook, "__code__", None) is entry.__code__ for hook in before):
+            # DDP keeps the hook that it refuses, too.
+            if sum(getattr(hook, "__code__", None) is entry.__code__ for hook, _ in model._comm_hooks) > 1:
                 raise UsageError(f"the model was given to an earlier controller: {_ANEW}") from error
             fix = "pass it as controller.wrap(model, optimizer, hook=hook, hook_state=state)"
             remove = "remove your register_comm_hook(state, hook) line"
