@@ -280,6 +280,8 @@ def test_the_aggregator_is_joined_again_when_it_is_back(tmp_path: Any) -> None:
         ended.set()
         thread.join()
     assert results[0]["back"] > 20
+    for result in results:
+        del result["statistics"]["payload_bytes"]  # one rank may have sent more of the exchange that was lost
     assert results[0] == results[1]
     assert results[0]["equal"]
     counted = results[0]["statistics"]
