@@ -103,6 +103,18 @@ class Job:
         self.update()
         self.step()
 
+    def train_in_closure(self, x: Tensor, y: Tensor) -> None:
+        """The optimizer makes the passes itself, as L-BFGS does."""
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.loss(x, y)
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+        self.step()
+
 
 def _sharded(net: nn.Module, group: Any) -> nn.Module:
     """With a `no_sync` like DDP's, so that loops can be for both."""

@@ -149,15 +149,7 @@ def _one_batch_again_and_again(job: Job) -> None:
 def _a_line_search_on_each_ranks_own_loss(job: Job) -> None:
     job.optimizer = torch.optim.LBFGS(job.net.parameters(), max_iter=10, line_search_fn="strong_wolfe")
     for x, y in job.batches(3):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            job.optimizer.zero_grad()
-            loss = job.loss(x, y)
-            loss.backward()
-            return loss
-
-        job.optimizer.step(closure)
-        job.step()
+        job.train_in_closure(x, y)
 
 
 def _train_plainly(job: Job, batches: Any) -> None:

@@ -271,15 +271,7 @@ def _gradients_on_the_side(job: Job) -> None:
 def _closure(job: Job) -> None:
     job.optimizer = torch.optim.LBFGS(job.net.parameters(), lr=0.01, max_iter=3)
     for x, y in job.batches():
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            job.optimizer.zero_grad()
-            loss = job.loss(x, y)
-            loss.backward()
-            return loss
-
-        job.optimizer.step(closure)
-        job.step()
+        job.train_in_closure(x, y)
 
 
 @right_with(num_workers=2)

@@ -286,15 +286,7 @@ def _frozen_layers_stay_with_the_optimizer(job: Job) -> None:
 @right
 def _a_closure_makes_gradients(job: Job) -> None:
     for x, y in job.batches():
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            job.optimizer.zero_grad()
-            loss = job.loss(x, y)
-            loss.backward()
-            return loss
-
-        job.optimizer.step(closure)
-        job.step()
+        job.train_in_closure(x, y)
 
 
 @right

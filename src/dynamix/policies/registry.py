@@ -84,7 +84,7 @@ def names_by_state(state: Mapping[str, Any]) -> list[str]:
         try:
             if make_policy(name).state_dict().keys() == state.keys():
                 found.append(name)
-        except ConfigError:  # a plug-in that cannot be made
+        except Exception:  # of any kind: a plug-in is somebody else's code, and cannot be made
             continue
     return found
 
