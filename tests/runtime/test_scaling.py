@@ -109,7 +109,7 @@ class TestLearningRate:
     def test_a_step_equals_one_with_the_scaled_rate(self, kind: str, tensor: bool) -> None:
         ours, plain = KINDS[kind](two_groups(tensor=tensor)), KINDS[kind](two_groups(2.5))
         before = rates(ours)
-        LearningRate(ours, "linear").factor = 2.5
+        LearningRate(ours, "linear").set_factor(2.5)
         for _ in range(3):
             ours.step()
             plain.step()
@@ -121,7 +121,7 @@ class TestLearningRate:
             weight = nn.Parameter(torch.tensor([3.0, -4.0]))
             optimizer = torch.optim.LBFGS([weight], lr=lr, max_iter=4)
             if factor:
-                LearningRate(optimizer, "linear").factor = factor
+                LearningRate(optimizer, "linear").set_factor(factor)
             seen = set()
 
             def closure() -> Tensor:
@@ -151,7 +151,7 @@ class TestLearningRate:
             seen: list[Any] = []
             optimizer = Broken([nn.Parameter(torch.zeros(1))], lr=lr)
             learning_rate = LearningRate(optimizer, "linear")
-            learning_rate.factor = 3.0
+            learning_rate.set_factor(3.0)
             for _ in range(2):
                 with pytest.raises(FloatingPointError):
                     optimizer.step()
@@ -161,7 +161,7 @@ class TestLearningRate:
 
     def test_the_rate_is_back_when_a_closure_raises(self) -> None:
         _, optimizer = sgd()
-        LearningRate(optimizer, "linear").factor = 3.0
+        LearningRate(optimizer, "linear").set_factor(3.0)
 
         def closure() -> Tensor:
             raise FloatingPointError
@@ -181,7 +181,7 @@ class TestLearningRate:
         optimizer.register_step_post_hook(look)
         learning_rate = LearningRate(optimizer, "linear")
         optimizer.register_step_post_hook(look)
-        learning_rate.factor = 3.0
+        learning_rate.set_factor(3.0)
         optimizer.step()
         assert seen == [0.1] * 6
 
@@ -199,7 +199,7 @@ class TestLearningRate:
                 seen.append((rates(opt), [float(g["lr"]) for g in opt.state_dict()["param_groups"]]))
 
             optimizer.register_step_pre_hook(look)  # registered after ours, so it runs under the scaled rates
-            learning_rate.factor = 3.0
+            learning_rate.set_factor(3.0)
             optimizer.step()
             assert seen == [(pytest.approx([0.3, 0.3]), pytest.approx([0.1, 0.1]))]
             assert rates(optimizer) == pytest.approx([0.1, 0.1])
@@ -208,7 +208,7 @@ class TestLearningRate:
         _, optimizer = sgd(lr=1.0)
         schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
         optimizer.register_step_post_hook(lambda *_: schedule.step())
-        LearningRate(optimizer, "linear").factor = 3.0
+        LearningRate(optimizer, "linear").set_factor(3.0)
         optimizer.step()
         optimizer.step()
         assert rates(optimizer) == [0.25]
@@ -221,7 +221,7 @@ class TestLearningRate:
         schedules = [lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2)]
         if not ours_first:
             learning_rate = LearningRate(optimizer, "linear")
-        learning_rate.factor = 2.0
+        learning_rate.set_factor(2.0)
         optimizer.step()
         schedules[0].step()
         assert weight[0].item() == -1.0
@@ -231,7 +231,7 @@ class TestLearningRate:
 
     def test_a_skipped_step_changes_nothing(self) -> None:
         weight, optimizer = sgd()
-        LearningRate(optimizer, "linear").factor = 2.0
+        LearningRate(optimizer, "linear").set_factor(2.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for value, moved in ((math.inf, False), (1.0, True)):
             before = weight.detach().clone()
@@ -246,7 +246,7 @@ class TestLearningRate:
     def test_a_tensor_rate_stays_the_same_tensor(self) -> None:
         lr = torch.tensor(0.1)
         weight, optimizer = sgd(lr=lr)
-        LearningRate(optimizer, "linear").factor = 3.0
+        LearningRate(optimizer, "linear").set_factor(3.0)
         optimizer.step()
         assert optimizer.param_groups[0]["lr"] is lr
         assert lr.item() == torch.tensor(0.1).item()
@@ -254,7 +254,7 @@ class TestLearningRate:
 
     def test_a_rate_set_between_steps_is_the_one_scaled(self) -> None:
         weight, optimizer = sgd()
-        LearningRate(optimizer, "linear").factor = 2.0
+        LearningRate(optimizer, "linear").set_factor(2.0)
         optimizer.param_groups[0]["lr"] = 1.0
         optimizer.step()
         assert weight[0].item() == -1.0
@@ -266,7 +266,7 @@ class TestLearningRate:
             lr_scheduler.ExponentialLR(optimizer, 0.5)
         before = optimizer.__dict__.get("step")
         learning_rate = LearningRate(optimizer, "linear")
-        learning_rate.factor = 2.0
+        learning_rate.set_factor(2.0)
         learning_rate.remove()
         assert optimizer.__dict__.get("step") is before
         optimizer.step()
@@ -275,7 +275,7 @@ class TestLearningRate:
     def test_remove_under_somebody_elses_wrapper(self) -> None:
         weight, optimizer = sgd()
         learning_rate = LearningRate(optimizer, "linear")
-        learning_rate.factor = 2.0
+        learning_rate.set_factor(2.0)
         lr_scheduler.ExponentialLR(optimizer, 0.5)
         learning_rate.remove()
         optimizer.step()
@@ -283,7 +283,7 @@ class TestLearningRate:
 
     def test_copies_and_pickles_of_the_optimizer_are_plain(self) -> None:
         _, optimizer = sgd()
-        LearningRate(optimizer, "linear").factor = 2.0
+        LearningRate(optimizer, "linear").set_factor(2.0)
         for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
             weight = twin.param_groups[0]["params"][0]
             weight.grad = torch.ones(3)
@@ -292,7 +292,7 @@ class TestLearningRate:
 
     def test_load_state_dict_between_steps(self) -> None:
         _, optimizer = sgd(momentum=0.9)
-        LearningRate(optimizer, "linear").factor = 2.0
+        LearningRate(optimizer, "linear").set_factor(2.0)
         optimizer.step()
         saved = copy.deepcopy(optimizer.state_dict())
         optimizer.param_groups[0]["lr"] = 7.0
@@ -304,7 +304,7 @@ class TestLearningRate:
     def test_an_impossible_factor_is_refused(self, value: float) -> None:
         learning_rate = LearningRate(sgd()[1], "linear")
         with pytest.raises(ConfigError, match="positive and finite"):
-            learning_rate.factor = value
+            learning_rate.set_factor(value)
         assert learning_rate.factor == 1.0
 
     @pytest.mark.multiproc
@@ -321,7 +321,7 @@ def _zero(rank: int) -> tuple[list[float], list[float], list[float]]:
         parameters = [nn.Parameter(torch.ones(3) * i) for i in range(1, 4)]
         optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=lr)
         if factor:
-            LearningRate(optimizer, "linear").factor = factor
+            LearningRate(optimizer, "linear").set_factor(factor)
         seen = []
         for _ in range(2):
             for parameter in parameters:
@@ -434,7 +434,7 @@ class TestSampleSchedule:
         schedule = SampleSchedule(lr_scheduler.StepLR(optimizer, 1, gamma=0.5), nominal_batch_size=10)
         learning_rate = LearningRate(optimizer, "linear")
         for factor, expected in ((1.0, 0.0), (2.0, -1.0), (4.0, -2.0)):
-            learning_rate.factor = factor
+            learning_rate.set_factor(factor)
             optimizer.step()
             schedule.advance(10)
             assert weight[0].item() == expected

@@ -52,6 +52,10 @@ class RoundSize:
     meeting_s: float = field(default=float("nan"), init=False)
     piece_s: float = field(default=float("nan"), init=False)
 
+    def limit_to(self, samples: int) -> None:
+        """An epoch has so many samples."""
+        self.epoch = float(samples)
+
     def within(self, bounds: Bounds, window: Window, rate: float = 1.0) -> Bounds:
         """`bounds` that allow one size of the round only: the best after `window`, of one job, shape (W,).
 

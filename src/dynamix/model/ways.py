@@ -82,6 +82,10 @@ class Ways:
     _windows: int = field(default=0, init=False)
     _apart: bool = field(default=False, init=False)  # the last choice
 
+    def limit_to(self, samples: int) -> None:
+        """An epoch has so many samples."""
+        self.epoch = float(samples)
+
     def begun_anew(self) -> Ways:
         """The same, nothing being measured yet."""
         return Ways(self.workers, self.epoch)

@@ -1,7 +1,8 @@
-"""What a rank does behind its `Controller`: measure, close windows, put decisions in force, save and resume."""
+"""What a rank does behind its `Controller`: parts that measure, decide, weigh and average, and the events they hear."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -9,12 +10,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from dynamix.data import Allocations, BatchSampler, Piece, StepPlan, Stream
-from dynamix.data.cutting import NO_LIMIT
+from dynamix.data import Allocations, BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, MemoryLimitError, UsageError
-from dynamix.model.ways import Ways
 from dynamix.policies import Policy
-from dynamix.policies.protocol import boundary
 from dynamix.policies.wrappers import window_length_of
 from dynamix.runtime.check.loop import LoopCheck
 from dynamix.runtime.check.losses import WeightTest
@@ -25,15 +23,13 @@ from dynamix.runtime.decide.progress import PendingState, Progress
 from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.memory import Memory
-from dynamix.runtime.ranks.compare import facts_of
-from dynamix.runtime.ranks.liveness import Liveness
-from dynamix.runtime.ranks.ranks import Ranks
-from dynamix.runtime.ranks.rendezvous import require_alone
+from dynamix.runtime.part import Observation, Part, heard
+from dynamix.runtime.ranks.compare import sketches_of
+from dynamix.runtime.ranks.ranks import Alone, Ranks
 from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.state import random_state, saving
 from dynamix.runtime.sync.connected_model import ConnectedModel
-from dynamix.runtime.sync.gradients import GradientWeight
 from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.round_boundary import RoundBoundary
 from dynamix.runtime.sync.single_worker import SingleWorkerSync
@@ -45,17 +41,15 @@ Source = TypeVar("Source", BatchSampler, Stream)
 class TrainingJob:
     """One rank's part of a job whose batch sizes change; every rank has one, and all take the same steps.
 
-    The sampler, the connected model and the schedules are given to it once they exist; a checkpoint loaded before that
-    waits for them. (A virtual cluster has one for all its workers, whose recorder's row is everyone's.)
+    The sampler, models and schedules are given to it once they exist; a checkpoint loaded before that waits for them.
+    (A virtual cluster has one for all its workers, whose recorder's row is everyone's.)
 
     policy    every rank has one, for its checkpoint; which of them are asked is the channel's affair
     start     samples per round of every worker at the start, int64 (W,)
     interval  optimizer steps per window; of the first one, if `policy` says how long later ones are
-    ranks     None: there are no others
-    micro_batch   most samples of a piece of this rank's share; None: a share is one, or one of `accumulate`
-    begins        called with the samples trained on so far when the first step of this process is about to begin
-    apart         every piece is an optimizer step of this rank's own, and workers meet over parameters. Where `job` has
-              `Ways`, the allocation in force says whether, and how large the pieces are
+    recorder  None: one of this rank's
+    payload   bytes that a meeting over parameters moves, over those of a gradient; None: what connected models say
+    begins    called with the samples trained on so far when the first step of this process is about to begin
     """
 
     def __init__(
@@ -66,190 +60,134 @@ class TrainingJob:
         start: Ints,
         loss_weight: LossWeight,
         *,
-        rank: int = 0,
         interval: int,
         lr_rule: str,
-        ranks: Ranks | None = None,
-        micro_batch: int | None = None,
-        apart: bool = False,
-        begins: Callable[[int], None] | None = None,
+        ranks: Ranks | Alone,
+        recorder: Recorder | None = None,
+        payload: Callable[[], float] | None = None,
+        begins: Callable[[int], None] = lambda samples: None,
     ) -> None:
-        self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
-        self._begins = begins
-        self.loss_weight, self.paced = loss_weight, window_length_of(policy) is not None
-        self.micro_batch, self.apart = micro_batch if self.ways is None else NO_LIMIT, apart
-        self.whole_piece = micro_batch  # what learning rates are for; a rank's memory may hold less
-        self.steps_apart = apart = apart or self.ways is not None
-        # Samples of all workers' optimizer steps that are taken at the same time, if that is not a round.
-        at_once = start.size * micro_batch if apart and micro_batch else None
-        self.rates = Rates(job, lr_rule, at_once=at_once if self.ways is None else job.base_batch)
-        self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
+        self.job, self.policy, self.channel, self.ranks, self.loss_weight = job, policy, channel, ranks, loss_weight
+        self.recorder = recorder or Recorder(torch.device("cpu"))
         # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
-        self.allocations, self.progress = Allocations(start // self.accumulate), Progress()
-        self.recorder = Recorder(torch.device("cpu"))
+        self.allocations, self.progress = Allocations(start // job.accumulate), Progress()
+        self.rates = Rates(job, lr_rule, self.allocations, self.progress)
+        self.models: list[ConnectedModel] = []
+        self.memory: Memory | None = None  # of the first of them
         self.source: BatchSampler | Stream | None = None
-        self.attached: ConnectedModel | None = None
-        self.memory: Memory | None = None
-        self.connected: list[ConnectedModel] = []  # `attached` is the first of them
-        self.ranks = channel.ending = None
-        self._made_alone = ranks is None
-        if ranks is not None:
-            self.ranks, channel.ending, loss_weight.ending = ranks, ranks.ending, ranks.ending
-        workers = 1 if ranks is None else self.allocations.workers
-        self.loop = LoopCheck(
-            self.accumulate, self.fail, lambda: self.recorder.muted, self.gather, rank=rank, workers=workers
+        self._begins, self._payload = begins, payload
+        workers = start.size
+        self.windows = WindowCloser(
+            job,
+            channel,
+            ranks,
+            self.allocations,
+            self.progress,
+            self.recorder,
+            interval=interval,
+            paced=window_length_of(policy) is not None,
+            told=self._exchanged,
+            begins=self._iteration_begins,
+            resumed=self._resumed,
         )
-        self.loop.needs_piece = self.ways is not None and workers > 1
-        alone = self.allocations.workers == 1
-        self.own_gradients = SingleWorkerSync(self, every=64 if apart else 2 if alone else 0)
-        self.liveness: Liveness | None = None  # None: nobody else is there
-        self.stop_wanted = self.stopping = False
+        auto, fail = job.ways is not None, self.windows.fail
+        self.loop = LoopCheck(
+            job.accumulate, self.recorder, fail, self.gather, workers=ranks.workers, needs_piece=auto
+        )
+        self.boundary = RoundBoundary(self.models, self.recorder, ranks, fail, steps_apart=job.steps_apart)
+        every = 64 if job.steps_apart else 2 if workers == 1 else 0
+        self.own_gradients = SingleWorkerSync(
+            self.recorder, loss_weight, workers=workers, accumulate=job.accumulate, every=every
+        )
+        self.stopping = False
         self._waiting = PendingState()
-        self.decisions, self.meetings = WindowCloser(self), RoundBoundary(self)
-        self.payload: Callable[[], float] = lambda: 1.0 if self.ways is None else self.meetings.payload
+        self._heard: dict[str, tuple[Callable[..., None], ...]] = {}
+        self._listen()
 
-    @property
-    def crossed(self) -> int:
-        """Backward passes that have crossed ranks, of all models."""
-        return sum(attached.hook.crossed for attached in self.connected if attached.hook is not None)
+    def _listen(self) -> None:
+        """Find out once who hears which event, in the order in which they do."""
+        parts: list[Part] = [self.boundary, *self.models, self.rates, self.windows]
+        self._heard = {event: heard(parts, event) for event in ("pass_begins", "piece_done", "round_done", "job_ends")}
 
-    @property
-    def ways(self) -> Ways | None:
-        """Who chooses how workers meet; None where that does not change."""
-        return self.job.rounds if isinstance(self.job.rounds, Ways) else None
+    # ------------------------------------------------------------ what it is given
 
     def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
         """`Controller.batch_sampler`, its arguments being `given`."""
-        return self._adopt(BatchSampler(dataset_size, self.allocations, **given, **self._of_source()))
+        self._require_no_source()
+        return self._feed(BatchSampler(dataset_size, self.allocations, **given, **self._of_source()))
 
     def stream(self, iterable: Iterable[Any], **given: Any) -> Stream:
         """`Controller.stream`, its arguments being `given`."""
+        self._require_no_source()
         agree = self.loss_weight.sum_async if self.loss_weight.group else None
-        return self._adopt(Stream(iterable, self.allocations, agree=agree, **given, **self._of_source()))
+        return self._feed(Stream(iterable, self.allocations, agree=agree, **given, **self._of_source()))
 
-    def _of_source(self) -> dict[str, Any]:
-        own = {"rank": self.rank, "world_size": self.allocations.workers, "accumulate": self.accumulate}
-        bounds = self.job.in_pieces()
-        return own | {"low": bounds.low, "high": bounds.high, "before_issue": self.decisions.before_issue}
-
-    def _adopt(self, source: Source) -> Source:
+    def _require_no_source(self) -> None:
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
-        source.on_first_issue, source.on_begin, source.fail = self._restore_rng, self._begin, self.fail
-        source.micro_batch, source.apart, source.either = self.micro_batch, self.apart, self.ways is not None
+
+    def _of_source(self) -> dict[str, Any]:
+        job, bounds = self.job, self.job.in_pieces()
+        own = {"rank": self.ranks.rank, "world_size": self.allocations.workers, "accumulate": job.accumulate}
+        meets = {"micro_batch": job.most_of_piece, "apart": job.apart, "either": job.ways is not None}
+        return own | {"low": bounds.low, "high": bounds.high, "owner": self.windows} | meets
+
+    def _feed(self, source: Source) -> Source:
+        self.source = source
+        for part in (self.loop, self.windows, self.own_gradients):
+            part.feed(source)
         self._waiting.give("source", source)
-        self.source = self.loop.source = source
         return source
 
-    def _begin(self) -> None:
-        if self._made_alone:
-            require_alone()
-        self.loop.begin()
-        if self._begins is not None and not self.recorder.all_steps:
-            self._begins(self.progress.samples)
-        if self.ranks is not None and self.source is not None and self.source.left_early:
-            self.ranks.agreed = False  # a rank may have left it after another round than the others
-        if getattr(self.source, "sharded", False):
-            self.agree_once()  # iterating is a collective there
+    def connect(self, model: ConnectedModel, optimizer: Optimizer, memory: Memory | None) -> None:
+        """Weight the gradients of this model, observe the first one, and let learning rates follow the batch."""
+        first = not self.models
+        if memory is not None:
+            self.memory = memory
+            if self.ranks.rank == 0:
+                self.rates.watch(optimizer)
+            if self.ranks.workers > 1 and not self.loss_weight.required:
+                self.job.test_weights(WeightTest(given=self.loss_weight.given))
+        elif self.memory is not None:
+            self.memory.add(model, optimizer)
+        self.models.append(model)
+        self._listen()
+        if model.alike:
+            self.job.parting.connect(model.model)
+        self._see_to(model, optimizer, first=first)
+        self._hear_passes(model)
+        self._waiting.give(f"hook {len(self.models) - 1}", model)
 
-    def connect(self, model: nn.Module, optimizer: Optimizer, attached: ConnectedModel, memory: Memory) -> None:
-        """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
-        self.attached, self.memory, self.recorder = attached, memory, attached.recorder
-        if self.rank == 0:
-            self.rates.watch(optimizer, apart=self.steps_apart)
-        if self.loop.workers > 1 and not self.loss_weight.required:
-            self.job.weight_test = WeightTest(given=self.loss_weight.given)
-        self.own_gradients.watch(optimizer)
-        self.connect_another(model, optimizer, attached)
-        self._waiting.give("recorder", self.recorder)
+    def add_optimizer(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """One more optimizer of a connected model."""
+        self._see_to(next(known for known in self.models if known.model is model), optimizer, first=False)
 
-    def connect_another(self, model: nn.Module, optimizer: Optimizer, attached: ConnectedModel) -> None:
-        """Weight the gradients of this model, and let its learning rate follow the batch."""
-        self.connected.append(attached)
-        if self.memory is not None and attached is not self.attached:
-            self.memory.models.append((attached, optimizer))
-        if self.liveness is not None:
-            attached.explain_with(self.liveness.explain)
-        crosses = attached.hook is not None and self.ranks is not None and self.allocations.workers > 1
-        hooked = attached.hook is not None and attached.hook.chained
-        check = self.loop.connect(model, optimizer, reduces=crosses, hooked=hooked, shards=attached.shards)
-        if self.ways is not None:
-            attached.apart = lambda: self.loop.apart(self.loop.piece_of_pass())
-        if attached.hook is not None:
-            attached.hook.check = check
-            attached.hook.arrivals.ending = self.ranks.ending if self.ranks is not None else None
-        self.add_optimizer(optimizer, model, further=attached is not self.attached)
+    def _see_to(self, model: ConnectedModel, optimizer: Optimizer, *, first: bool) -> None:
+        """Let the learning rate of `optimizer` follow the batch, and what it applies be finished gradients."""
+        if first:
+            self.own_gradients.watch(model, optimizer, first=True)
+        self.rates.add(optimizer)
+        if not self.job.steps_apart:  # then they have taken unlike numbers of steps, which they may count
+            self.job.parting.watch(optimizer)
+        if model.averaging is not None:
+            model.averaging.add_optimizer(optimizer)
+        elif not first:
+            self.own_gradients.watch(model, optimizer, first=False)
 
+    def _hear_passes(self, model: ConnectedModel) -> None:
         def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            self._before_forward(module, attached, args, kwargs)
+            self.pass_begins(model, module.training, args, kwargs)
 
         untraced = torch.compiler.disable(before_forward)  # torch.compile would fail in what it does
 
         def entry(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            (untraced if torch.compiler.is_compiling() else before_forward)(module, args, kwargs)
+            if torch.compiler.is_compiling():
+                untraced(module, args, kwargs)
+            else:
+                self.pass_begins(model, module.training, args, kwargs)
 
         # Before FSDP2's own hook, which gathers parameters: waiting for them is a part of the step.
-        model.register_forward_pre_hook(entry, with_kwargs=True, prepend=attached.shards is not None)
-        self._waiting.give(f"hook {len(self.connected) - 1}", attached)
-
-    def add_optimizer(self, optimizer: Optimizer, model: nn.Module, *, further: bool = True) -> None:
-        """Let the learning rate of `optimizer` follow the batch, and what it applies to `model` be finished gradients.
-
-        further   it is not the first one of the first model
-        """
-        self.rates.add(optimizer)
-        attached = next(attached for attached in self.connected if attached.model is model)
-        if attached.meeting is not None:
-            attached.meeting.add_optimizer(optimizer)
-            if self.ways is not None:
-                attached.meeting.before_step = lambda: self.meetings.before_step(attached)
-        elif further:
-            optimizer.register_step_pre_hook(lambda *_: self.own_gradients.finish(attached))
-
-    def setting_up(self) -> AbstractContextManager[None]:
-        """In whose body an error ends other ranks too, where they then wait for this one and it does not go on."""
-        if self.ranks is not None:
-            return self.ranks.setting_up()
-        if self._made_alone:
-            require_alone()
-        return nullcontext()
-
-    def wait_for_all(self, what: str) -> None:
-        """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all where some never come."""
-        if self.ranks is not None:
-            self.decisions.settle()  # one under way talks on the same group
-            self.ranks.wait_for_all(what)
-
-    def gather(self, told: Any, what: str) -> list[Any]:
-        """What every rank tells, in the order of ranks: plain objects. A collective call, named `what`."""
-        self.wait_for_all(what)
-        return [told] if self.ranks is None else self.ranks.group.all_gather_object(told)
-
-    def fail(self, error: DynamixError) -> DynamixError:
-        """An error that ends the job: the other ranks are told of it."""
-        if self.ranks is None:
-            return error
-        self.decisions.keep_for_the_loop(error)
-        return self.ranks.ending.report(error)
-
-    def memory_ran_out(self, error: MemoryLimitError) -> None:
-        """This process is about to end, having run out of memory: the other ranks end with the same words.
-
-        Those that wait in a collective of their own (DDP's buffers, FSDP2) do not look for an error, and find this
-        rank's last word once that fails.
-        """
-        if self.liveness is not None:
-            self.liveness.leave(str(error))
-        self.fail(error)
-
-    def agree_once(self) -> None:
-        """Compare with the other ranks what is about to be trained, if that was not done since the start or a load.
-
-        A collective call. Raises `UsageError` on every rank, naming what differs, by rank.
-        """
-        if self.ranks is not None and not self.ranks.agreed:
-            self.decisions.settle()
-            self.ranks.agree(facts_of(self))
+        model.model.register_forward_pre_hook(entry, with_kwargs=True, prepend=model.shards is not None)
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every optimizer step."""
@@ -258,188 +196,187 @@ class TrainingJob:
         self._waiting.give(f"schedule {number}", schedule)
         return schedule
 
+    # ------------------------------------------------------------ in the order of a step
+
+    def _iteration_begins(self) -> None:
+        self.ranks.require_alone()
+        self.loop.iteration_begins()
+        if not self.recorder.all_steps:
+            self._begins(self.progress.samples)
+        if self.source is not None and self.source.left_early:
+            self.ranks.forget_agreement()  # a rank may have left it after another round than the others
+        if getattr(self.source, "sharded", False):
+            self._agree()  # iterating is a collective there
+
+    def _resumed(self) -> None:
+        """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""
+        if (saved := self._waiting.take("rng")) is not None:
+            random_state.restore(saved)
+
+    def pass_begins(self, model: ConnectedModel, training: bool, args: Any, kwargs: dict[str, Any]) -> None:
+        """A forward pass of a connected model begins: what it belongs to is handed along."""
+        recorder, source = self.recorder, self.source
+        piece = source.current if source is not None and torch.is_grad_enabled() else None
+        if recorder.muted:
+            if piece is None or not training:
+                recorder.timer.interrupted()
+            return
+        if piece is None or source is None:
+            recorder.timer.interrupted()
+            return
+        if not self.ranks.agreed:
+            self._agree()
+        # A loss that is weighted by its own count may be of fewer samples than were dealt.
+        self.loop.look_at(piece, () if self.loss_weight.required else (*args, *kwargs.values()))
+        if (self.loss_weight.given or kwargs) and self.ranks.workers > 1:
+            if (why := self.loss_weight.misfit(source, kwargs)) is not None:
+                self.loop.fail(why)
+        kept = source.draws_alike and self.windows.measures(piece.plan)
+        for of in self.models:
+            of.hand(piece, kept)
+        if not training:
+            recorder.timer.interrupted()
+            return
+        model.before_forward(piece)
+        if self.loop.models > 1:
+            recorder.timer.next_pass()
+        recorder.timer.forward_started()
+        self.rates.pass_begins(piece)
+
+    def step(self, loss: Any, logits: Any, target: Any, count: int | None) -> None:
+        """`Controller.step`: the batch in hand is done."""
+        source = self.need_source()
+        piece = source.current or source.piece()
+        self._require_sound(piece, count)
+        if count is None and not self.loss_weight.given:
+            self.loop.require_dealt(piece, loss)
+        seen = Observation(loss, logits, target, count, self.loss_weight.take())
+        if not self.ranks.agreed:
+            self._agree()
+        self.loop.piece_done(piece, seen)
+        source.consume()
+        if piece.samples:
+            over = self.loss_weight.in_loss(piece) if self.loss_weight.given else 1.0
+            self.recorder.observe(loss, logits, target, samples=piece.samples, over=over)
+            if (test := self.job.weight_test) is not None and test.suspects:
+                test.judge(loss, piece.samples, piece.plan.counts)
+        for hears in self._heard["piece_done"]:
+            hears(piece, seen)
+        if piece.last:
+            self.round_done(piece)
+        else:
+            self.recorder.micro_done()
+
+    def round_done(self, piece: Piece) -> None:
+        """A round is over, of which `piece` was the last."""
+        progress = self.progress
+        progress.round_done(piece.plan, self.job.at_once)
+        for hears in self._heard["round_done"]:
+            hears(piece.plan)
+        self.stopping = self.ranks.stop_after(progress.steps)
+
+    def _require_sound(self, piece: Piece, count: int | None) -> None:
+        mine = piece.samples
+        if count is not None and mine and count != mine:
+            fix = "Use controller.weight(loss, count=...).backward() when batches can shrink after sampling"
+            wrong = f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly"
+            raise UsageError(f"{wrong}. {fix}")
+        if self.allocations.workers > 1 and not self.models:
+            raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
+
+    def _exchanged(self) -> tuple[int, float, float]:
+        """What a window's row says of the exchange: see `WindowCloser`."""
+        crossed = sum(model.hook.crossed for model in self.models if model.hook is not None)
+        if self._payload is not None:
+            payload = self._payload()
+        else:
+            payload = 1.0 if self.job.ways is None else self.boundary.payload
+        return crossed, payload, self.rates.relative()
+
+    # ------------------------------------------------------------ of all ranks
+
+    def wait_for_all(self, what: str) -> None:
+        """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all where some never come."""
+        self.windows.settle()  # one under way talks on the same group
+        self.ranks.wait_for_all(what)
+
+    def gather(self, told: Any, what: str) -> list[Any]:
+        """What every rank tells, in the order of ranks: plain objects. A collective call, named `what`."""
+        self.windows.settle()
+        return self.ranks.gather(told, what)
+
+    def _agree(self) -> None:
+        """Compare with the other ranks what is about to be trained.
+
+        A collective call. Raises `UsageError` on every rank, naming what differs, by rank.
+        """
+        self.windows.settle()
+        self.ranks.agree(self._alike())
+
+    def _alike(self) -> dict[str, Any]:
+        """What every rank must hold alike, by name."""
+        source, settings = self.need_source(), [model.settings for model in self.models]
+        known: dict[str, Any] = {"samples": type(source).__name__, **source.identity(), **self.job.facts_alike()}
+        known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
+        known |= {"exchange of gradients and buffers": [model.exchanges for model in self.models]}
+        names = dict.fromkeys(name for of_model in settings for name in of_model)
+        known |= {f"exchange: {name}": [of_model.get(name) for of_model in settings] for name in names}
+        known |= {**self.boundary.alike(), "weighting": self.loss_weight.weighting, **self.loop.alike()}
+        for number, model in enumerate(self.models):
+            if model.is_ddp and not self.job.steps_apart:
+                known |= sketches_of(model.model, number)
+        known |= self.windows.alike()
+        known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
+        return known | {"progress: steps measured in the open window": self.recorder.steps}
+
+    def memory_ran_out(self, error: MemoryLimitError) -> None:
+        """This process is about to end, having run out of memory: the other ranks end with the same words.
+
+        Those that wait in a collective of their own (DDP's buffers, FSDP2) do not look for an error, and find this
+        rank's last word once that fails.
+        """
+        self.ranks.leave(str(error))
+        self.windows.fail(error)
+
+    # ------------------------------------------------------------ what others ask
+
     def need_source(self) -> BatchSampler | Stream:
         if self.source is None:
             ways = "controller.batch_sampler(dataset) or controller.stream(...)"
             raise UsageError(f"make a sampler or a stream first: {ways}")
         return self.source
 
-    def need_memory(self) -> Memory:
-        if self.memory is None:
-            raise UsageError("call controller.wrap(model, optimizer) before find_limits()")
-        return self.memory
+    def samples_now(self) -> int | None:
+        """What this rank is working on, for the note on an out-of-memory error."""
+        return None if self.source is None or self.source.current is None else self.source.current.samples
 
-    def piece_done(self, piece: Piece, applied: float | torch.Tensor | None) -> None:
-        """A batch is over that is not the last of its round."""
-        self.recorder.micro_done()
-        for attached in self.connected:
-            attached.piece_done(piece, applied)
-
-    def before_step(self, piece: Piece) -> None:
-        """The loop says that this batch is done."""
-        self.agree_once()
-        self.loop.before_step(piece)
-
-    @property
-    def met(self) -> bool:
-        """Whether the batch stepped last was this rank's last of a round; also before the first."""
-        stepped = self.loop.stepped
-        return stepped is None or (not self.meetings.between if stepped.plan.apart else stepped.last)
-
-    def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
-        """A round is over: take what was decided, and close the window if it is full.
-
-        `ahead` more rounds than the source's own count as issued: a simulated loader's prefetching.
-        """
-        progress = self.progress
-        progress.steps += 1
-        progress.samples += plan.samples
-        progress.here += plan.samples / (plan.at_once or self.rates.at_once or 1) if plan.apart else 1.0
-        for attached in self.connected:
-            attached.step_done()
-        self.decisions.count(plan)
-        self.rates.advance(plan, plan.samples)
-        self.decisions.settle()
-        if self.job.weight_test is not None:
-            self.job.weight_test.require_right()
-        if self.job.unlike is not None:
-            raise UsageError(self.job.unlike)
-        if self.decisions.differ:
-            self.decisions.compare(plan)
-        self.decisions.close_if_full(plan, ahead=ahead)
-        self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
-
-    def request_stop(self) -> None:
-        """`Controller.request_stop`."""
-        self.stop_wanted = True
-        if self.liveness is not None:
-            self.liveness.stopping.wanted = True
+    # ------------------------------------------------------------ state and end
 
     def close(self, *, patience_s: float) -> list[ProcessGroup]:
         """End threads, what is under way getting `patience_s`; returns the process groups, which nobody has then."""
         self.channel.close(patience_s)
-        self.loop.close()
-        self.rates.remove()
-        if self.ranks is not None:
-            self.ranks.ending.close()
-            self.ranks = None  # it has the control group
-        owners: list[Any] = [owner for attached in self.connected for owner in (attached.hook, attached.meeting)]
-        owners += [self.memory, self.loss_weight]
+        self.loop.job_ends()
+        for ends in self._heard["job_ends"]:
+            ends()
+        owners: list[Any] = [*self.models, self.memory, self.loss_weight]
         return [group for owner in owners if owner is not None for group in owner.close()]
 
-    def share(self) -> GradientWeight:
-        """How the gradient now being reduced is weighted."""
-        source, weight = self.need_source(), self.loss_weight
-        piece = source.piece()
-        plan, total = piece.plan, piece.plan.samples / self.accumulate
-        # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
-        open_from = max(self.progress.opens, self.job.closing.consumed + 1)
-        # Norms of ranks whose samples are not alike would not tell the noise scale.
-        kept = plan.regular and source.draws_alike and plan.index // self.accumulate >= open_from
-        own = piece.share / piece.samples if piece.by_size and piece.samples else 1.0
-        applied = weight.in_gradient(piece)
-        return GradientWeight(float(piece.samples), total, kept, applied, own, piece.share / plan.samples)
-
-    @property
-    def batch_sizes(self) -> Ints:
-        """Samples of every worker in the coming round, int64 (W,)."""
-        return self.accumulate * self.allocations.at(self.next_step)
-
-    @property
-    def piece_apart(self) -> int:
-        """Samples of a worker's own step in the coming round, where the allocation says that workers step apart."""
-        return self.allocations.piece_at(self.next_step)
-
-    def put_in_force(self, sizes: Ints) -> None:
-        """Begin the ledger anew with `sizes` (W,), samples per round, from the coming round on, in the same way."""
-        self.allocations.reset(self.next_step, sizes // self.accumulate, self.piece_apart)
-
-    @property
-    def next_step(self) -> int:
-        """The coming micro-step; of a loaded checkpoint without its sampler yet, the first its ledger still knows."""
-        return self.allocations.begin if self.source is None else self.source.consumed
-
-    @property
-    def rounds_done(self) -> int:
-        return self.next_step // self.accumulate
-
-    def samples_now(self) -> int | None:
-        """What this rank is working on, for the note on an out-of-memory error."""
-        source = self.source
-        return source.piece().samples if source is not None and source.issued > source.consumed else None
-
-    def _before_forward(self, module: nn.Module, attached: ConnectedModel, args: Any, kwargs: dict[str, Any]) -> None:
-        source, timer = self.source, self.recorder.timer
-        loops = torch.is_grad_enabled() and source is not None and source.issued > source.consumed
-        if loops and not self.recorder.muted and source is not None:
-            self.agree_once()
-            # A loss that is weighted by its own count may be of fewer samples than were dealt.
-            self.loop.forward(() if self.loss_weight.required else (*args, *kwargs.values()))
-            if self.loop.workers > 1 and (why := self.loss_weight.misfit(source, kwargs)) is not None:
-                self.loop.fail(why)
-        if not (loops and module.training) or source is None:
-            timer.interrupted()
-            return
-        if self.recorder.muted:
-            return
-        attached.before_forward(source.piece())
-        if self.loop.models > 1:
-            timer.next_pass()
-        timer.forward_started()
-        self.follow_batch(source.plan(), source.piece())
-
-    def follow_batch(self, plan: StepPlan, piece: Piece | None = None) -> None:
-        """Let the learning rate follow the global batch of `plan`; an epoch's tail has that of the steps before.
-
-        Where workers step apart it follows the steps that they take at the same time, and the size of the `piece`: a
-        part of one is a smaller step.
-        """
-        self.rates.look()
-        if plan.apart:
-            if plan.piece:
-                self.rates.follow(plan.at_once, *self.progress.noise_at(plan.index))
-            whole = plan.piece or self.whole_piece
-            if piece is not None and piece.samples and whole:
-                self.rates.follow_piece(piece.samples / whole)
-        elif self.rates.follows:
-            samples = plan.samples if plan.regular else self.accumulate * int(self.allocations.at(plan.index).sum())
-            self.rates.follow(samples, *self.progress.noise_at(plan.index // self.accumulate))
-
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        self.meetings.require("state_dict() is of all ranks alike")
-        self.decisions.settle()
+        self.boundary.require("state_dict() is of all ranks alike")
+        self.windows.settle()
         alike = not gather and self.channel.group is not None and saving.asked_by_distributed_checkpoint()
         if not (gather or alike):
             return saving.save(self)
-        with self.setting_up():
+        with self.ranks.setting_up():
             self.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
             return saving.save_alike(self) if alike else saving.save(self, gather=True)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
-        self.decisions.settle()  # a decision under way is about the job as it was
-        self.channel.drain()
+        self.windows.drain()  # a decision under way is about the job as it was
         parts = saving.load(self, state, policy=policy)
-        if self.paced and self.progress.interval:
-            self.interval = self.progress.interval
-        if self.ways is not None:
-            self.rates.at_once = self.job.base_batch
-        if (notebook := parts.get("recorder")) is not None:
+        self.windows.loaded()
+        if (notebook := parts.pop("recorder", None)) is not None:
             self.recorder.load_state_dict(notebook)
-            if self.attached is not None:
-                del parts["recorder"]
         self._waiting = PendingState(parts)
-        if self.ranks is not None:
-            self.ranks.agreed = False
+        self.ranks.forget_agreement()
         self._waiting.give("source", self.source)
-
-    def cap_pieces(self, samples: int) -> None:
-        """Where workers meet in both ways: no piece of this rank's may have more."""
-        if self.ways is not None:
-            self.micro_batch = samples
-            if self.source is not None:
-                self.source.micro_batch = samples
-
-    def _restore_rng(self) -> None:
-        """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""
-        if (saved := self._waiting.take("rng")) is not None:
-            random_state.restore(saved)

@@ -1,6 +1,7 @@
 """Optimizers that `wrap` never saw, but that step in a loop of a controller: whose parameters do they have?"""
 
 import gc
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.sync.optimizer_means import KNOWN
 from dynamix.runtime.sync.shards import is_fully_sharded
 
@@ -23,6 +25,7 @@ class Loop(Protocol):
     @property
     def trained(self) -> set[int]: ...
     def stranger(self, optimizer: Optimizer, /) -> None: ...
+    def reduced_by_nobody(self, optimizer: Optimizer, /) -> list[str]: ...
     def step_in_backward(self, optimizer: Optimizer, /) -> None: ...
 
 
@@ -30,16 +33,50 @@ _live: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _watching: list[Any] = []
 
 
-def watch(loop: Loop) -> None:
-    """Tell `loop` of every step of an optimizer that was not given to `wrap`, or that is inside of a backward pass."""
-    _live.add(loop)
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_any_optimizer))
+class Strangers:
+    """Optimizers that step in `loop` and were not given to `wrap`.
 
+    `loop` is told of every step of one, and of any optimizer's inside of a backward pass.
+    """
 
-def forget(loop: Loop) -> None:
-    """Tell it nothing any more."""
-    _live.discard(loop)
+    def __init__(self, loop: Loop) -> None:
+        self._loop = weakref.ref(loop)
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._harmless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        _live.add(loop)
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(_any_optimizer))
+
+    def close(self) -> None:
+        """Tell the loop nothing any more."""
+        _live.discard(self._loop())
+
+    def look(self, optimizer: Optimizer, consumed: int, *, apart: bool, stepping: bool) -> str | None:
+        """What is wrong with a step of `optimizer` after so many batches; None if nothing is. May warn.
+
+        apart      workers step apart in this batch
+        stepping   an optimizer of the loop's is in its step, which may be made of this one
+        """
+        before, loop = self._seen.get(optimizer), self._loop()
+        self._seen[optimizer] = consumed
+        if loop is None or optimizer in self._harmless or before is None or consumed != before + 1:
+            return None
+        self._harmless.add(optimizer)  # looked at once: that is slow
+        if apart and stepping:
+            return None
+        kind = type(optimizer).__name__
+        if apart and not parameters_of(optimizer) <= loop.trained:
+            left = f"an optimizer ({kind}) in this loop was not given to controller.wrap()"
+            own = "what it trains is not averaged, and stays every worker's own"
+            warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=7)
+        if not apart and (alone := loop.reduced_by_nobody(optimizer)):
+            left = f"an optimizer ({kind}) that was not given to controller.wrap() steps"
+            own = "which DDP does not reduce: unless the loop does, every rank moves its own"
+            warnings.warn(f"{left} {', '.join(alone[:3])}, {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=7)
+        if (name := unconnected_of(optimizer)) is None:
+            return None
+        why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
+        return f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}"
 
 
 def parameters_of(optimizer: Optimizer) -> set[int]:

@@ -2,10 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, UsageError
 from dynamix.model.rounds import RoundSize
 from dynamix.model.ways import Ways
 from dynamix.runtime.check.losses import WeightTest
@@ -41,7 +42,11 @@ class JobFacts:
     accumulate: int = 1  # pieces of a round: micro-batches per optimizer step
     slack: int = 0  # rounds that may still be issued under the old allocation after a window closed
     fixed: bool = False  # the global batch stays at `base_batch`
-    rounds: RoundSize | Ways | None = None  # chooses it where workers step apart, and whether they do
+    apart: bool = False  # every piece is an optimizer step of its worker's own, and workers meet over parameters
+    rounds: RoundSize | Ways | None = None  # chooses rounds where workers step apart, and whether they do
+    piece: int | None = None  # most samples of a piece, as the user said; a rank's memory may hold less
+    per_epoch: bool = False  # a window is an epoch
+    ahead: int = 0  # rounds that a simulated loader has issued beyond those that its sampler has
     hosts: tuple[str, ...] = ()  # of every rank; empty where they are not known
     shares: dict[str, float] = field(default_factory=dict)  # of workers that were here, relative (`hosts.remembered`)
     # Smoothed over windows, where this rank learns of it: the one that decides, or all if each does.
@@ -57,6 +62,45 @@ class JobFacts:
     def _none_closed(self, step: int = 0, samples: int = 0) -> ClosedWindow:
         return ClosedWindow(0, self.bounds.low, 0, 0, 0.0, step, samples)
 
+    @property
+    def ways(self) -> Ways | None:
+        """Who chooses how workers meet; None where that does not change."""
+        return self.rounds if isinstance(self.rounds, Ways) else None
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether workers step apart in any round."""
+        return self.apart or isinstance(self.rounds, Ways)
+
+    @property
+    def at_once(self) -> int | None:
+        """Samples of all workers' optimizer steps that are taken at the same time, if that is not a round."""
+        if isinstance(self.rounds, Ways):
+            return self.base_batch
+        return self.bounds.low.size * self.piece if self.apart and self.piece else None
+
+    def window_closed(self, closing: ClosedWindow) -> None:
+        """A window closed."""
+        self.closing = closing
+
+    def decide_per_epoch(self) -> None:
+        """From now on windows are epochs: nothing is issued under an old allocation after one closed."""
+        self.per_epoch, self.slack = True, 0
+
+    def require_right(self) -> None:
+        """Raise `UsageError` where ranks were seen to do what others did not, or losses to carry other weights."""
+        if self.weight_test is not None:
+            self.weight_test.require_right()
+        if self.unlike is not None:
+            raise UsageError(self.unlike)
+
+    def facts_alike(self) -> dict[str, Any]:
+        """What every rank must hold alike, by name."""
+        bounds = self.bounds
+        known: dict[str, Any] = {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
+        known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
+        return known | {"base batch": self.base_batch, "decides once per epoch": self.per_epoch, "slack": self.slack}
+
     def look(self, held: Floats, unlike: str | None = None) -> None:
         """Take into account what all ranks' rows say of what they hold alike, (W, n), and did unlike others."""
         self.parting.look(held)
@@ -64,9 +108,8 @@ class JobFacts:
 
     def bounds_after(self, window: Window, closing: ClosedWindow) -> Bounds:
         """What the answer to `window` is kept within, where workers meet in one way."""
-        return (
-            self.rounds.within(self.bounds, window, closing.rate) if isinstance(self.rounds, RoundSize) else self.bounds
-        )
+        size = self.rounds
+        return size.within(self.bounds, window, closing.rate) if isinstance(size, RoundSize) else self.bounds
 
     def bounds_of(self, piece: int) -> Bounds:
         """What rounds are kept within in which workers step apart by so many samples; 0: over gradients."""
@@ -78,7 +121,7 @@ class JobFacts:
         most = max(samples // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
         self.bounds = dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
         if self.rounds is not None:
-            self.rounds.epoch = float(samples)
+            self.rounds.limit_to(samples)
 
     def facts(self, closing: ClosedWindow) -> dict[str, float]:
         """What a `Window` says of the job itself, by field."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamix.data import StepPlan
 from dynamix.runtime.state.load_atomically import load_atomically
 
 _UNKNOWN = float("nan")
@@ -40,9 +41,22 @@ class Progress:
             self._due[every] = self.here
         return self._due.get(every) == self.here
 
-    def told(self, from_step: int, noise: float, signal: float, interval: int = 0) -> None:
-        """A window was answered; its noise scale counts from round `from_step` on. `interval` 0: it stays."""
+    def round_done(self, plan: StepPlan, at_once: int | None) -> None:
+        """A round is over; where workers step apart, `at_once` samples of it are taken at the same time."""
+        self.steps += 1
+        self.samples += plan.samples
+        self.here += plan.samples / (plan.at_once or at_once or 1) if plan.apart else 1.0
+
+    def told(
+        self, from_step: int, noise: float, signal: float, *, interval: int = 0, opens: int | None = None
+    ) -> None:
+        """A window was answered; its noise scale counts from round `from_step` on.
+
+        interval   of the next window; 0: it stays
+        opens      round from which measurements belong to it, if that is another one than was said
+        """
         self.window += 1
+        self.opens = self.opens if opens is None else opens
         self.shared = [self.shared[-1], (from_step, noise, signal, interval or self.interval)]
 
     @property

@@ -2,208 +2,255 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
 from dynamix.errors import DynamixError, StateError
-from dynamix.runtime.check.loop import LoopCheck
 from dynamix.runtime.decide.channel import DecisionChannel, Kind, Message
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.part import Part
 from dynamix.runtime.ranks.compare import PLACE
-from dynamix.runtime.ranks.ranks import Ranks
-from dynamix.runtime.rate.rates import Rates
-from dynamix.runtime.sync.connected_model import ConnectedModel
+from dynamix.runtime.ranks.ranks import Alone, Ranks
+from dynamix.window import Ints
+
+Told = tuple[int, float, float]
 
 
-class Deciding(Protocol):
-    """What of a `TrainingJob` windows and decisions concern."""
+class WindowCloser(Part):
+    """Closes the windows of a job, and settles: takes the answers to them.
 
-    job: JobFacts
-    channel: DecisionChannel | PeerChannel
-    allocations: Allocations
-    progress: Progress
-    recorder: Recorder
-    rates: Rates
-    source: BatchSampler | Stream | None
-    accumulate: int
-    interval: int
-    paced: bool
-    per_epoch: bool
-    rank: int
-    payload: Callable[[], float]
-    ranks: Ranks | None
-    loop: LoopCheck
-    connected: list[ConnectedModel]
-    steps_apart: bool
+    A loop may be read ahead by a thread of its own, which settles what concerns the batches that it asks for. So this is
+    what a sampler calls its `owner`: `horizon` is the first round that a decision under way may still change, infinite
+    where none is. It changes under `lock` alone, under which a sampler says which round it begins to plan.
 
-    @property
-    def crossed(self) -> int: ...
-
-    def need_source(self) -> BatchSampler | Stream: ...
-
-
-class WindowCloser:
-    """Closes the windows of `of`, and settles: takes the answers to them.
-
-    A loop may be read ahead by a thread of its own, which settles what concerns the batches that it asks for.
+    interval   optimizer steps of the first window
+    paced      the policy says how long later ones are
+    told       what a row says of the exchange: backward passes that have crossed ranks so far; bytes that a meeting
+               over parameters moves, over those of a gradient; this rank's learning rate over its largest so far
+    begins     called before every iteration of the sampler; `resumed`: at the first batch after a load
     """
 
-    def __init__(self, of: Deciding) -> None:
-        self.of = of
-        self.differ = False  # the ranks are to compare what they hold once this round is over
+    def __init__(
+        self,
+        job: JobFacts,
+        channel: DecisionChannel | PeerChannel,
+        ranks: Ranks | Alone,
+        allocations: Allocations,
+        progress: Progress,
+        recorder: Recorder,
+        *,
+        interval: int,
+        paced: bool,
+        told: Callable[[], Told],
+        begins: Callable[[], None],
+        resumed: Callable[[], None],
+    ) -> None:
+        self.job, self.channel, self.ranks = job, channel, ranks
+        self.allocations, self.progress, self.recorder = allocations, progress, recorder
+        self._interval, self._paced, self._told = interval, paced, told
+        self.iteration_begins, self.resumed = begins, resumed
+        self.source: BatchSampler | Stream | None = None
         self.changes = 0  # of the sizes, since this process began
-        self._settling, self._turn, self._taking = threading.Lock(), threading.Lock(), False
         self.ended_s = 0.0  # of the newest round, on the clock `time.perf_counter`
+        self.lock, self.horizon = threading.Lock(), math.inf
+        self._settling = threading.Lock()
+        self._differ = False  # the ranks are to compare what they hold once this round is over
         self._lag_said = False
         self._reader_failed: DynamixError | None = None  # what ends the job was raised in that thread
 
-    def count(self, plan: StepPlan) -> None:
-        """A round is over."""
-        of = self.of
-        self.ended_s = time.perf_counter()
-        with self._turn:  # whether a step is kept is known before, or after, a new window opens
-            kept = plan.regular and plan.index // of.accumulate >= of.progress.opens
-            dealt = plan.dealt_to(of.rank)
-            of.recorder.step_done(keep=kept, first_of_epoch=plan.first, dealt=dealt)
+    def feed(self, source: BatchSampler | Stream) -> None:
+        """Rounds come from `source`, whose owner this is."""
+        self.source = source
 
-    def close_if_full(self, plan: StepPlan, *, ahead: int) -> None:
-        """After `plan`'s round; `ahead` as in `TrainingJob.step_done`."""
-        of = self.of
-        steps = of.recorder.steps
-        if steps and (plan.last if of.per_epoch else steps >= self._rounds_of_window(plan)):
-            with self._turn:  # no further round is begun until the window waits for its answer
-                self._close_window(plan, -(-of.need_source().begun // of.accumulate) + ahead)
+    # ------------------------------------------------------------ the coming round
+
+    @property
+    def pending(self) -> bool:
+        """Whether a window waits for its answer."""
+        return self.horizon < math.inf
+
+    @property
+    def next_step(self) -> int:
+        """The coming micro-step; of a loaded checkpoint without its sampler yet, the first its ledger still knows."""
+        return self.allocations.begin if self.source is None else self.source.consumed
+
+    @property
+    def batch_sizes(self) -> Ints:
+        """Samples of every worker in the coming round, int64 (W,)."""
+        return self.job.accumulate * self.allocations.at(self.next_step)
+
+    @property
+    def piece_apart(self) -> int:
+        """Samples of a worker's own step in the coming round, where the allocation says that workers step apart."""
+        return self.allocations.piece_at(self.next_step)
+
+    def put_in_force(self, sizes: Ints) -> None:
+        """Begin the ledger anew with `sizes` (W,), samples per round, from the coming round on, in the same way."""
+        self.allocations.reset(self.next_step, sizes // self.job.accumulate, self.piece_apart)
+
+    def measures(self, plan: StepPlan) -> bool:
+        """Whether the open window will keep what is measured in a round; the same on all ranks."""
+        # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
+        open_from = max(self.progress.opens, self.job.closing.consumed + 1)
+        return plan.regular and plan.index // self.job.accumulate >= open_from
+
+    # ------------------------------------------------------------ a round is over
+
+    def round_done(self, plan: StepPlan) -> None:
+        job, recorder = self.job, self.recorder
+        self.ended_s = time.perf_counter()
+        with self.lock:  # whether a step is kept is known before, or after, a new window opens
+            kept = plan.regular and plan.index // job.accumulate >= self.progress.opens
+            dealt = None if plan.work is None else plan.dealt_to(self.ranks.rank)
+            recorder.step_done(keep=kept, first_of_epoch=plan.first, dealt=dealt)
+        if self.horizon < math.inf or self._reader_failed is not None:
+            self.settle()
+        if job.unlike is not None or (job.weight_test is not None and job.weight_test.wrong is not None):
+            job.require_right()
+        if self._differ:
+            self._compare(plan)
+        if recorder.steps and (plan.last if job.per_epoch else recorder.steps >= self._rounds_of_window(plan)):
+            with self.lock:  # no further round is begun until the window waits for its answer
+                self._close(plan)
 
     def _rounds_of_window(self, plan: StepPlan) -> int:
         """Rounds that make a window, the same on all ranks: `interval` optimizer steps, at least one round; where their
         number follows what changes, it is that of rounds."""
-        of = self.of
-        if of.rates.at_once is None or of.paced:
-            return of.interval
-        total = int(of.allocations.at(plan.index).sum())
-        at_once = plan.at_once or (of.rates.at_once if plan.apart else total)
-        return max(1, round(of.interval * at_once / total))
+        at_once = self.job.at_once
+        if at_once is None or self._paced:
+            return self._interval
+        total = int(self.allocations.at(plan.index).sum())
+        at_once = plan.at_once or (at_once if plan.apart else total)
+        return max(1, round(self._interval * at_once / total))
 
-    def _close_window(self, plan: StepPlan, issued: int) -> None:
-        of = self.of
-        sizes, progress = of.accumulate * of.allocations.at(plan.index), of.progress
-        age = (plan.index + 1 - of.allocations.since(plan.index)) / of.accumulate
-        steps, samples, rate = progress.steps, progress.samples, of.rates.relative()
-        done, payload = plan.index // of.accumulate + 1, of.payload()
-        alike = isinstance(of.source, BatchSampler) and of.source.compares and not plan.apart
-        closing = of.job.closing = ClosedWindow(
-            *(progress.window, sizes, done, issued, age, steps, samples, rate, payload),
-            piece=of.allocations.piece_at(plan.index),
-            comparable=alike,
+    def _close(self, plan: StepPlan) -> None:
+        job, progress, source = self.job, self.progress, self.source
+        sizes = job.accumulate * self.allocations.at(plan.index)
+        age = (plan.index + 1 - self.allocations.since(plan.index)) / job.accumulate
+        begun = plan.index + 1 if source is None else source.begun
+        crossed, payload, rate = self._told()
+        closing = ClosedWindow(
+            progress.window,
+            sizes,
+            consumed=plan.index // job.accumulate + 1,
+            issued=-(-begun // job.accumulate) + job.ahead,
+            age=age,
+            step=progress.steps,
+            samples=progress.samples,
+            rate=rate,
+            payload=payload,
+            piece=self.allocations.piece_at(plan.index),
+            comparable=isinstance(source, BatchSampler) and source.compares and not plan.apart,
         )
+        job.window_closed(closing)
         self._warn_of_lag(closing.issued - closing.consumed)
-        mine = float(sizes[of.rank])
-        turn = {"epoch": plan.epoch, "crossed": of.crossed}
-        held = self._held(plan)
-        row = of.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()), **turn, held=held)
-        of.channel.send(row, closing)
+        mine, place = float(sizes[self.ranks.rank]), self._place(plan)
+        weight = mine / float(sizes.sum())
+        held = job.parting.row(place) if self.ranks.workers > 1 else None
+        turn = {"epoch": plan.epoch, "crossed": crossed}
+        row = self.recorder.row(issued=closing.issued, count=mine, weight=weight, **turn, held=held)
+        self.channel.send(row, closing)
+        self.horizon = closing.issued + job.slack
 
     def rest(self) -> ClosedWindow | None:
         """What was trained since the last window closed, as a window that nobody decides on; None if nothing was."""
-        of, progress = self.of, self.of.progress
-        if progress.steps == of.job.closing.step:
+        pieces, progress, source = self.job.accumulate, self.progress, self.source
+        if source is None or progress.steps == self.job.closing.step:
             return None
-        done = of.need_source().consumed
-        at = max(done - 1, of.allocations.begin)
-        sizes, age = of.accumulate * of.allocations.at(at), (done - of.allocations.since(at)) / of.accumulate
-        done //= of.accumulate
-        piece = of.allocations.piece_at(at)
+        at = max(source.consumed - 1, self.allocations.begin)
+        sizes, age = pieces * self.allocations.at(at), (source.consumed - self.allocations.since(at)) / pieces
+        done, piece = source.consumed // pieces, self.allocations.piece_at(at)
         return ClosedWindow(progress.window, sizes, done, done, age, progress.steps, progress.samples, piece=piece)
 
-    def _held(self, plan: StepPlan) -> list[float] | None:
-        """What this rank's row says of what all ranks hold alike; None where there are no others."""
-        of = self.of
-        if of.ranks is None or of.loop.workers < 2:
-            return None
-        # Workers that step apart have taken unlike numbers of steps, which their optimizers may count.
-        optimizers = [] if of.steps_apart else of.loop.optimizers
-        models = [one.model for one in of.connected if one.shards is None and one.hook is not None and one.hook.alike]
-        return of.job.parting.row(optimizers, models, self._place(plan))
-
     def _place(self, plan: StepPlan) -> dict[str, int]:
-        return dict(zip(PLACE, (self.of.progress.steps, self.of.progress.samples, plan.start), strict=True))
+        return dict(zip(PLACE, (self.progress.steps, self.progress.samples, plan.start), strict=True))
 
-    def compare(self, plan: StepPlan) -> None:
-        """Compare with the other ranks, after `plan`'s round, what digests were not alike of.
-
-        A collective call; raises as `Ranks.compare`.
-        """
-        of, self.differ = self.of, False
-        if of.ranks is not None:
-            optimizers = [] if of.steps_apart else of.loop.optimizers
-            of.ranks.compare(*of.job.parting.facts(optimizers, self._place(plan)))
+    def _compare(self, plan: StepPlan) -> None:
+        """Compare with the other ranks what digests were not alike of. A collective call."""
+        self._differ = False
+        self.ranks.compare(*self.job.parting.facts(self._place(plan)))
 
     def _warn_of_lag(self, rounds: int) -> None:
         """The loader has issued so many rounds ahead: a decision waits for them."""
-        of = self.of
-        if rounds <= 2 * of.interval or of.paced or of.per_epoch or self._lag_said or of.rates.at_once is not None:
+        job, interval = self.job, self._interval
+        if rounds <= 2 * interval or self._paced or job.per_epoch or self._lag_said or job.at_once is not None:
             return
         self._lag_said = True
-        late = f"the loader of rank {of.rank} reads {rounds} rounds ahead, more than two windows of {of.interval}"
+        late = f"the loader of rank {self.ranks.rank} reads {rounds} rounds ahead, more than two windows of {interval}"
         fix = "lower num_workers x prefetch_factor, or raise interval"
         warnings.warn(f"{late}, so a decision applies only after them: {fix}", RuntimeWarning, stacklevel=2)
 
+    # ------------------------------------------------------------ a decision comes into force
+
     def settle(self) -> None:
         """Take the pending message, if there is one: the agreed wait. Raises what a thread that reads ahead raised."""
-        of = self.of
         with self._settling:
             if self._reader_failed is not None:
                 raise self._reader_failed
-            if of.channel.pending:
-                self._taking = True
-                try:
-                    message = of.channel.receive()
-                    with self._turn:
-                        self._take(message)
-                except DynamixError as error:
-                    self.keep_for_the_loop(error)
-                    raise
-                finally:
-                    self._taking = False
+            if not self.pending:
+                return
+            try:
+                message = self.channel.receive()
+                with self.lock:
+                    self._take(message)
+            except DynamixError as error:
+                self.keep_for_the_loop(error)
+                raise
+            finally:
+                self.horizon = math.inf
 
     def keep_for_the_loop(self, error: DynamixError) -> None:
         """An error is about to be raised: in a thread of the user's, which need not hand it on, it is not lost."""
-        of = self.of
-        if of.source is not None and not of.source.consumed_here:
+        if self.source is not None and not self.source.consumed_here:
             self._reader_failed = self._reader_failed or error
 
-    def _take(self, message: Message) -> None:
-        of = self.of
-        of.progress.told(of.job.closing.consumed + 1, message.noise, message.signal, message.interval)
-        of.interval = message.interval or of.interval
-        self.differ |= message.differ
-        if message.kind is Kind.NEW:
-            if of.source is not None and message.from_step < (issued := -(-of.source.issued // of.accumulate)):
-                late = f"starts at step {message.from_step}, but {issued} are already issued"
-                fix = "replay with that run's policy and interval, and its num_workers and prefetch_factor or fewer"
-                raise StateError(f"the replayed allocation {late}: {fix}")
-            sizes = message.sizes // of.accumulate
-            of.allocations.schedule(message.from_step * of.accumulate, sizes, message.piece)
-            of.progress.opens = message.from_step
-            self.changes += 1
-            of.recorder.reset()
-        if of.source is not None:
-            of.allocations.forget(of.source.consumed)
+    def fail(self, error: DynamixError) -> DynamixError:
+        """An error that ends the job: the other ranks are told of it."""
+        self.keep_for_the_loop(error)
+        return self.ranks.end(error)
 
-    def before_issue(self, step: int) -> None:
-        """The sampler is about to plan micro-step `step`: a pending message may concern it."""
-        of = self.of
-        while True:
-            with self._turn:
-                waits = of.channel.pending or self._taking
-                if not waits or step // of.accumulate < of.job.closing.issued + of.job.slack:
-                    of.need_source().begin_to_issue(step)
-                    return
-            self.settle()
+    def _take(self, message: Message) -> None:
+        pieces, source = self.job.accumulate, self.source
+        new = message.kind is Kind.NEW
+        if new and source is not None and message.from_step < (issued := -(-source.issued // pieces)):
+            late = f"starts at step {message.from_step}, but {issued} are already issued"
+            fix = "replay with that run's policy and interval, and its num_workers and prefetch_factor or fewer"
+            raise StateError(f"the replayed allocation {late}: {fix}")
+        self.progress.told(
+            self.job.closing.consumed + 1,
+            message.noise,
+            message.signal,
+            interval=message.interval,
+            opens=message.from_step if new else None,
+        )
+        self._interval = message.interval or self._interval
+        self._differ |= message.differ
+        if new:
+            self.allocations.schedule(message.from_step * pieces, message.sizes // pieces, message.piece)
+            self.changes += 1
+            self.recorder.reset()
+        if source is not None:
+            self.allocations.forget(source.consumed)
+
+    def loaded(self) -> None:
+        """A state was loaded: the window now open has the length that the policy said."""
+        if self._paced and self.progress.interval:
+            self._interval = self.progress.interval
+
+    def drain(self) -> None:
+        """Wait until nothing is under way, of which the answers are taken."""
+        self.settle()
+        self.channel.drain()
+
+    def alike(self) -> dict[str, Any]:
+        """What every rank must hold alike, by name."""
+        at = self.next_step
+        return {"batch sizes": self.allocations.from_on(at), "batch size apart": self.piece_apart}

@@ -8,44 +8,41 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dynamix.data import StepPlan
+from dynamix.data import Allocations, Piece, StepPlan
 from dynamix.runtime.decide.job_facts import JobFacts
+from dynamix.runtime.decide.progress import Progress
+from dynamix.runtime.part import Part
 from dynamix.runtime.rate.scaling import AUTO, LearningRate, SampleSchedule, SchedulerWatch
 
 
-class Rates:
+class Rates(Part):
     """Of all optimizers of a controller.
 
-    at_once   samples of all workers' optimizer steps taken at the same time, where a round has several; None: a round
+    lr_rule   as of `Controller`
     """
 
-    def __init__(self, job: JobFacts, lr_rule: str, *, at_once: int | None = None) -> None:
-        self.job, self.at_once = job, at_once
+    def __init__(self, job: JobFacts, lr_rule: str, allocations: Allocations, progress: Progress) -> None:
+        self.job, self.allocations, self.progress = job, allocations, progress
         # A global batch that stays as it is asks for no other rate, but its pieces may be of several sizes.
-        self.lr_rule = "none" if lr_rule == AUTO and job.fixed and at_once is None else lr_rule
+        self.lr_rule = "none" if lr_rule == AUTO and job.fixed and job.at_once is None else lr_rule
         self.learning_rates: list[LearningRate] = []
         self.schedules: list[SampleSchedule] = []
         self._watch: SchedulerWatch | None = None
         self._whole: list[float] = []  # factors of a whole piece's step, where workers step apart
         self._largest = 0.0
 
-    @property
-    def follows(self) -> bool:
-        """Whether any learning rate follows the global batch."""
-        return self.lr_rule != "none" and bool(self.learning_rates)
-
     def add(self, optimizer: Optimizer) -> None:
         """Let the learning rate of `optimizer` follow the batch."""
         self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
 
-    def watch(self, optimizer: Optimizer, *, apart: bool) -> None:
+    def watch(self, optimizer: Optimizer) -> None:
         """Warn of a scheduler of `optimizer` that counts steps where these are no measure: see `SchedulerWatch`."""
-        if apart or not self.job.fixed:
+        if (apart := self.job.steps_apart) or not self.job.fixed:
             self._watch = SchedulerWatch(optimizer, self.job.base_batch, apart=apart)
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every round."""
-        nominal = nominal_batch_size or self.at_once or self.job.base_batch
+        nominal = nominal_batch_size or self.job.at_once or self.job.base_batch
         self.schedules.append(SampleSchedule(scheduler, nominal_batch_size=nominal))
         return self.schedules[-1]
 
@@ -64,40 +61,57 @@ class Rates:
         self._largest = max(self._largest, rate, initial if isinstance(initial, (int, float)) else rate)
         return rate / self._largest
 
-    def look(self) -> None:
-        """Between optimizer steps: see whether somebody changed a rate."""
+    def pass_begins(self, piece: Piece) -> None:
+        self.follow(piece.plan, piece.samples)
+
+    def follow(self, plan: StepPlan, samples: int = 0) -> None:
+        """Let the rates fit the global batch of `plan`; an epoch's tail has that of the steps before.
+
+        Where workers step apart they follow the steps that are taken at the same time, and the `samples` of this
+        worker's: those of a part of a piece are a smaller step.
+        """
         if self._watch is not None:
             self._watch.look()
+        if plan.apart:
+            if plan.piece:
+                self._follow(plan.at_once, *self.progress.noise_at(plan.index))
+            if samples and (whole := plan.piece or self.job.piece):
+                self.follow_piece(samples / whole)
+        elif self.lr_rule != "none" and self.learning_rates:
+            pieces = self.job.accumulate
+            sizes = plan.samples if plan.regular else pieces * int(self.allocations.at(plan.index).sum())
+            self._follow(sizes, *self.progress.noise_at(plan.index // pieces))
 
-    def follow(self, samples: int, noise: float, signal: float) -> None:
+    def _follow(self, samples: int, noise: float, signal: float) -> None:
         """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
         base = self.job.base_batch
         rates = self.learning_rates
         self._whole = [rate.rule(samples / base, noise, signal, base_batch=base) for rate in rates]
         for learning_rate, factor in zip(rates, self._whole, strict=True):
-            learning_rate.factor = factor
+            learning_rate.set_factor(factor)
 
     def follow_piece(self, scale: float) -> None:
-        """Let the rates fit a step of a piece that is `scale` of a whole one, whose step `follow` may have fitted."""
+        """Let the rates fit a step of a piece that is `scale` of a whole one."""
         whole = self._whole or [1.0] * len(self.learning_rates)
         for learning_rate, factor in zip(self.learning_rates, whole, strict=True):
             part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
-            learning_rate.factor = factor * part
+            learning_rate.set_factor(factor * part)
 
-    def advance(self, plan: StepPlan, samples: int) -> None:
-        """A round is over, in which all workers trained `samples`."""
-        self.look()
-        advanced = [schedule.advance(samples) for schedule in self.schedules]
-        watch = self._watch
+    def round_done(self, plan: StepPlan) -> None:
+        watch, advanced = self._watch, False
         if watch is not None:
-            if any(advanced):
+            watch.look()
+        for schedule in self.schedules:
+            advanced = bool(schedule.advance(plan.samples)) or advanced
+        if watch is not None:
+            if advanced:
                 watch.accept()
             if plan.last:
                 watch.forget()
             if plan.regular:
                 watch.stepped(plan.samples)
 
-    def remove(self) -> None:
+    def job_ends(self) -> None:
         """Take every hook off the optimizers."""
         for learning_rate in self.learning_rates:
             learning_rate.remove()

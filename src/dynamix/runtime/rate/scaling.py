@@ -92,7 +92,7 @@ class LearningRate:
     >>> weight = torch.nn.Parameter(torch.zeros(1)); weight.grad = torch.ones(1)
     >>> optimizer = torch.optim.SGD([weight], lr=0.1)
     >>> learning_rate = LearningRate(optimizer, "linear")
-    >>> learning_rate.factor = 3.0
+    >>> learning_rate.set_factor(3.0)
     >>> optimizer.step()
     >>> round(weight.item(), 6), optimizer.param_groups[0]["lr"]
     (-0.3, 0.1)
@@ -104,7 +104,7 @@ class LearningRate:
         # (group, rate as the user set it, tensor changed in place or None); empty unless a step is running
         self._users: list[tuple[dict[str, Any], Any, Tensor | None]] = []
         self._optimizer = optimizer
-        post = optimizer.register_step_post_hook(lambda *_: self._restore())
+        post = optimizer.register_step_post_hook(self._after)
         # Before the user's own hooks; torch offers no `prepend` here.
         if (hooks := getattr(optimizer, "_optimizer_step_post_hooks", None)) is not None:
             hooks.move_to_end(post.id, last=False)
@@ -122,8 +122,8 @@ class LearningRate:
         """What the learning rates are multiplied by in the next steps."""
         return self._factor
 
-    @factor.setter
-    def factor(self, value: float) -> None:
+    def set_factor(self, value: float) -> None:
+        """Multiply by `value` from now on. Raises `ConfigError` unless it is positive and finite."""
         if not (math.isfinite(value) and value > 0):
             raise ConfigError("factor", value, "positive and finite", "check the batch sizes behind it")
         self._factor = float(value)
@@ -153,23 +153,28 @@ class LearningRate:
             try:
                 return inner(*args, **kwargs)
             finally:
-                self._restore()
+                if self._users:
+                    self._restore()
 
         self._wrapped = types.MethodType(step, optimizer)
         optimizer.step = self._wrapped  # type: ignore[method-assign]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        self._restore()  # what a step that raised left behind, if it was called past our wrapper
-        self._apply()
+        if self._users:
+            self._restore()  # what a step that raised left behind, if it was called past our wrapper
+        if self._factor != 1.0:
+            self._apply()
         if callable(kwargs.get("closure")):
             return args, kwargs | {"closure": self._outside(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer
             return (args[0], self._outside(args[1]), *args[2:]), kwargs
         return None
 
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._users:
+            self._restore()
+
     def _apply(self) -> None:
-        if self._factor == 1.0:
-            return
         changed: set[int] = set()
         for group in self._optimizer.param_groups:
             rate = group.get("lr")
@@ -199,7 +204,8 @@ class LearningRate:
             try:
                 return closure(*args, **kwargs)
             finally:
-                self._apply()
+                if self._factor != 1.0:
+                    self._apply()
 
         return run
 

@@ -1,52 +1,52 @@
-"""Gradients that do not meet those of other ranks: they are finished here, and tell the noise scale in pairs."""
+"""Gradients of a worker that exchanges none: they are finished here, and tell the noise scale in pairs of steps."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from dynamix.data import Allocations, BatchSampler, Stream
-from dynamix.runtime.check.loop import LoopCheck
+from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.runtime.measure.noise import ConsecutiveNoise
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.loss_weight import LossWeight
 
 
-class Trains(Protocol):
-    """What of a `TrainingJob` its gradients concern."""
-
-    accumulate: int
-    allocations: Allocations
-    attached: ConnectedModel | None
-    loop: LoopCheck
-    loss_weight: LossWeight
-    recorder: Recorder
-    source: BatchSampler | Stream | None
-
-
 class SingleWorkerSync:
-    """Of one rank of the job `of`, which is its only one or steps apart from the others.
+    """Of a job's only rank, or of one that steps apart from the others.
 
-    every   one pair in so many steps is compared; 0: gradients meet, and nothing is done here
+    workers     how many the job has
+    accumulate  batches by whose number a loop divides its losses
+    every       one pair in so many steps is compared; 0: gradients meet, and nothing is done here
     """
 
-    def __init__(self, of: Trains, *, every: int) -> None:
-        self.of = of
+    def __init__(
+        self, recorder: Recorder, loss_weight: LossWeight, *, workers: int, accumulate: int, every: int
+    ) -> None:
+        self.recorder, self.loss_weight, self.workers, self.accumulate = recorder, loss_weight, workers, accumulate
+        self.source: BatchSampler | Stream | None = None
         self._pairs = ConsecutiveNoise(every) if every else None
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """See to gradients before `optimizer`, the first one, applies them."""
-        if self._pairs is not None:
-            optimizer.register_step_pre_hook(self._before_optimizer)
+    def feed(self, source: BatchSampler | Stream) -> None:
+        """Batches come from `source`."""
+        self.source = source
 
-    def finish(self, attached: ConnectedModel, *, more: bool = False) -> None:
+    def watch(self, model: ConnectedModel, optimizer: Optimizer, *, first: bool) -> None:
+        """See to the gradients of `model` before `optimizer` applies them; of the `first` one they are measured."""
+        if first and self._pairs is not None:
+            optimizer.register_step_pre_hook(lambda *of: self._before_optimizer(model, optimizer))
+        elif not first and model.averaging is None:
+            optimizer.register_step_pre_hook(lambda *of: self.finish(model, self._piece()))
+
+    def _piece(self) -> Piece | None:
+        return None if self.source is None else self.source.current
+
+    def finish(self, model: ConnectedModel, piece: Piece | None, *, more: bool = False) -> None:
         """A single worker's gradients of this round are there, to be clipped or applied; `more`: not all of them."""
-        of, piece = self.of, self.of.loop.piece_of_pass()
-        if self._pairs is not None and piece is not None and of.loss_weight.in_gradient(piece) is None:
-            (attached.reopen if more else attached.finish)(piece, of.accumulate)
+        if self._pairs is not None and piece is not None and self.loss_weight.in_gradient(piece) is None:
+            (model.reopen if more else model.finish)(piece, self.accumulate)
 
     def observe_pair(self, parameters: list[nn.Parameter], samples: int) -> None:
         """A single worker's noise scale, from its gradients of so many samples in two steps that follow each other."""
@@ -54,18 +54,15 @@ class SingleWorkerSync:
         if self._pairs is None or all(g is None for g in gradients):  # a closure makes them inside the step
             return
         if pair := self._pairs.observe(gradients, float(samples)):
-            self.of.recorder.add("pair_noise", pair[0])
-            self.of.recorder.add("pair_signal", pair[1])
+            self.recorder.add("pair_noise", pair[0])
+            self.recorder.add("pair_signal", pair[1])
 
-    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        of = self.of
-        if of.attached is not None and of.source is not None and of.source.issued > of.source.consumed:
-            piece = of.source.piece()
-            if of.allocations.workers > 1 and not piece.plan.apart:
-                return  # gradients have met, and were measured, in DDP's hook
-            of.recorder.gradients_ready()
-            of.recorder.reduced()
-            self.finish(of.attached)
-            own = piece.samples if piece.plan.apart else piece.plan.samples
-            if own:
-                self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], own)
+    def _before_optimizer(self, model: ConnectedModel, optimizer: Optimizer) -> None:
+        piece: Any = self._piece()
+        if piece is None or (self.workers > 1 and not piece.plan.apart):
+            return  # gradients have met, and were measured, in DDP's hook
+        self.recorder.gradients_ready()
+        self.recorder.reduced()
+        self.finish(model, piece)
+        if own := piece.samples if piece.plan.apart else piece.plan.samples:
+            self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], own)

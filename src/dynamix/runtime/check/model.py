@@ -1,0 +1,250 @@
+"""What a loop has done with one connected model since its last `controller.step()`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dynamix.data import Piece
+from dynamix.runtime.check.advice import ACCUMULATE, BY_HAND, DUE, EARLY, PIECES, REPEATED, STEP, SUM
+from dynamix.runtime.check.steps_in_backward import WHY
+from dynamix.runtime.check.unreached import unreached
+from dynamix.runtime.check.unreduced import Unreduced
+from dynamix.runtime.check.unwatched_optimizers import parameters_of
+from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.sync.optimizer_means import KNOWN, without_gradients
+from dynamix.runtime.sync.shards import Shards, is_fully_sharded
+
+
+class Loop(Protocol):
+    """The loop that trains the model, as it is counted by `LoopCheck`, for all of its models."""
+
+    recorder: Recorder
+    accumulate: int
+    workers: int
+    group: int
+    forwards: int
+    reduced: set[int]
+    piece: Piece | None
+    models: int
+    needs_piece: bool
+    under_piece: bool
+
+    @property
+    def in_pieces(self) -> bool: ...
+    def fail(self, message: str) -> None: ...
+    def gather(self, told: Any, what: str) -> list[Any]: ...
+    def piece_of_optimizer(self) -> Piece | None: ...
+    def steps_apart(self) -> bool: ...
+    def too_late(self) -> bool: ...
+    def epoch_over(self) -> bool: ...
+    def without_batch(self) -> str: ...
+    def growth(self) -> str | None: ...
+
+
+class ModelCheck:
+    """One connected model and one optimizer of it.
+
+    reduces    whether its gradients cross ranks in DDP's hook, or in FSDP2's reduce-scatter
+    shards     what FSDP2 holds of it, which then says where gradients are
+    """
+
+    def __init__(
+        self, loop: Loop, model: nn.Module, optimizer: Optimizer, *, reduces: bool, shards: Shards | None
+    ) -> None:
+        self.loop, self.optimizer, self.reduces, self.shards = loop, optimizer, reduces, shards
+        left = getattr(model, "parameters_to_ignore", ())
+        if shards is not None:
+            held = {id(p) for p in shards.parameters()}
+            left = [name for name, p in model.named_parameters() if id(p) not in held]
+        self._adds = reduces or (shards is not None and loop.workers > 1)
+        self.unreduced = Unreduced(model, loop.gather, left, sharded=shards is not None)
+        self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
+        self._model = weakref.ref(model)  # DDP keeps this object, in C++
+        KNOWN.add(optimizer)
+        self.reductions = 0
+        self._local = False  # some of what is in `.grad` has not crossed ranks
+        self._made = False  # a pass has made gradients since the optimizer's last step
+        self._crossed = False  # a pass of this batch was reduced
+        self._held_since: int | None = None  # optimizer step in which what is in `.grad` was made
+        self.inside = False  # `optimizer.step()` runs: a closure may go through the model again
+        self._closure = False  # the optimizer's step under way makes gradients itself
+        self.probe = None if is_fully_sharded(model) else self._one_of(model, parameters_of(optimizer))
+        self._stale = False
+        self._hooks: list[Any] = [] if self.probe is None else self._watch(self.probe)
+        self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
+        self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
+
+    def close(self) -> None:
+        """Look at nothing any more: the model and its optimizer may be trained on by others."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _one_of(self, model: nn.Module, owned: set[int]) -> nn.Parameter | None:
+        """The first parameter of `owned`, by `id`, whose gradients `model` reduces as far as that is known yet."""
+        ignored, reduced = getattr(model, "parameters_to_ignore", ()), self.loop.reduced
+        known = any(id(p) in reduced for p in model.parameters())
+        for name, p in getattr(model, "module", model).named_parameters():
+            if p.requires_grad and id(p) in owned and name not in ignored and (id(p) in reduced or not known):
+                return p
+        return None
+
+    def _watch(self, probe: nn.Parameter) -> list[Any]:
+        """Hooks of `probe`, which must not keep this object: what torch holds in C++ no collector of garbage can see."""
+        alive = weakref.ref(self)
+
+        def before_adding(gradient: Tensor) -> None:
+            if (check := alive()) is not None:
+                older = check._held_since is not None and check._held_since < check.loop.group
+                check._stale = older and not check.loop.recorder.muted and _nonzero(probe.grad)
+
+        def added(probe: Tensor) -> None:  # which `torch.autograd.grad` does not
+            check = alive()
+            if check is not None and not check.loop.recorder.muted:
+                check._local, check._held_since, check._made = True, check.loop.group, True
+                if check._stale:
+                    check._fail_stale()
+
+        return [probe.register_hook(before_adding), probe.register_post_accumulate_grad_hook(added)]
+
+    def fail(self, message: str) -> None:
+        """Raise `UsageError`, on every rank."""
+        self.loop.fail(message)
+
+    def covers(self, parameters: list[Tensor]) -> None:
+        """The gradients of these are reduced."""
+        self.loop.reduced.update(map(id, parameters))
+
+    def reducing(self, piece: Piece | None) -> None:
+        """A synchronised backward pass of `piece` has its first gradients."""
+        loop = self.loop
+        if not loop.forwards and not self.inside:
+            loop.fail(loop.without_batch())
+        if loop.needs_piece and not loop.under_piece:
+            loop.fail(f"backward() crossed ranks, but with meet='auto' ranks step apart in some rounds: {PIECES}")
+        if piece is not None and piece.by_size and not piece.last and not self.inside:
+            early = f"backward() of piece {piece.number + 1} of {piece.of} of this rank's share crossed ranks"
+            loop.fail(f"{early}, and ranks have unlike numbers of pieces: {PIECES}")
+        self.reductions += 1
+        if self.reductions > 1 and loop.models == 1 and not self.inside:
+            found = f"{self.reductions} synchronised backward passes before controller.step()"
+            loop.fail(f"{found}, where one batch has one: {STEP}; {SUM}; {ACCUMULATE}")
+        if self.shards is not None and not loop.recorder.muted:
+            older = self._held_since is not None and self._held_since < loop.group
+            stale = older and any(map(_nonzero, self.shards.reduced()))
+            self._held_since = loop.group
+            if stale:
+                self._fail_stale()
+
+    def reduced(self) -> None:
+        """All gradients of a synchronised backward pass are on their way: nothing is local any more."""
+        for check in (self, *self.partners):
+            check._local, check._made, check._crossed = False, True, True
+
+    def _fail_stale(self) -> None:
+        loop = self.loop
+        before = "backward() adds to the gradient of an earlier batch, for which optimizer.step() was never called"
+        do = EARLY if loop.in_pieces else ACCUMULATE
+        if loop.steps_apart():
+            do = "with meet='parameters' every piece has an optimizer step, and then optimizer.zero_grad()"
+        loop.fail(f"{before}: {do}; else call optimizer.zero_grad()")
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        loop = self.loop
+        if loop.recorder.muted:
+            return None
+        self.inside, self._held_since = True, None
+        made, self._made = self._made, False
+        piece = loop.piece if loop.forwards else loop.piece_of_optimizer()
+        if apart := piece is not None and piece.plan.apart:
+            if loop.too_late() and self.probe is not None and _nonzero(self.probe.grad):
+                late = "optimizer.step() came after controller.step(), where the workers may have met already"
+                do = "with meet='parameters' every piece has its optimizer step before controller.step()"
+                loop.fail(f"{late}: {do}" + (f"; or {REPEATED}" if loop.epoch_over() else ""))
+            if piece is not None and not piece.samples:
+                return without_gradients(optimizer, args, kwargs)
+        elif piece is not None and not piece.last:
+            self._fail_early(piece)
+        if self._adds and not apart and piece is not None:
+            own = []  # a plain loop, as it is run in every step
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in loop.reduced and parameter.requires_grad:
+                        own.append(parameter)
+            if own:
+                self._look_at(own)
+        self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)
+        if not apart and not self._closure and self.reduces:
+            self.require_crossed("optimizer.step()")
+            if not made and self.probe is not None:
+                self._require_made(self.probe)
+        return None
+
+    def _fail_early(self, piece: Piece) -> None:
+        loop, growth = self.loop, self.loop.growth()
+        early, do = f"optimizer.step() after {piece.number + 1} of this round's {piece.of} pieces", DUE
+        if not loop.in_pieces:
+            early = f"optimizer.step() after {piece.number + 1} of accumulate={loop.accumulate} batches"
+            do = f"call it with the last of them, `if (i + 1) % {loop.accumulate} == 0`; {ACCUMULATE}"
+        loop.fail(f"{early}: {do}" if growth is None else growth)
+
+    def _look_at(self, unreduced: list[nn.Parameter]) -> None:
+        """The optimizer is about to step trainable parameters that are not known to be reduced."""
+        if self.shards is not None:  # its parameters may be others since its first pass
+            self.loop.reduced.update(map(id, self.shards.parameters()))
+            unreduced = [p for p in unreduced if id(p) not in self.loop.reduced]
+        known = bool(self.loop.reduced)  # not before the first backward pass, as inside of a closure
+        if known and unreduced and (why := self.unreduced.look(unreduced)) is not None:
+            self.loop.fail(why)
+
+    def _require_made(self, probe: nn.Parameter) -> None:
+        """No backward pass was reduced since the optimizer's last step: raise if it has gradients all the same."""
+        if _nonzero(probe.grad):
+            self.fail(f"optimizer.step() with a gradient that no backward pass has made since the last: {BY_HAND}")
+        if probe.grad is None and not self._crossed and (model := self._model()) is not None:
+            held = any(_nonzero(p.grad) for group in self.optimizer.param_groups for p in group["params"])
+            if held and (why := unreached(model)) is not None:
+                self.fail(f"optimizer.step() with gradients that have not crossed ranks: {why}")
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.inside = False
+        if self._closure and not self.loop.recorder.muted:  # its pass was the last of those that accumulate
+            self._closure = False
+            self.require_crossed("optimizer.step(closure)")
+
+    def require_crossed(self, where: str) -> None:
+        """Raise if a gradient of this rank alone is left."""
+        if not self.reduces or (self.shards is None and not self._local):
+            return
+        held = [None if self.probe is None else self.probe.grad] if self.shards is None else self.shards.kept_back()
+        if not any(map(_nonzero, held)):
+            return
+        if torch._C._current_graph_task_id() != -1:
+            if self.shards is not None:
+                return  # FSDP2 gives a parameter no gradient that has not crossed ranks
+            self.loop.fail(WHY)
+        alone = f"{where} with gradients that have not crossed ranks, which would leave every rank its own model"
+        model = self._model()
+        if self.shards is None and model is not None and (reason := unreached(model)) is not None:
+            self.loop.fail(f"{alone}: {reason}")
+        why = "the last backward pass ran under no_sync(), past the DDP module (model.module), or a second time"
+        why += ", or it left out parameters that DDP waits for (write DDP(net, find_unused_parameters=True))"
+        self.loop.fail(f"{alone}: {why}. Leave no_sync() out for the last of them; {ACCUMULATE}")
+
+    def piece_done(self, *, round_over: bool) -> None:
+        """`controller.step()`: this batch is over, and its round perhaps."""
+        if round_over and self.loop.models == 1:
+            self.require_crossed("controller.step()")
+        self.reductions, self.inside, self._crossed = 0, False, False
+
+
+def _nonzero(gradient: Tensor | None) -> bool:
+    """Whether there is a gradient; one set to zeros is none. Asks the device."""
+    if gradient is None:
+        return False
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.detach().count_nonzero())
