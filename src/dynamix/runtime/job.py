@@ -106,6 +106,7 @@ class TrainingJob:
         self.stop_wanted = self.stopping = False
         self._waiting = PendingState()
         self.decisions, self.meetings = WindowCloser(self), RoundBoundary(self)
+        self.lock = self.decisions.lock
         self.payload: Callable[[], float] = lambda: 1.0 if self.ways is None else self.meetings.payload
 
     @property
@@ -128,20 +129,27 @@ class TrainingJob:
         return self._adopt(Stream(iterable, self.allocations, agree=agree, **given, **self._of_source()))
 
     def _of_source(self) -> dict[str, Any]:
-        own = {"rank": self.rank, "world_size": self.allocations.workers, "accumulate": self.accumulate}
+        own: dict[str, Any] = {"rank": self.rank, "world_size": self.allocations.workers, "accumulate": self.accumulate}
         bounds = self.job.in_pieces()
-        return own | {"low": bounds.low, "high": bounds.high, "before_issue": self.decisions.before_issue}
+        own |= {"micro_batch": self.micro_batch, "apart": self.apart, "either": self.ways is not None}
+        return own | {"low": bounds.low, "high": bounds.high, "owner": self}
 
     def _adopt(self, source: Source) -> Source:
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
-        source.on_first_issue, source.on_begin, source.fail = self._restore_rng, self._begin, self.fail
-        source.micro_batch, source.apart, source.either = self.micro_batch, self.apart, self.ways is not None
         self._waiting.give("source", source)
         self.source = self.loop.source = source
         return source
 
-    def _begin(self) -> None:
+    @property
+    def horizon(self) -> float:
+        return self.decisions.horizon
+
+    def settle(self) -> None:
+        self.decisions.settle()
+
+    def iteration_begins(self) -> None:
+        """The source is about to begin an iteration, or was told an epoch."""
         if self._made_alone:
             require_alone()
         self.loop.begin()
@@ -437,9 +445,9 @@ class TrainingJob:
         if self.ways is not None:
             self.micro_batch = samples
             if self.source is not None:
-                self.source.micro_batch = samples
+                self.source.limit_pieces(samples)
 
-    def _restore_rng(self) -> None:
+    def resumed(self) -> None:
         """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""
         if (saved := self._waiting.take("rng")) is not None:
             random_state.restore(saved)

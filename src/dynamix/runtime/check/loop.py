@@ -358,7 +358,7 @@ class LoopCheck:
         source = self.source
         if source is None:
             return
-        delivered = source.batches_delivered
+        delivered = source.delivered()
         if self._iteration != source.iteration:
             self._iteration, self._ahead, self.grown = source.iteration, None, None
         ahead = delivered - source.batches_consumed
@@ -435,7 +435,7 @@ class LoopCheck:
         if source is None or now is None:
             return self.stepped
         # Without a forward pass it may be for a batch that was passed over, or come after `step()`.
-        belongs = self.forwards or ((now.last or now.plan.apart) and source.batches_delivered > source.batches_consumed)
+        belongs = self.forwards or ((now.last or now.plan.apart) and source.delivered() > source.batches_consumed)
         return now if belongs else self.stepped
 
     @staticmethod
@@ -446,7 +446,7 @@ class LoopCheck:
     def too_late(self) -> bool:
         """Whether every batch that the loop has is over."""
         source = self.source
-        return source is not None and 0 < source.batches_delivered <= source.batches_consumed
+        return source is not None and 0 < source.delivered() <= source.batches_consumed
 
     def epoch_over(self) -> bool:
         """Whether the loop has stepped all batches of an epoch."""
@@ -462,7 +462,7 @@ class LoopCheck:
     def before_step(self, piece: Piece) -> None:
         """`controller.step()` begins, for `piece`."""
         source = self.source
-        if source is not None and source.batches_consumed >= source.batches_delivered:
+        if source is not None and source.batches_consumed >= source.delivered():
             twice = "controller.step() was called twice for one batch, or before the first"
             self.fail(f"{twice}: {REPEATED if self.epoch_over() else STEP}")
         for check in self._checks:

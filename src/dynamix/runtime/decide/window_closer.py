@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -59,7 +60,7 @@ class WindowCloser:
         self.of = of
         self.differ = False  # the ranks are to compare what they hold once this round is over
         self.changes = 0  # of the sizes, since this process began
-        self._settling, self._turn, self._taking = threading.Lock(), threading.Lock(), False
+        self._settling, self.lock, self._taking = threading.Lock(), threading.Lock(), False
         self.ended_s = 0.0  # of the newest round, on the clock `time.perf_counter`
         self._lag_said = False
         self._reader_failed: DynamixError | None = None  # what ends the job was raised in that thread
@@ -68,7 +69,7 @@ class WindowCloser:
         """A round is over."""
         of = self.of
         self.ended_s = time.perf_counter()
-        with self._turn:  # whether a step is kept is known before, or after, a new window opens
+        with self.lock:  # whether a step is kept is known before, or after, a new window opens
             kept = plan.regular and plan.index // of.accumulate >= of.progress.opens
             dealt = plan.dealt_to(of.rank)
             of.recorder.step_done(keep=kept, first_of_epoch=plan.first, dealt=dealt)
@@ -78,7 +79,7 @@ class WindowCloser:
         of = self.of
         steps = of.recorder.steps
         if steps and (plan.last if of.per_epoch else steps >= self._rounds_of_window(plan)):
-            with self._turn:  # no further round is begun until the window waits for its answer
+            with self.lock:  # no further round is begun until the window waits for its answer
                 self._close_window(plan, -(-of.need_source().begun // of.accumulate) + ahead)
 
     def _rounds_of_window(self, plan: StepPlan) -> int:
@@ -165,7 +166,7 @@ class WindowCloser:
                 self._taking = True
                 try:
                     message = of.channel.receive()
-                    with self._turn:
+                    with self.lock:
                         self._take(message)
                 except DynamixError as error:
                     self.keep_for_the_loop(error)
@@ -197,13 +198,8 @@ class WindowCloser:
         if of.source is not None:
             of.allocations.forget(of.source.consumed)
 
-    def before_issue(self, step: int) -> None:
-        """The sampler is about to plan micro-step `step`: a pending message may concern it."""
+    @property
+    def horizon(self) -> float:
+        """The first round that a decision under way may change; infinite if none is under way."""
         of = self.of
-        while True:
-            with self._turn:
-                waits = of.channel.pending or self._taking
-                if not waits or step // of.accumulate < of.job.closing.issued + of.job.slack:
-                    of.need_source().begin_to_issue(step)
-                    return
-            self.settle()
+        return of.job.closing.issued + of.job.slack if of.channel.pending or self._taking else math.inf
