@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from dynamix.data import Allocations, BatchSampler, StepPlan
 from dynamix.data.cutting import next_group, whole_epoch
+from dynamix.data.owner import Nobody
 from dynamix.errors import ConfigError, StateError, UsageError
 
 SETTINGS = settings(max_examples=60, deadline=None)
@@ -403,29 +405,39 @@ def test_length_is_exact_while_the_allocation_stays() -> None:
             assert len(job.samplers[0]) == total - 4
 
 
-def test_before_issue_sees_every_optimizer_step_first_and_may_schedule() -> None:
-    ledger, asked = Allocations([4, 6]), []
+class Decides(Nobody):
+    """An owner with a decision under way, on the rounds from 2 on."""
 
-    def before_issue(step: int) -> None:
-        asked.append(step)
-        if step == 4:
-            ledger.schedule(4, [6, 4])
+    def __init__(self, ledger: Allocations) -> None:
+        super().__init__()
+        self.ledger, self.horizon, self.begun, self.resumes = ledger, 2, list[int](), 0
+        self.sampler = BatchSampler(100, ledger, rank=0, world_size=2, accumulate=2, owner=self)
 
-    sampler = BatchSampler(100, ledger, rank=0, world_size=2, accumulate=2, before_issue=before_issue)
-    assert [len(batch) for batch in sampler] == [4, 4, 4, 4, 6, 6, 6, 6, 6, 6]
-    assert asked == [0, 2, 4, 6, 8]
+    def settle(self) -> None:
+        assert not self.lock.locked()
+        self.begun.append(self.sampler.begun)
+        self.ledger.schedule(4, [6, 4])
+        self.horizon = math.inf
+
+    def resumed(self) -> None:
+        self.resumes += 1
 
 
-def test_on_first_issue_is_called_once_after_a_load_when_the_iterator_exists() -> None:
-    job, calls = Job(100, [4, 6]), []
+def test_no_round_is_begun_that_a_decision_under_way_may_change() -> None:
+    owner = Decides(Allocations([4, 6]))
+    assert [len(batch) for batch in owner.sampler] == [4, 4, 4, 4, 6, 6, 6, 6, 6, 6]
+    assert owner.begun == [4]
+
+
+def test_the_owner_hears_of_a_resumed_job_once_when_the_iterator_exists() -> None:
+    job, owner = Job(100, [4, 6], accumulate=2), Decides(Allocations([4, 6]))
     job.run(2)
-    sampler = Job(100, [4, 6], job.samplers[0].state_dict()).samplers[0]
-    sampler.on_first_issue = lambda: calls.append(torch.initial_seed())
-    iterator = iter(sampler)
-    assert calls == []
+    owner.sampler.load_state_dict(job.samplers[0].state_dict())
+    iterator = iter(owner.sampler)
+    assert owner.resumes == 0
     next(iterator)
     next(iterator)
-    assert len(calls) == 1
+    assert owner.resumes == 1
 
 
 def test_consuming_without_a_batch_says_what_to_do() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from typing import Any
 
@@ -26,18 +27,19 @@ class Allocations:
     """
 
     def __init__(self, sizes: ArrayLike) -> None:
-        # Steps, sizes and pieces. Replaced as a whole, never changed: a thread may read ahead of the loop.
-        self._entries: tuple[list[int], list[Ints], list[int]] = [0], [_checked(sizes)], [0]
+        # Steps, sizes and pieces. Replaced as a whole, never changed: a thread may read ahead of the loop, and what was
+        # planned by them stands while they are the same object.
+        self.entries: tuple[list[int], list[Ints], list[int]] = [0], [_checked(sizes)], [0]
 
     @property
     def workers(self) -> int:
         """W, the number of ranks."""
-        return int(self._entries[1][-1].size)
+        return int(self.entries[1][-1].size)
 
     @property
     def begin(self) -> int:
         """The first micro-step this ledger still knows."""
-        return self._entries[0][0]
+        return self.entries[0][0]
 
     def schedule(self, from_step: int, sizes: ArrayLike, piece: int = 0) -> None:
         """Put `sizes` (W,) in force from micro-step `from_step`; scheduling the same step again replaces.
@@ -49,7 +51,7 @@ class Allocations:
         if fresh.size != self.workers:
             allowed = f"{self.workers} numbers, one per rank"
             raise ConfigError("sizes", fresh.tolist(), allowed, "pass one size per rank")
-        steps, known, pieces = self._entries[0].copy(), self._entries[1].copy(), self._entries[2].copy()
+        steps, known, pieces = self.entries[0].copy(), self.entries[1].copy(), self.entries[2].copy()
         last = steps[-1]
         if from_step < last:
             allowed = f"{last} or later, the last step scheduled"
@@ -60,39 +62,44 @@ class Allocations:
             steps.append(from_step)
             known.append(fresh)
             pieces.append(piece)
-        self._entries = steps, known, pieces
+        self.entries = steps, known, pieces
 
     def at(self, step: int) -> Ints:
         """Sizes (W,) in force at micro-step `step`; a read-only array."""
-        return self._entries[1][self._find(step)]
+        return self.entries[1][self._find(step)]
 
     def piece_at(self, step: int) -> int:
         """Samples of a rank's own step at micro-step `step`, where ranks step apart then; 0 where they do not."""
-        return self._entries[2][self._find(step)]
+        return self.entries[2][self._find(step)]
 
     def since(self, step: int) -> int:
         """The micro-step from which the allocation in force at `step` holds."""
-        return self._entries[0][self._find(step)]
+        return self.entries[0][self._find(step)]
+
+    def span(self, step: int) -> range:
+        """The micro-steps in which the allocation in force at `step` holds, as far as is known."""
+        steps, at = self.entries[0], self._find(step)
+        return range(steps[at], steps[at + 1] if at + 1 < len(steps) else sys.maxsize)
 
     def reset(self, from_step: int, sizes: ArrayLike, piece: int = 0) -> None:
         """Start over: `sizes` of any W in force from micro-step `from_step`, nothing before it."""
-        self._entries = [from_step], [_checked(sizes)], [piece]
+        self.entries = [from_step], [_checked(sizes)], [piece]
 
     def forget(self, before_step: int) -> None:
         """Drop entries that no step from `before_step` on needs; the one in force there stays."""
-        steps, sizes, pieces = self._entries
+        steps, sizes, pieces = self.entries
         keep = max(bisect_right(steps, before_step) - 1, 0)
         if keep:
-            self._entries = steps[keep:], sizes[keep:], pieces[keep:]
+            self.entries = steps[keep:], sizes[keep:], pieces[keep:]
 
     def from_on(self, step: int) -> dict[int, list[int]]:
         """The allocation in force at `step`, and those to come, by the micro-step from which they hold."""
-        later = {s: sizes.tolist() for s, sizes in zip(*self._entries[:2], strict=True) if s > step}
+        later = {s: sizes.tolist() for s, sizes in zip(*self.entries[:2], strict=True) if s > step}
         return {step: self.at(step).tolist()} | later
 
     def state_dict(self) -> dict[str, Any]:
         """Plain lists: `{"steps": [...], "sizes": [[...], ...]}`, and the `"pieces"` where ranks step apart in any."""
-        steps, sizes, pieces = self._entries
+        steps, sizes, pieces = self.entries
         plain = {"steps": list(steps), "sizes": [s.tolist() for s in sizes]}
         return plain | ({"pieces": list(pieces)} if any(pieces) else {})
 
@@ -105,7 +112,7 @@ class Allocations:
                 "this job: at another world size start from a fresh Allocations instead"
             )
         pieces = [int(piece) for piece in state.get("pieces", [0] * len(sizes))]
-        self._entries = [int(s) for s in state["steps"]], sizes, pieces
+        self.entries = [int(s) for s in state["steps"]], sizes, pieces
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Allocations:
@@ -116,7 +123,7 @@ class Allocations:
 
     def _find(self, step: int) -> int:
         """The number of the entry in force at `step`."""
-        steps = self._entries[0]
+        steps = self.entries[0]
         at = bisect_right(steps, step) - 1
         if at < 0:
             raise UsageError(f"micro-step {step} is forgotten: the ledger begins at {steps[0]}")

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import NO_LIMIT
+from dynamix.data.owner import Nobody, SourceOwner
 from dynamix.data.plan import Cursor, Group, Piece, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of
 from dynamix.errors import ConfigError, DynamixError, StateError, UsageError
@@ -21,11 +22,19 @@ class SampleOrder(ABC):
     """Issues plans ahead of the training loop and remembers which of them the loop has consumed.
 
     `issued` returns to `consumed` at every new iteration: batches prefetched by an abandoned iterator are lost, and
-    their samples are issued again. `on_first_issue` is called once, at the first batch asked for after
-    `load_state_dict`; the loader's iterator exists by then, so this is where to restore random states. `on_begin` is
-    called before every iteration and every `set_epoch`, while what the loop left unconsumed is still there to be seen.
-    `fail` gets every `UsageError` of an iteration before it is raised. `issuer` is the thread that asked for the newest
-    batch.
+    their samples are issued again.
+
+    current        the batch in hand: issued, not consumed, the first such; None if there is none
+    issued, consumed   micro-steps so far (counters over the job)
+    begun          micro-steps that were begun to be issued, the one that another thread plans just now included
+    batches_issued, batches_consumed   pieces of this rank so far
+    iteration      another number for every iteration, so that an abandoned iterator cannot go on
+    issuer         the thread that asked for the newest batch
+    micro_batch    most samples of a piece; None: a share of a micro-step is one
+    apart          ranks step apart in every round; else where the allocation says so
+    either         the allocation says how ranks meet: shares are cut only where they step apart
+    placeholder    what the loop gets in place of a batch that is none
+    owner          whom the source belongs to
 
     A thread that reads ahead of the loop may come to the end of an epoch, and begin the next, before the loop has
     consumed the last steps. They stay issued then, and the next epoch's follow them.
@@ -42,7 +51,11 @@ class SampleOrder(ABC):
         accumulate: int,
         low: ArrayLike,
         high: ArrayLike | None,
-        before_issue: Callable[[int], None] | None,
+        micro_batch: int | None,
+        apart: bool,
+        either: bool,
+        placeholder: Callable[[Any], Any] | None,
+        owner: SourceOwner | None,
     ) -> None:
         if world_size < 1:
             raise ConfigError("world_size", world_size, "1 or more", "pass dist.get_world_size()")
@@ -56,26 +69,21 @@ class SampleOrder(ABC):
         self.allocations = allocations
         self.rank, self.world_size, self.accumulate = rank, world_size, accumulate
         self.low = np.broadcast_to(np.asarray(low, dtype=np.int64), (world_size,))
-        self.high = np.broadcast_to(np.asarray(NO_LIMIT if high is None else high, dtype=np.int64), (world_size,))
+        self.limit(NO_LIMIT if high is None else high)
         if (self.low > self.high).any():
             raise ConfigError("low", self.low.tolist(), f"at most high={self.high.tolist()}", "swap the bounds")
-        self.before_issue = before_issue
-        self.on_first_issue: Callable[[], None] | None = None
-        self.on_begin: Callable[[], None] | None = None
-        self.fail: Callable[[UsageError], DynamixError] = lambda error: error
+        self.micro_batch, self.apart, self.either, self.placeholder = micro_batch, apart, either, placeholder
+        self.owner: SourceOwner = Nobody() if owner is None else owner
         self.issuer = 0
         self._reads: threading.Thread | None = None  # asked for the newest batch
         self._consumes = threading.current_thread()
-        self._consuming = threading.Lock()
+        self._lock = threading.Lock()  # of what is pending
         self._ahead = self._behind = self._saved = Cursor(0, 0, 0, np.zeros(world_size, dtype=np.int64))
-        self.micro_batch: int | None = None  # most samples of a piece; None: a share of a micro-step is one
-        self.apart = False  # ranks step apart in every round; else where the allocation says so
-        self.either = False  # the allocation says how ranks meet: shares are cut only where they step apart
+        self.issued = self.consumed = self.begun = 0
+        self.current: Piece | None = None
         self._pending: deque[tuple[Piece, Cursor]] = deque()  # where the loop stands once the piece is consumed
-        self.batches_issued = self.batches_consumed = 0  # pieces of this rank
-        self._round = 0  # a new number for every iteration, so that an abandoned iterator cannot go on
+        self.batches_issued = self.batches_consumed = self.iteration = 0
         self._reader = BatchReader()
-        self._begun = 0
         self._refused: UsageError | None = None
         self._began = 0  # batches consumed when the iteration under way began
         self._loaded = False
@@ -83,47 +91,29 @@ class SampleOrder(ABC):
         self._hold = False  # a finished epoch that the user asked for by name is not run again
         self._opened = 0  # batches consumed when the epoch under way began
         self._told = set[int]()  # batches of an epoch, as somebody was told who asked at the beginning of one
-        self.placeholder: Callable[[Any], Any] | None = None  # what the loop gets in place of a batch that is none
 
-    @property
-    def issued(self) -> int:
-        """Micro-steps issued so far (counter over the job)."""
-        return self._ahead.index
+    def limit(self, high: ArrayLike) -> None:
+        """Let no rank have more samples of a micro-step than `high`, a number or (W,), from the next round on."""
+        self.high = np.broadcast_to(np.asarray(high, dtype=np.int64), (self.world_size,))
 
-    @property
-    def begun(self) -> int:
-        """Micro-steps that were begun to be issued so far, the one that another thread plans just now included."""
-        return max(self._ahead.index, self._begun)
+    def limit_pieces(self, samples: int | None) -> None:
+        """Cut no piece of this rank's larger; None: a share of a micro-step is one piece."""
+        self.micro_batch = samples
 
-    def begin_to_issue(self, step: int) -> None:
-        """Micro-step `step` is about to be planned. Called by `before_issue`, which may have to say so in its turn."""
-        self._begun = step + 1
-
-    @property
-    def consumed(self) -> int:
-        """Micro-steps consumed so far (counter over the job)."""
-        return self._behind.index
-
-    @property
-    def batches_delivered(self) -> int:
+    def delivered(self) -> int:
         """Batches that the loop has received; those issued, if nobody can tell."""
         handed_on = self._reader.handed_on
         return self.batches_issued if handed_on is None else min(self._began + handed_on, self.batches_issued)
 
     @property
     def reader_gone(self) -> bool:
-        """Whether the loader's iterator is gone, so that `batches_delivered` is what it may have handed on at most."""
+        """Whether the loader's iterator is gone, so that `delivered()` is what it may have handed on at most."""
         return self._reader.gone
 
     @property
     def consumed_here(self) -> bool:
         """Whether this is the loop's thread: the one that consumed last, or made the sampler."""
         return threading.current_thread() is self._consumes
-
-    @property
-    def iteration(self) -> int:
-        """Another number for every iteration."""
-        return self._round
 
     @property
     def abandons(self) -> bool:
@@ -172,7 +162,7 @@ class SampleOrder(ABC):
 
     def handed_on(self) -> Piece:
         """The batch that the loop was given last."""
-        return self._pending[self.batches_delivered - self.batches_consumed - 1][0]
+        return self._pending[self.delivered() - self.batches_consumed - 1][0]
 
     def _epoch_length(self) -> int | None:
         """Samples of an epoch over all ranks, where that is known before its end."""
@@ -184,13 +174,13 @@ class SampleOrder(ABC):
 
     def piece(self) -> Piece:
         """The batch being consumed now: issued, not yet consumed. Raises `UsageError` if there is none."""
-        if not self._pending:
+        if self.current is None:
             raise UsageError(
                 "no batch was issued that is not consumed yet: iterate the loader (or stream) made from this "
                 "controller, and call controller.step() once per batch, inside the loop. itertools.cycle(loader) and "
                 "a list of batches give what was trained already: iterate the loader anew in each epoch"
             )
-        return self._pending[0][0]
+        return self.current
 
     def waiting(self) -> list[Piece]:
         """The batches that are planned and not consumed, in order."""
@@ -200,8 +190,10 @@ class SampleOrder(ABC):
         """Count the current batch as done and return its plan; only whole optimizer steps are ever saved."""
         piece = self.piece()
         self._consumes = threading.current_thread()
-        with self._consuming:
+        with self._lock:
             _, self._behind = self._pending.popleft()
+            self.current = self._pending[0][0] if self._pending else None
+            self.consumed = self._behind.index
             self.batches_consumed += 1
         if piece.last:
             self._saved = self._behind
@@ -221,12 +213,11 @@ class SampleOrder(ABC):
         try:
             reads_on = self._reads_on()
         except UsageError as error:
-            raise self.fail(error) from None
+            raise self.owner.fail(error) from None
         if reads_on:
-            self._ahead = self._following(ahead, epoch)
+            self._issue_from(self._following(ahead, epoch))
             return
-        if self.on_begin is not None:
-            self.on_begin()
+        self.owner.iteration_begins()
         self._hold = epoch == now.epoch and now.finished and self._loaded
         if epoch != now.epoch or (now.finished and not self._loaded):
             self._start_epoch(epoch)
@@ -250,7 +241,7 @@ class SampleOrder(ABC):
         now = threading.current_thread()
         if now is not self._reads or now is self._consumes:
             return False
-        with self._consuming:
+        with self._lock:
             pending, consumed = list(self._pending), self.batches_consumed
         given = min(self._began + self._reader.has_handed_on, self.batches_issued)
         if given <= consumed:
@@ -263,10 +254,17 @@ class SampleOrder(ABC):
         raise UsageError(f"{why}, so that their samples would be dealt twice: {fix}")
 
     def _rewind(self) -> None:
-        self._ahead, self._begun = self._behind, 0
+        with self._lock:
+            self._pending.clear()
+            self.current = None
+        self.consumed = self._behind.index
+        self._issue_from(self._behind)
         self.batches_issued = self.batches_consumed
-        self._pending.clear()
-        self._round += 1
+        self.iteration += 1
+
+    def _issue_from(self, now: Cursor) -> None:
+        self._ahead = now
+        self.issued = self.begun = now.index
 
     def _begin(self) -> int:
         """A new iteration begins: go on where consumption stands, or with the next epoch. Returns its number."""
@@ -278,21 +276,20 @@ class SampleOrder(ABC):
         try:
             reads_on = self._reads_on()
         except UsageError as error:  # what the loop was given stays issued until it is told
-            self._refused, self._round = error, self._round + 1
-            return self._round
+            self._refused, self.iteration = error, self.iteration + 1
+            return self.iteration
         if reads_on:
             if self._ahead.finished:
-                self._ahead = self._following(self._ahead, self._ahead.epoch + 1)
-            self._reader, self._began, self._round = reader, self.batches_issued, self._round + 1
-            return self._round
-        if self.on_begin is not None:
-            self.on_begin()
+                self._issue_from(self._following(self._ahead, self._ahead.epoch + 1))
+            self._reader, self._began, self.iteration = reader, self.batches_issued, self.iteration + 1
+            return self.iteration
+        self.owner.iteration_begins()
         if self._behind.finished and not self._hold:
             self._start_epoch(self._behind.epoch + 1)
         else:
             self._rewind()
         self._reader, self._began = reader, self.batches_consumed
-        return self._round
+        return self.iteration
 
     def _pieces(self, number: int) -> Iterator[tuple[Piece, Cursor]]:
         """What this rank is to load, batch after batch until the epoch ends, and where its micro-step begins."""
@@ -301,51 +298,55 @@ class SampleOrder(ABC):
             if (plan := self._issue(number)) is None:
                 return
             for piece in self._cut(plan, before):
-                self._require_current(number)
+                if number != self.iteration:
+                    raise self._abandoned()
                 self.batches_issued += 1
                 yield piece, before
 
     def _cut(self, plan: StepPlan, before: Cursor) -> list[Piece]:
         """This rank's pieces of a micro-step that began at `before`. They are pending from now on."""
         mine = int(plan.counts[self.rank])
-        if (most := self.most_of_piece(plan.index)) is None:
+        if self.micro_batch is None or (most := self.most_of_piece(plan.piece)) is None:
             group, micro = plan.group[:, self.rank], plan.micro
             following = int(group[micro + 1]) if micro + 1 < self.accumulate else 0
             share = mine if self.accumulate == 1 else int(group.sum())
-            pieces = [Piece(plan, micro, self.accumulate, mine, 0, following, share, by_size=False)]
+            last = micro + 1 == self.accumulate
+            pieces = [Piece(plan, micro, self.accumulate, last, mine, 0, following, share, by_size=False)]
         else:
             sizes = pieces_of(mine, most)
             ends = np.cumsum(sizes).tolist()
             then = zip(sizes, ends, [*sizes[1:], 0], strict=True)
             pieces = [
-                Piece(plan, k, len(sizes), n, end - n, more, mine, by_size=True)
+                Piece(plan, k, len(sizes), k + 1 == len(sizes), n, end - n, more, mine, by_size=True)
                 for k, (n, end, more) in enumerate(then)
             ]
-        after = self._ahead  # a round of which not all is consumed is not begun
-        self._pending.extend((piece, before if piece is not pieces[-1] else after) for piece in pieces)
+        with self._lock:
+            for piece in pieces[:-1]:
+                self._pending.append((piece, before))  # a round of which not all is consumed is not begun
+            self._pending.append((pieces[-1], self._ahead))
+            self.current = self._pending[0][0]
         return pieces
 
-    def most_of_piece(self, index: int) -> int | None:
-        """Most samples of this rank's pieces of micro-step `index`; None: its share is one."""
-        if self.micro_batch is None or not (piece := self.allocations.piece_at(index)):
+    def most_of_piece(self, apart: int) -> int | None:
+        """Most samples of this rank's pieces where the allocation says `apart` of a step; None: its share is one."""
+        if self.micro_batch is None or not apart:
             return None if self.either else self.micro_batch
-        return min(piece, self.micro_batch)
+        return min(apart, self.micro_batch)
 
-    def _require_current(self, number: int) -> None:
-        if number != self._round:
-            left = "this iterator was abandoned: a newer one was made, a state was loaded, or set_epoch was called"
-            why = "its samples were issued again, so going on would repeat them; iterate the newest one"
-            raise self.fail(UsageError(f"{left}; {why}"))
+    def _abandoned(self) -> DynamixError:
+        left = "this iterator was abandoned: a newer one was made, a state was loaded, or set_epoch was called"
+        why = "its samples were issued again, so going on would repeat them; iterate the newest one"
+        return self.owner.fail(UsageError(f"{left}; {why}"))
 
     def _issue(self, number: int) -> StepPlan | None:
         """The next micro-step, or None at the end of the epoch."""
-        self._require_current(number)
+        if number != self.iteration:
+            raise self._abandoned()
         if self._loaded:
             self._loaded = False
-            if self.on_first_issue is not None:
-                self.on_first_issue()
+            self.owner.resumed()
         if self._refused is not None:
-            raise self.fail(self._refused)
+            raise self.owner.fail(self._refused)
         self.issuer, self._reads = threading.get_ident(), threading.current_thread()
         now = self._ahead
         if now.finished:
@@ -354,14 +355,20 @@ class SampleOrder(ABC):
             return None
         group = now.group
         if group is None:
-            if self.before_issue is not None:
-                self.before_issue(now.index)
+            owner, rounds = self.owner, now.index // self.accumulate
+            while True:
+                with owner.lock:
+                    if rounds < owner.horizon:
+                        self.begun = now.index + 1
+                        break
+                owner.settle()
             group = self._plan_group(now)
             if group is None:
-                self._behind = self._ahead = self._saved = replace(now, finished=True)
-                self._begun = 0
+                self._behind = self._saved = replace(now, finished=True)
+                self.consumed = now.index
+                self._issue_from(self._behind)
                 return None
-        counts, piece = group.counts[now.micro], self.allocations.piece_at(now.index)
+        counts = group.counts[now.micro]
         done = now.micro == self.accumulate - 1
         plan = StepPlan(
             index=now.index,
@@ -371,9 +378,11 @@ class SampleOrder(ABC):
             group=group.counts,
             micro=now.micro,
             regular=group.regular[now.micro],
+            samples=group.samples,
+            first=now.position == (sum(group.total[: now.micro]) if now.micro else 0),
             last=done and group.final,
-            apart=self.apart or piece > 0,
-            piece=piece,
+            apart=self.apart or group.piece > 0,
+            piece=group.piece,
             work=group.work,
             order=None if group.cuts is None else group.cuts[now.micro].samples,
         )
@@ -386,6 +395,7 @@ class SampleOrder(ABC):
             micro=0 if done else now.micro + 1,
             finished=plan.last,
         )
+        self.issued = self.begun = now.index + 1
         return plan
 
     @abstractmethod

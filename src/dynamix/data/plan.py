@@ -1,7 +1,6 @@
 """What is done next: a step as all ranks plan it, one rank's pieces of it, and where the next step begins."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -9,7 +8,7 @@ from dynamix.data.lengths import CutRound
 from dynamix.window import Floats, Ints
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What every rank does in one micro-step; identical on all ranks.
 
@@ -20,6 +19,8 @@ class StepPlan:
     group     (A, W) counts of all micro-steps of this optimizer step
     micro     0..A-1 within the optimizer step
     regular   what was dealt equals the allocation in force (False at the end of an epoch that they do not divide)
+    samples   of this optimizer step, of all ranks and micro-steps
+    first     the optimizer step is its epoch's first
     last      last micro-step of the epoch
     apart     every piece of it is an optimizer step of its rank's own, and ranks meet over parameters after it
     piece     samples of such a step, where the allocation says so; 0: it does not
@@ -34,16 +35,13 @@ class StepPlan:
     group: Ints
     micro: int
     regular: bool
+    samples: int
+    first: bool
     last: bool
     apart: bool = False
     piece: int = 0
     work: Floats | None = None
     order: Ints | None = None
-
-    @cached_property
-    def samples(self) -> int:
-        """Samples of this optimizer step, of all ranks and micro-steps."""
-        return int(self.group.sum())
 
     @property
     def at_once(self) -> int:
@@ -56,11 +54,6 @@ class StepPlan:
             return None
         return float(self.group[:, rank].sum()), float(self.work[:, rank].sum())
 
-    @property
-    def first(self) -> bool:
-        """Whether the optimizer step is its epoch's first."""
-        return self.start == (int(self.group[: self.micro].sum()) if self.micro else 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -69,6 +62,7 @@ class Piece:
     plan       of the micro-step that it belongs to
     number     0 to of - 1, of all pieces of this rank in the optimizer step
     of         how many those are; they differ by rank where shares are cut by size
+    last       the optimizer step comes after it
     samples    really used; 0: a flagged placeholder batch
     offset     samples of this rank's share of the micro-step before it
     following  samples of the next piece; 0 after the last
@@ -79,53 +73,46 @@ class Piece:
     plan: StepPlan
     number: int
     of: int
+    last: bool
     samples: int
     offset: int
     following: int
     share: int
     by_size: bool
 
-    @property
-    def last(self) -> bool:
-        """Whether the optimizer step comes after it."""
-        return self.number == self.of - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """One optimizer step as planned: counts (A, W), the allocation (W,) they come from, whether the epoch ends.
 
+    piece     samples of a rank's own step, where the allocation says that ranks step apart; else 0
+    samples   of all micro-steps and ranks
     total     samples of a micro-step (A,)
     regular   whether what is dealt in a micro-step equals the allocation (A,)
     cuts      where samples are cut by what they cost, each micro-step (A,); a rank's count is then not its share
+    work      what the counts cost, in samples of mean cost (A, W); None where that is not known
     """
 
     counts: Ints
     sizes: Ints
+    piece: int
     final: bool
+    samples: int
     total: tuple[int, ...]
     regular: tuple[bool, ...]
     cuts: tuple[CutRound, ...] | None = None
+    work: Floats | None = None
 
     @classmethod
-    def of(cls, counts: Ints, sizes: Ints, final: bool) -> "Group":
+    def of(cls, counts: Ints, sizes: Ints, piece: int, *, final: bool) -> "Group":
         """Shares `counts` that are dealt as they are."""
         total, regular = counts.sum(1).tolist(), (counts == sizes).all(1).tolist()
-        return cls(counts, sizes, final, tuple(total), tuple(regular))
+        return cls(counts, sizes, piece, final, sum(total), tuple(total), tuple(regular))
 
     def cut(self, cuts: list[CutRound]) -> "Group":
         """The same samples, cut otherwise."""
-        return replace(self, counts=np.stack([cut.counts for cut in cuts]), cuts=tuple(cuts))
-
-    @property
-    def samples(self) -> int:
-        """Of all micro-steps and ranks."""
-        return sum(self.total)
-
-    @property
-    def work(self) -> Floats | None:
-        """What the counts cost, in samples of mean cost (A, W); None where that is not known."""
-        return None if self.cuts is None else np.stack([cut.work for cut in self.cuts])
+        counts, work = np.stack([cut.counts for cut in cuts]), np.stack([cut.work for cut in cuts])
+        return replace(self, counts=counts, cuts=tuple(cuts), work=work)
 
 
 @dataclass(frozen=True, slots=True)

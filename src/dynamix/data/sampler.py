@@ -12,9 +12,10 @@ from torch.utils.data import Sampler
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.computed_order import COMPUTED, LARGE, Order, Spliced, order_of_epoch, require_known
-from dynamix.data.cutting import RULES_VERSION, is_regular, next_group, whole_epoch
+from dynamix.data.cutting import RULES_VERSION, enough, next_group, whole_epoch
 from dynamix.data.lengths import SampleCosts
 from dynamix.data.order import SampleOrder, require_equal
+from dynamix.data.owner import SourceOwner
 from dynamix.data.plan import Cursor, Group, StepPlan, pieces_of
 from dynamix.data.reader import Asking, BatchReader, reader_of
 from dynamix.data.selection import SELECTED, Selection
@@ -35,6 +36,17 @@ class Regions:
     @property
     def starts(self) -> Ints:
         return np.cumsum(self.lengths) - self.lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """An ordinary optimizer step, planned again and again: by the same `entries` of the ledger, in these micro-steps,
+    while no fewer samples than `least` are left."""
+
+    group: Group
+    entries: object
+    steps: range
+    least: int
 
 
 class BatchSampler(SampleOrder, Sampler[list[int]]):
@@ -58,7 +70,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     size_now       says how many samples the data set has; asked at the beginning of every epoch, in which it must be
                    `dataset_size` still
     selection      which samples an epoch has, where that is not each of the data set once
-    before_issue   called with the micro-step index before each optimizer step is planned; may block and may schedule
+    micro_batch, apart, either, placeholder, owner   as in `SampleOrder`
 
     Iterating again in the middle of an epoch goes on from the last consumed step; after a finished epoch it begins
     the next one, with or without `set_epoch`. Only `consume` (that is, `controller.step`) moves the saved position.
@@ -85,7 +97,11 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         costs: SampleCosts | None = None,
         size_now: Callable[[], int] | None = None,
         selection: Selection | None = None,
-        before_issue: Callable[[int], None] | None = None,
+        micro_batch: int | None = None,
+        apart: bool = False,
+        either: bool = False,
+        placeholder: Callable[[Any], Any] | None = None,
+        owner: SourceOwner | None = None,
     ) -> None:
         super().__init__(
             allocations,
@@ -94,7 +110,11 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             accumulate=accumulate,
             low=low,
             high=high,
-            before_issue=before_issue,
+            micro_batch=micro_batch,
+            apart=apart,
+            either=either,
+            placeholder=placeholder,
+            owner=owner,
         )
         if costs is not None and partition != "stream":
             fix = "leave lengths out, or use partition='stream'"
@@ -126,7 +146,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         self._order: tuple[int, Order] | None = None
         # A loaded job goes on with the order that it had. A subset or weights take as much memory as a drawn one.
         self._order_name = COMPUTED if dataset_size >= LARGE and selection is None else ""
-        self._usual: Group | None = None  # the last ordinary optimizer step
+        self._usual: Usual | None = None
         self.goes_on_ahead = partition == "stream"  # regions are those of the epoch being consumed
 
     @property
@@ -160,7 +180,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             position += int(now.group.counts[now.micro :].sum())
         sizes = self._regions.sizes if self._regions and not now.finished else self.allocations.at(now.index)
         groups, _ = self._whole_epoch(position, sizes)
-        if (most := self.most_of_piece(now.index)) is not None:
+        if (most := self.most_of_piece(self.allocations.piece_at(now.index))) is not None:
             return groups * len(pieces_of(int(sizes[self.rank]), most))
         return rest + groups * self.accumulate
 
@@ -259,13 +279,14 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             return False
         if reader.resumes.get("_steps_since_snapshot"):
             fix = "write StatefulDataLoader(..., snapshot_every_n_steps=1), or leave the loader's state out"
-            raise self.fail(UsageError(f"a loader that skips to where it was would leave samples out: {fix}"))
+            raise self.owner.fail(UsageError(f"a loader that skips to where it was would leave samples out: {fix}"))
         if self._loaded or self._position_state().items() <= state.items():
             return True
         if reader.ahead:
             why = "a loader's own state was saved when it had asked for batches ahead, so samples would be dealt again"
             fix = "write controller.load_state_dict(state) before the loop, with what controller.state_dict() gave"
-            raise self.fail(UsageError(f"{why}: {fix}. It holds the place in the data; the loader's may be left out"))
+            kept = "It holds the place in the data; the loader's may be left out"
+            raise self.owner.fail(UsageError(f"{why}: {fix}. {kept}"))
         return False
 
     def _start_epoch(self, epoch: int) -> None:
@@ -288,12 +309,19 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
     def _dealt(self, plan: StepPlan) -> tuple[Order, int]:
         """Indices in which the samples of `plan` follow each other rank by rank, and where they begin."""
-        return (self._epoch_order(plan.epoch), plan.start) if plan.order is None else (plan.order, 0)
+        if plan.order is not None:
+            return plan.order, 0
+        known = self._order
+        return (known[1] if known is not None and known[0] == plan.epoch else self._epoch_order(plan.epoch)), plan.start
 
     def _epoch_length(self) -> int:
         return self.dataset_size
 
     def _plan_group(self, now: Cursor) -> Group:
+        usual = self._usual
+        same = usual is not None and usual.entries is self.allocations.entries and now.index in usual.steps
+        if usual is not None and same and self.dataset_size - now.position >= usual.least:
+            return usual.group  # nearly always
         group = self._shares(now)
         if self.costs is None:
             return group
@@ -309,20 +337,18 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     def _shares(self, now: Cursor) -> Group:
         """The optimizer step that begins at `now`, by numbers of samples."""
         left = self.dataset_size - now.position
-        sizes = self.allocations.at(now.index)
+        ledger, entries = self.allocations, self.allocations.entries
+        sizes, piece = ledger.at(now.index), ledger.piece_at(now.index)
         if self.partition == "contiguous":
             if self._regions is None:
                 _, lengths = self._whole_epoch(now.position, sizes)
                 self._regions = Regions(sizes, lengths, now.position)
             sizes = self._regions.sizes
-        usual, first = self._usual, now.position == 0
-        same = usual is not None and usual.sizes is sizes and left > usual.samples
-        if usual is not None and same and is_regular(left, usual.total[0], self.accumulate, first=first):
-            return usual  # nearly always
+        first = now.position == 0
         counts = next_group(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=first)
-        group = Group.of(counts, sizes, final=int(counts.sum()) == left)
-        if all(group.regular) and not group.final:
-            self._usual = group
+        group = Group.of(counts, sizes, piece, final=int(counts.sum()) == left)
+        if self.costs is None and self._regions is None and all(group.regular) and not group.final:
+            self._usual = Usual(group, entries, ledger.span(now.index), enough(group.total[0], self.accumulate))
         return group
 
     def _whole_epoch(self, position: int, sizes: Ints) -> tuple[int, Ints]:
@@ -342,7 +368,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             what = f"the data set has {now} samples, and had {self.dataset_size} when its sampler was made"
             why = "an epoch would leave samples out, or ask for some that are gone"
             fix = "make it whole before controller.batch_sampler(dataset), or begin a new job with what it has now"
-            raise self.fail(UsageError(f"{what}: {why}. Keep its length while the job runs: {fix}"))
+            raise self.owner.fail(UsageError(f"{what}: {why}. Keep its length while the job runs: {fix}"))
 
     def _draw(self, epoch: int) -> Order:
         if self.selection is None:

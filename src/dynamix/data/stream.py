@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import enough, next_group
 from dynamix.data.order import SampleOrder, require_equal
+from dynamix.data.owner import SourceOwner
 from dynamix.data.plan import Cursor, Group, StepPlan
 from dynamix.data.reader import Asking
 from dynamix.data.source import Source
@@ -69,7 +70,11 @@ class Stream(SampleOrder):
         accumulate: int = 1,
         low: ArrayLike = 1,
         high: ArrayLike | None = None,
-        before_issue: Callable[[int], None] | None = None,
+        micro_batch: int | None = None,
+        apart: bool = False,
+        either: bool = False,
+        placeholder: Callable[[Any], Any] | None = None,
+        owner: SourceOwner | None = None,
         agree: Callable[[Tensor], Handle] | None = None,
     ) -> None:
         super().__init__(
@@ -79,7 +84,11 @@ class Stream(SampleOrder):
             accumulate=accumulate,
             low=low,
             high=high,
-            before_issue=before_issue,
+            micro_batch=micro_batch,
+            apart=apart,
+            either=either,
+            placeholder=placeholder,
+            owner=owner,
         )
         if not hasattr(iterable, "__iter__"):
             fix = (
@@ -157,7 +166,7 @@ class Stream(SampleOrder):
             if self.issued - self.consumed > MAX_UNCONSUMED:
                 kept = f"{MAX_UNCONSUMED} batches were issued and none consumed, and their samples stay in memory"
                 fix = "call controller.step() once per batch, or iterate the data set itself where you only evaluate"
-                raise self.fail(UsageError(f"{kept}: {fix}"))
+                raise self.owner.fail(UsageError(f"{kept}: {fix}"))
             first = self._own(before) + piece.offset
             if not self.sharded:
                 first += int(piece.plan.counts[: self.rank].sum())
@@ -183,7 +192,8 @@ class Stream(SampleOrder):
         counts = next_group(
             left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=now.position == 0
         )
-        return Group.of(counts, sizes, final=self._source.dry and int(counts.sum()) == left)
+        final = self._source.dry and int(counts.sum()) == left
+        return Group.of(counts, sizes, self.allocations.piece_at(now.index), final=final)
 
     # ------------------------------------------------------------ sharded
 
@@ -207,7 +217,7 @@ class Stream(SampleOrder):
         final = bool(dry.all() and (held == taken).all())
         if not final:
             self._post(self._own(now) + int(taken[self.rank]), now.index)
-        return Group.of(counts, sizes, final)
+        return Group.of(counts, sizes, self.allocations.piece_at(now.index), final=final)
 
     def _own_groups(self, held: Ints, dry: NDArray[np.bool_], sizes: Ints, first: NDArray[np.bool_]) -> Ints:
         """Counts (A, W) where each rank serves itself: the rules of `next_group`, rank by rank."""

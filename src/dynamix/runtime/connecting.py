@@ -186,12 +186,12 @@ def find_limits(coordinator: TrainingJob, step_fn: Callable[[Any], Any], example
         caps = memory.find(step_fn, example, searched, margin=margin)
         coordinator.micro_batch = int(caps[coordinator.rank])
         if source is not None:
-            source.micro_batch = coordinator.micro_batch
+            source.limit_pieces(coordinator.micro_batch)
         return [int(cap) for cap in caps]
     caps = memory.find(step_fn, example, job.in_pieces(), margin=margin)
     job.bounds = within(job.bounds, job.accumulate * caps)
     if source is not None:
-        source.high = job.in_pieces().high
+        source.limit(job.in_pieces().high)
     now = coordinator.batch_sizes
     piece = coordinator.piece_apart
     if (now > job.bounds_of(piece).high).any():

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 
 from dynamix.data import BatchSampler, Stream
 from dynamix.data.lengths import Lengths
-from dynamix.data.loader import Loader, made_anew, order_of, require_batch_size
+from dynamix.data.loader import Loader, LoaderOrder, made_anew, order_of, require_batch_size
 from dynamix.data.sampler import Partition
 from dynamix.data.selection import Indices, Selection, Weights
 from dynamix.errors import ConfigError
@@ -53,7 +53,21 @@ class Feeding(ControllerStatus):
         Give the loader a `generator=` of its own if resumed runs must repeat random numbers exactly. Raises
         `ConfigError` when an epoch is smaller than one global step, and for indices and weights that are not possible.
         """
+        order = LoaderOrder(shuffle, seed, indices, weights, num_samples)
+        return self._sampler(dataset, order, partition=partition, lengths=lengths, padded=padded)
+
+    def _sampler(
+        self,
+        dataset: Sized,
+        order: LoaderOrder,
+        *,
+        partition: Partition = "stream",
+        lengths: Lengths | None,
+        padded: bool,
+        placeholder: Collate | None = None,
+    ) -> BatchSampler:
         coordinator = self._coordinator
+        shuffle, seed, indices, weights, num_samples = order
         with coordinator.setting_up():
             _require_data(dataset)
             if partition == "contiguous":
@@ -69,9 +83,15 @@ class Feeding(ControllerStatus):
             costs = costs_by_length(
                 lengths, padded, len(dataset), apart=coordinator.steps_apart, fixed=coordinator.job.fixed
             )
-            order = {"seed": seed, "shuffle": shuffle, "partition": partition, "selection": chosen}
             return coordinator.sampler(
-                size, **order, costs=costs, size_now=(lambda: len(dataset)) if chosen is None else None
+                size,
+                seed=seed,
+                shuffle=shuffle,
+                partition=partition,
+                selection=chosen,
+                costs=costs,
+                size_now=(lambda: len(dataset)) if chosen is None else None,
+                placeholder=placeholder,
             )
 
     def loader(
@@ -104,17 +124,10 @@ class Feeding(ControllerStatus):
         with self._coordinator.setting_up():
             order = order_of(loader)
             require_batch_size(loader, self._batch_sizes)
-            sampler = self.batch_sampler(
-                cast(Sized, loader.dataset),
-                seed=order.seed if seed is None else seed,
-                shuffle=order.shuffle,
-                indices=order.indices,
-                weights=order.weights,
-                num_samples=order.num_samples,
-                lengths=lengths,
-                padded=padded,
-            )
-            sampler.placeholder = placeholder
+            if seed is not None:
+                order = order._replace(seed=seed)
+            data = cast(Sized, loader.dataset)
+            sampler = self._sampler(data, order, lengths=lengths, padded=padded, placeholder=placeholder)
             return made_anew(loader, sampler)
 
     def stream(

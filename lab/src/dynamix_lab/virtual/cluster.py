@@ -197,7 +197,7 @@ class VirtualCluster:
         one_total = bool(limits.total_low == limits.total_high)
         costs = costs_by_length(lengths, padded, len(dataset), apart=meet != "gradients", fixed=one_total)
         self._sampler = coordinator.sampler(len(dataset), seed=seed, costs=costs)
-        self._sampler.micro_batch = None  # all workers' shares of a round at once
+        self._sampler.limit_pieces(None)  # all workers' shares of a round at once
         self._rng = random_state.capture()
         with self._own_random():
             random.seed(seed)
