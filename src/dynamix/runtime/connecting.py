@@ -1,5 +1,6 @@
 """How a model and its optimizer come under a controller, and what is found out about them before training."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,16 +11,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dynamix.errors import ConfigError, UsageError, spelling
+from dynamix.errors import UsageError
 from dynamix.projection import project
 from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.check.unreached import replaced
 from dynamix.runtime.job import TrainingJob
-from dynamix.runtime.measure.recorder import Recorder, Unmeasured
 from dynamix.runtime.memory import Memory, within
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.collectives import require_sums
-from dynamix.runtime.sync.connected_model import ConnectedModel, attach
+from dynamix.runtime.sync.connected_model import Around, ConnectedModel, Options, attach
 from dynamix.runtime.sync.local_sgd import attach_apart, attach_both
 from dynamix.runtime.sync.other_reductions import require_own_reduction
 from dynamix.runtime.sync.sharded import attach_sharded
@@ -28,40 +28,35 @@ from dynamix.window import Bounds
 
 
 def connect(
-    coordinator: TrainingJob, group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, **options: Any
+    job: TrainingJob, group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, options: Options
 ) -> bool:
-    """`Controller.wrap`, its options being those of `attach`. Whether `model` is the first that is connected."""
+    """`Controller.wrap`. Whether `model` is the first that is connected."""
     refuse_fsdp1(model)
     require_pair(model, optimizer, group)
-    apart = coordinator.steps_apart
+    apart = job.job.steps_apart
     if isinstance(model, DistributedDataParallel):
-        require_own_reduction(model, options, apart=apart)
-    if options["averaging"] is not None and not apart:
+        require_own_reduction(model, options.weighting, apart=apart)
+    if options.averaging is not None and not apart:
         fix = "write Controller(meet='parameters'), or leave averaging= out"
         raise UsageError(f"wrap(averaging=...) says how models are averaged, but workers meet over gradients: {fix}")
-    for name, allowed in (("weighting", ("hook", "loss", "given")), ("batchnorm", ("rank0", "weighted"))):
-        if options[name] not in allowed:
-            raise ConfigError(name, options[name], " or ".join(allowed), spelling(options[name], allowed))
-    if apart or options["batchnorm"] == "weighted":
+    if apart or options.batchnorm == "weighted":
         require_sums(model.named_buffers())
-    if coordinator.micro_batch is not None or apart:
+    if job.most_of_piece is not None or apart:
         require_own_passes(model, group, apart=apart)
-    if coordinator.loop.add_optimizer(model, optimizer):
-        coordinator.add_optimizer(optimizer, model)
+    if job.loop.add_optimizer(model, optimizer):
+        job.add_optimizer(optimizer, job.connected(model))
         return False
-    if coordinator.attached is not None:
-        _connect_another(coordinator, group, model, optimizer, options)
-        return False
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    attached = _attach(coordinator, model, group, Recorder(device), options)
-    if attached.shards is not None and group is not None:
-        _require_held_shares(coordinator.job.bounds, attached.shards, group)
-    loss_weight = coordinator.loss_weight
-    loss_weight.bind(model, options["weighting"])
-    ranks = coordinator.ranks
-    watched = {} if ranks is None else {"watch": ranks.watch}
-    coordinator.connect(model, optimizer, attached, Memory(attached, optimizer, loss_weight, group=group, **watched))
-    return True
+    first = not job.models
+    if not first:
+        _require_several(job.loss_weight.weighting, options.weighting)
+    with job.loop.connecting():
+        connected = _attach(job, model, optimizer, group, options)
+    if first:
+        if connected.shards is not None and group is not None:
+            _require_held_shares(job.job.bounds, connected.shards, group)
+        job.loss_weight.bind(model, options.weighting)
+    job.connect(connected, optimizer, Memory(connected, job.loss_weight, job.ranks, group=group) if first else None)
+    return first
 
 
 def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGroup) -> None:
@@ -72,44 +67,29 @@ def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGrou
         raise UsageError(f"{why}, and would deal them unlike batches: {fix}")
 
 
-def _connect_another(
-    coordinator: TrainingJob,
-    group: dist.ProcessGroup | None,
-    model: nn.Module,
-    optimizer: Optimizer,
-    options: dict[str, Any],
-) -> None:
-    """One more model in the same loop: weighted and timed, its norms not measured."""
-    for weighting in (coordinator.loss_weight.weighting, options["weighting"]):
+def _require_several(*weightings: str) -> None:
+    """Raise `UsageError` where losses of several models would have to be weighted."""
+    for weighting in weightings:
         if weighting != "hook":
             why = "the weight of a loss is given once for each batch"
             one = f"wrap(weighting='{weighting}') serves one model, because {why}"
             raise UsageError(f"{one}: use weighting='hook' for several")
-    attached = _attach(coordinator, model, group, coordinator.recorder, options)
-    if attached.hook is not None:
-        attached.hook.meter = Unmeasured(coordinator.recorder)
-    coordinator.connect_another(model, optimizer, attached)
 
 
 def _attach(
-    coordinator: TrainingJob,
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-    recorder: Recorder,
-    options: dict[str, Any],
+    job: TrainingJob, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup | None, options: Options
 ) -> ConnectedModel:
-    ending = None if coordinator.ranks is None else coordinator.ranks.ending
-    if coordinator.ways is not None:
+    first = not job.models
+    if first:
+        job.recorder.measure_on(next((p.device for p in model.parameters()), torch.device("cpu")))
+    watch = functools.partial(job.loop.connect, model, optimizer)
+    around = Around(group, job.ranks, job.recorder, job.loss_weight, watch, measured=first)
+    if job.job.ways is not None:
         require_sums(model.named_buffers())
-        return attach_both(model, group, coordinator.share, recorder, ending, **options)
-    if coordinator.steps_apart:
-        return attach_apart(model, group, recorder, ending, **options)
-    if is_fully_sharded(model):
-        of_fsdp = {name: options[name] for name in ("hook", "scaler", "weighting")}
-        return attach_sharded(model, group, coordinator.share, recorder, **of_fsdp)
-    return attach(
-        model, group, coordinator.share, recorder, **{name: v for name, v in options.items() if name != "averaging"}
-    )
+        return attach_both(model, options, around)
+    if job.job.apart:
+        return attach_apart(model, options, around)
+    return (attach_sharded if is_fully_sharded(model) else attach)(model, options, around)
 
 
 def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | None) -> None:
@@ -157,58 +137,55 @@ def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None, *, apa
 
 
 @contextmanager
-def piece(coordinator: TrainingJob) -> Iterator[None]:
+def piece(job: TrainingJob) -> Iterator[None]:
     """`Controller.piece`."""
+    now = job.need_source().piece()
     with ExitStack() as stack:
-        now = coordinator.need_source().piece()
-        if now.plan.apart or not now.last:
-            for attached in coordinator.connected:
-                stack.enter_context(attached.local_passes(by_size=now.by_size))
-        for attached in coordinator.connected:
-            coordinator.own_gradients.finish(attached, more=True)
-        coordinator.loop.in_piece = True
-        stack.callback(setattr, coordinator.loop, "in_piece", False)
+        for model in job.models:
+            if now.plan.apart or not now.last:
+                stack.enter_context(model.local_passes(by_size=now.by_size))
+            job.own_gradients.finish(model, now, more=True)
+        stack.enter_context(job.loop.piece_in_hand())
         yield
-        for attached in coordinator.connected:
-            coordinator.own_gradients.finish(attached)
+        for model in job.models:
+            job.own_gradients.finish(model, now)
 
 
-def find_limits(coordinator: TrainingJob, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:
+def find_limits(job: TrainingJob, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:
     """`Controller.find_limits`."""
-    source, job = coordinator.source, coordinator.job
-    memory = coordinator.need_memory()
+    source, facts, windows, memory = job.source, job.job, job.windows, job.memory
+    if memory is None:
+        raise UsageError("call controller.wrap(model, optimizer) before find_limits()")
     if source is not None and source.issued:
         raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
     memory.check(margin)
-    coordinator.wait_for_all("controller.find_limits()")
-    if coordinator.micro_batch is not None and coordinator.ways is None:
-        searched = Bounds.of(coordinator.allocations.workers, 1, coordinator.micro_batch)
+    job.wait_for_all("controller.find_limits()")
+    if facts.piece is not None and facts.ways is None:
+        searched = Bounds.of(job.allocations.workers, 1, facts.piece)
         caps = memory.find(step_fn, example, searched, margin=margin)
-        coordinator.micro_batch = int(caps[coordinator.rank])
-        if source is not None:
-            source.limit_pieces(coordinator.micro_batch)
+        job.limit_pieces(int(caps[job.ranks.rank]))
         return [int(cap) for cap in caps]
-    caps = memory.find(step_fn, example, job.in_pieces(), margin=margin)
-    job.bounds = within(job.bounds, job.accumulate * caps)
+    caps = memory.find(step_fn, example, facts.in_pieces(), margin=margin)
+    facts.narrow(within(facts.bounds, facts.accumulate * caps))
     if source is not None:
-        source.limit(job.in_pieces().high)
-    now = coordinator.batch_sizes
-    piece = coordinator.piece_apart
-    if (now > job.bounds_of(piece).high).any():
-        coordinator.put_in_force(project(now, job.bounds_of(piece), total=now.sum()))
-    coordinator.cap_pieces(int(caps[coordinator.rank]))
+        source.limit(facts.in_pieces().high)
+    now, bounds = windows.batch_sizes, facts.bounds_of(windows.piece_apart)
+    if (now > bounds.high).any():
+        windows.put_in_force(project(now, bounds, total=now.sum()))
+    if facts.ways is not None:
+        job.limit_pieces(int(caps[job.ranks.rank]))
     return [int(cap) for cap in caps]
 
 
-def warm_up(coordinator: TrainingJob, forward_backward: Callable[[], Any]) -> None:
+def warm_up(job: TrainingJob, forward_backward: Callable[[], Any]) -> None:
     """`Controller.warm_up`."""
-    if coordinator.attached is None:
+    if not job.models:
         raise UsageError("call controller.wrap(model, optimizer) before warm_up()")
-    coordinator.wait_for_all("controller.warm_up()")
+    job.wait_for_all("controller.warm_up()")
     with ExitStack() as stack:
         stack.callback(random_state.restore, random_state.capture())
-        stack.enter_context(coordinator.loss_weight.paused())
-        for attached in coordinator.connected:
-            stack.enter_context(attached.discarded())
+        stack.enter_context(job.loss_weight.paused())
+        for model in job.models:
+            stack.enter_context(model.discarded())
         for _ in range(2):
             forward_backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class Loop(Protocol):
 
     @property
     def in_pieces(self) -> bool: ...
-    def fail(self, message: str) -> None: ...
+    def fail(self, message: str) -> NoReturn: ...
     def gather(self, told: Any, what: str) -> list[Any]: ...
     def piece_of_optimizer(self) -> Piece | None: ...
     def steps_apart(self) -> bool: ...
@@ -100,7 +100,8 @@ class ModelCheck:
         def before_adding(gradient: Tensor) -> None:
             if (check := alive()) is not None:
                 older = check._held_since is not None and check._held_since < check.loop.group
-                check._stale = older and not check.loop.recorder.muted and _nonzero(probe.grad)
+                muted, probe = check.loop.recorder.muted, check.probe
+                check._stale = older and not muted and probe is not None and _nonzero(probe.grad)
 
         def added(probe: Tensor) -> None:  # which `torch.autograd.grad` does not
             check = alive()
@@ -111,7 +112,7 @@ class ModelCheck:
 
         return [probe.register_hook(before_adding), probe.register_post_accumulate_grad_hook(added)]
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str) -> NoReturn:
         """Raise `UsageError`, on every rank."""
         self.loop.fail(message)
 

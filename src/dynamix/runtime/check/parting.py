@@ -96,8 +96,9 @@ class Parting:
     wrong    what to tell the user, where parameters have parted; None: they have not
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer] = (), models: Sequence[nn.Module] = ()) -> None:
         self.wrong: str | None = None
+        self._optimizers, self._models = list(optimizers), list(models)
         self._warning: str | None = None
         self._warned = self._differ = False
         self._on_device: list[Tensor] = []  # settings of the newest row
@@ -107,16 +108,26 @@ class Parting:
         self._sample: Sample | None = None
         self._drift = Drift()
 
+    def begun_anew(self) -> Parting:
+        """One that watches the same, and has seen nothing of it yet."""
+        return Parting(self._optimizers, self._models)
+
     # ------------------------------------------------------------ of this rank
 
-    def row(
-        self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module], place: Mapping[str, int]
-    ) -> list[float]:
+    def watch(self, optimizer: Optimizer) -> None:
+        """Its settings are to be the same on all ranks."""
+        self._optimizers.append(optimizer)
+
+    def connect(self, model: nn.Module) -> None:
+        """Its parameters are to be the same on all ranks after every optimizer step."""
+        self._models.append(model)
+
+    def row(self, place: Mapping[str, int]) -> list[float]:
         """What a window's row says: digests, of which step and which elements a sample is, and the elements.
 
-        models   those whose parameters are the same on all ranks after every optimizer step
         place    counters of optimizer steps, samples and so on, by name
         """
+        optimizers, models = self._optimizers, self._models
         if self._warning is not None and not self._warned:
             self._warned = True
             warnings.warn(self._warning, RuntimeWarning, stacklevel=2)
@@ -146,10 +157,9 @@ class Parting:
             *unused,
         ]
 
-    def facts(
-        self, optimizers: Sequence[Optimizer], place: Mapping[str, int]
-    ) -> tuple[dict[str, Any], dict[str, float]]:
+    def facts(self, place: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, float]]:
         """What digests are of, plain values by name; and how near some of them must be."""
+        optimizers = self._optimizers
         sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         facts, near, self._on_device = {**place, GROUPS: sizes}, dict[str, float](), []
         late = iter([] if self._sample is None else self._sample.settings)

@@ -3,7 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ class Turns:
     grown   batches received when more were waiting than at the epoch's beginning, and what that may mean
     """
 
-    def __init__(self, fail: Callable[[str], None]) -> None:
+    def __init__(self, fail: Callable[[str], NoReturn]) -> None:
         self._fail = fail
         self.grown: tuple[int, str] | None = None
         self._iteration = -1

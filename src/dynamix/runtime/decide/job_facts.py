@@ -55,9 +55,11 @@ class JobFacts:
     parting: Parting = field(default_factory=Parting)
     unlike: str | None = None  # what ranks were seen to do that others did not, where this rank learns of it
     closing: ClosedWindow = field(init=False)  # the newest window that closed
+    # Samples of all workers' optimizer steps that are taken at the same time, if that is not a round.
+    at_once: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.closing = self._none_closed()
+        self.closing, self.at_once = self._none_closed(), self._at_once()
 
     def _none_closed(self, step: int = 0, samples: int = 0) -> ClosedWindow:
         return ClosedWindow(0, self.bounds.low, 0, 0, 0.0, step, samples)
@@ -72,9 +74,7 @@ class JobFacts:
         """Whether workers step apart in any round."""
         return self.apart or isinstance(self.rounds, Ways)
 
-    @property
-    def at_once(self) -> int | None:
-        """Samples of all workers' optimizer steps that are taken at the same time, if that is not a round."""
+    def _at_once(self) -> int | None:
         if isinstance(self.rounds, Ways):
             return self.base_batch
         return self.bounds.low.size * self.piece if self.apart and self.piece else None
@@ -82,6 +82,14 @@ class JobFacts:
     def window_closed(self, closing: ClosedWindow) -> None:
         """A window closed."""
         self.closing = closing
+
+    def test_weights(self, test: WeightTest) -> None:
+        """Losses are to be compared with shares, by `test`."""
+        self.weight_test = test
+
+    def narrow(self, bounds: Bounds) -> None:
+        """Sizes are kept within `bounds` from now on."""
+        self.bounds = bounds
 
     def decide_per_epoch(self) -> None:
         """From now on windows are epochs: nothing is issued under an old allocation after one closed."""
@@ -145,7 +153,8 @@ class JobFacts:
 
         Raises `ConfigError` where a fixed one is out of bounds.
         """
-        self.base_batch, self.closing, self.parting = base_batch, self._none_closed(step, samples), Parting()
+        self.base_batch, self.closing, self.parting = base_batch, self._none_closed(step, samples), self.parting.begun_anew()
+        self.at_once = self._at_once()
         if isinstance(self.rounds, Ways):
             self.rounds = self.rounds.begun_anew()
         if self.fixed:

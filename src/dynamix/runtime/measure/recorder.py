@@ -7,7 +7,8 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -63,7 +64,7 @@ class Recorder:
         self._recent_s: deque[float] = deque(maxlen=RECENT)  # of the windows before
         self._dealt: list[tuple[float, float]] = []  # of the same steps, where costs of samples are known
         self._late: dict[int, tuple[bool, tuple[float, float]]] = {}  # steps of this window not read yet
-        self.sees_communication = True  # False: waits hide in `compute`, which is then not known
+        self._sees_communication = True
         self._step_index = 0
         self._open: list[tuple[str, int, Value, float]] = []
         self._lock = threading.Lock()
@@ -76,6 +77,33 @@ class Recorder:
         self._sampled_at = -PROBE_EVERY_S
         self._before: dict[str, tuple[float, float]] = {}
         self.muted = False
+
+    # -- setting up
+
+    def measure_on(self, device: torch.device) -> None:
+        """Training runs on `device`: its clock and its probes count from now on."""
+        if device == self.device:
+            return
+        self.device, self.timer = device, StepTimer(device)
+        self.probes = probes_here(device)
+        for name, series in self._kept.items():  # of a state that was loaded before
+            self._kept[name] = [self._on_device(float(value)) for value in series]
+
+    def _on_device(self, value: float) -> Value:
+        return torch.tensor(value, device=self.device) if self.device.type == "cuda" else value
+
+    def sees_no_communication(self) -> None:
+        """Waits hide in what is measured as `compute`, which is then not known."""
+        self._sees_communication = False
+
+    @contextmanager
+    def mute(self) -> Iterator[None]:
+        """Passes inside are discarded: nothing of them is measured."""
+        muted, self.muted = self.muted, True
+        try:
+            yield
+        finally:
+            self.muted = muted
 
     # -- marks from the hook (autograd's thread and the backend's)
 
@@ -268,7 +296,7 @@ class Recorder:
     def _measured(self, times: StepTimes, first_of_epoch: bool) -> StepTimes:
         """Without what was not measured: starting a loader's iterator is not waiting for data."""
         data = float("nan") if first_of_epoch else times.data
-        return replace(times, data=data, compute=times.compute if self.sees_communication else float("nan"))
+        return replace(times, data=data, compute=times.compute if self._sees_communication else float("nan"))
 
     def _change(self, name: str, mean: float, std: float) -> float:
         before, self._before[name] = self._before.get(name), (mean, std)
@@ -286,9 +314,8 @@ class Recorder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()
         self.steps = state["steps"]
-        on_device = self.device.type == "cuda"
         for name, series in state["series"].items():
-            self._kept[name] = [torch.tensor(v, device=self.device) if on_device else v for v in series]
+            self._kept[name] = [self._on_device(value) for value in series]
         self._before = {name: (pair[0], pair[1]) for name, pair in state["before"].items()}
 
 
@@ -296,7 +323,13 @@ class Unmeasured:
     """What the hook of a further model reports to: its times count, its norms are another gradient's."""
 
     def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self.gradients_ready, self.reduced = recorder.gradients_ready, recorder.reduced
+
+    @property
+    def muted(self) -> bool:
+        """Whether passes are discarded."""
+        return self._recorder.muted
 
     def norms_due(self) -> bool:
         """Never."""

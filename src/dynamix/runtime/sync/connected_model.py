@@ -1,7 +1,10 @@
 """How a model is connected: weighting in DDP's hook or in the loss, and what each kind of model needs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -9,49 +12,64 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix.data import Piece
-from dynamix.errors import UsageError
-from dynamix.runtime.measure.recorder import Recorder
+from dynamix.data import Piece, StepPlan
+from dynamix.errors import ConfigError, UsageError, spelling
+from dynamix.runtime.measure.recorder import Recorder, Unmeasured
+from dynamix.runtime.part import Observation, Part
 from dynamix.runtime.ranks.compare import hook_settings
-from dynamix.runtime.ranks.errors import Explain, unnamed
-from dynamix.runtime.ranks.liveness import failed_collective
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.collectives import average_, broadcast_
-from dynamix.runtime.sync.gradients import GradientHook, GradientWeight, wipe_nonfinite_
+from dynamix.runtime.sync.gradients import Check, GradientHook, Meter, wipe_nonfinite_
+from dynamix.runtime.sync.inner_hook import InnerHook
+from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.other_reductions import optimizers_in_backward
-from dynamix.runtime.sync.parameter_averaging import ParameterAveraging
+from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
 from dynamix.runtime.sync.shards import Shards, gradients_of, is_fully_sharded
 
 _ALIKE_IN_DDP = ("find_unused_parameters", "static_graph", "broadcast_buffers", "bucket_bytes_cap")
 
 
-class ConnectedModel:
-    """A connected model: what the controller does to it besides weighting its gradients."""
+class ConnectedModel(Part):
+    """A connected model: what the controller does to it besides weighting its gradients.
 
-    def __init__(self, model: nn.Module, recorder: Recorder, hook: GradientHook | None) -> None:
+    hook        weights its gradients; None: nothing crosses ranks in it
+    averaging   makes workers' models one, where they step apart
+    shards      of a model under FSDP2
+    exchanges   what crosses ranks, and how: the same on all of them; `settings`: of that, by name, plain values
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        hook: GradientHook | None = None,
+        *,
+        averaging: ParameterAveraging | None = None,
+        shards: Shards | None = None,
+        exchanges: str = "none",
+        settings: dict[str, Any] | None = None,
+    ) -> None:
         self.model, self.recorder, self.hook = model, recorder, hook
-        self.explain: Explain = unnamed
-        self.meeting: ParameterAveraging | None = None  # where workers step apart
-        self.apart: Callable[[], bool] = lambda: False  # whether the batch in hand is trained apart
-        self.shards: Shards | None = None  # of a model under FSDP2
-        self.exchanges = "none"  # what crosses ranks, and how: the same on all of them
-        self.settings: dict[str, Any] = {}  # of that, by name: plain values
-        self.last_weight = 1.0  # n_i/N of the step before the forward that is starting: it produced the buffers
+        self.averaging, self.shards = averaging, shards
+        self.exchanges, self.settings = exchanges, settings or {}
+        self.piece: Piece | None = None  # of the passes under way
         self._finished: Piece | None = None  # the one whose optimizer step has its gradients as they should be
 
-    def explain_with(self, explain: Explain) -> None:
-        """From now on a failed collective of a pass is told by `explain`."""
-        self.explain = explain
-        if self.hook is not None:
-            self.hook.explain = explain
+    @property
+    def alike(self) -> bool:
+        """Whether its parameters are the same on all ranks after every optimizer step, as far as is known."""
+        return self.shards is None and self.hook is not None and self.hook.inner.alike
 
-    def step_done(self) -> None:
+    def hand(self, piece: Piece, kept: bool) -> None:
+        """Passes begin of `piece`; `kept`: the open window will keep what is measured of them."""
+        self.piece = piece
         if self.hook is not None:
-            self.hook.step_done()
+            self.hook.hand(piece, kept)
 
     def before_forward(self, piece: Piece) -> None:
         """A forward pass of training begins. Raises `UsageError` where DDP would fail later without a reason."""
-        if piece.plan.apart and self.meeting is not None:
-            self.meeting.begin()
+        if piece.plan.apart and self.averaging is not None:
+            self.averaging.begin()
         ddp, hook = self.model, self.hook
         if hook is None or hook.buckets_seen or not isinstance(ddp, DistributedDataParallel):
             return
@@ -67,23 +85,32 @@ class ConnectedModel:
         with getattr(self.model, "no_sync", nullcontext)():
             yield
 
+    def round_done(self, plan: StepPlan) -> None:
+        if self.hook is not None:
+            self.hook.round_done()
+
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         """Multiply what has accumulated in `.grad`; 0 zeroes it, whatever it holds."""
         for gradient in gradients_of(self.model):
             gradient.mul_(factor) if factor else gradient.zero_()
 
+    def piece_done(self, piece: Piece, seen: Observation) -> None:
+        self.piece = None
+        if self.hook is not None:
+            self.hook.piece_done()
+        if not piece.last and not piece.plan.apart:
+            self.make_ready(piece, seen.applied)
+
     @torch.no_grad()
-    def piece_done(self, piece: Piece, applied: float | Tensor | None) -> None:
-        """After a batch that is not the last of its optimizer step: make ready what has accumulated.
+    def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
+        """After a batch that is not the last of its optimizer step: bring what has accumulated to the next one's weight.
 
         The hook sees only the sum over micro-batches, so where an epoch's tail makes them unequal they are brought to
         the next one's weight: this rank's own gradient by its counts, and what all ranks have reduced already, where
         the loop leaves `no_sync` out, by the union's. `applied` is the weight that was in the loss, if it was weighted
         there. Raises `UsageError` where the two cannot be told apart.
         """
-        if piece.plan.apart:
-            return  # every piece has a step of its own
         plan, now, following = piece.plan, piece.samples, piece.following
         reductions = 0 if self.hook is None else self.hook.reductions
         if applied is None and reductions and (plan.group != plan.group[0]).any():
@@ -107,7 +134,7 @@ class ConnectedModel:
 
         mean_of   by how many batches the loop divides its losses
         """
-        if self.hook is None and self.meeting is None and piece.last and piece.samples and self._finished is not piece:
+        if self.hook is None and self.averaging is None and piece.last and piece.samples and self._finished is not piece:
             self._finished = piece
             self._scale_by(mean_of * piece.samples / piece.share)
 
@@ -126,117 +153,150 @@ class ConnectedModel:
         """Passes inside leave no trace: buffers and gradients are put back, nothing is measured."""
         buffers = [b.detach().clone() for b in self.model.buffers()]
         gradients = [None if p.grad is None else p.grad.detach().clone() for p in self.model.parameters()]
-        self.recorder.muted = True
-        if self.hook is not None:
-            self.hook.muted = True
-        try:
-            yield
-        finally:
-            self.recorder.muted = False
-            with torch.no_grad():
-                for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
-                    buffer.copy_(kept)
-                for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
-                    parameter.grad = gradient
-            if self.hook is not None:
-                self.hook.muted = False
-                self.hook.make_groups()
+        with self.recorder.mute():
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
+                        buffer.copy_(kept)
+                    for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+                        parameter.grad = gradient
+                if self.hook is not None:
+                    self.hook.make_groups()
+
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the groups that gradients and parameters travel in, and return them."""
+        owners = (self.hook, self.averaging)
+        return [group for owner in owners if owner is not None for group in owner.close()]
 
     @property
     def whose(self) -> str:
         """The kind of the user's object that holds most of the state."""
-        return type(self if self.hook is None else self.hook.inner_state).__name__
+        return type(self if self.hook is None else self.hook.inner.state).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        states = [owner.state_dict() for owner in (self.hook, self.meeting) if owner is not None]
+        states = [owner.state_dict() for owner in (self.hook, self.averaging) if owner is not None]
         return {name: value for state in states for name, value in state.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for owner in (self.hook, self.meeting):
+        for owner in (self.hook, self.averaging):
             if state and owner is not None:
                 owner.load_state_dict(state)
 
 
-def attach(
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-    share: Callable[[], GradientWeight],
-    recorder: Recorder,
-    hook: Callable[[Any, Any], Any] | None,
-    hook_state: Any,
-    scaler: Any,
-    weighting: Literal["hook", "loss", "given"],
-    batchnorm: Literal["rank0", "weighted"],
-) -> ConnectedModel:
-    """Connect `model`; the arguments are `Controller.wrap`'s. Raises `UsageError` naming what the model needs."""
-    alone = group is None or dist.get_world_size(group) == 1
-    if weighting == "hook" and not alone and (reason := _needs_loss_side(model)) is not None:
+@dataclass(frozen=True)
+class Options:
+    """Those of `Controller.wrap`, checked as far as they can be without a model. Raises `ConfigError`."""
+
+    hook: Callable[[Any, Any], Any] | None
+    hook_state: Any
+    scaler: Any
+    weighting: Literal["hook", "loss", "given"]
+    batchnorm: Literal["rank0", "weighted"]
+    averaging: Averaging | None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("weighting", ("hook", "loss", "given")), ("batchnorm", ("rank0", "weighted"))):
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(name, value, " or ".join(allowed), spelling(value, allowed))
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a connected model is given of its job.
+
+    group     the data-parallel one; None: one process alone
+    watch     begins to watch the loop with it: says whether its gradients cross ranks, and whether a hook of the
+              user's may apply them
+    measured  its norms and gradients tell the noise scale: it was connected first
+    """
+
+    group: dist.ProcessGroup | None
+    ranks: Ranks
+    recorder: Recorder
+    weights: LossWeight
+    watch: Callable[..., Check]
+    measured: bool
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.group is None or dist.get_world_size(self.group) == 1
+
+    @property
+    def meter(self) -> Meter:
+        """What hooks report to."""
+        return self.recorder if self.measured else Unmeasured(self.recorder)
+
+
+def attach(model: nn.Module, options: Options, around: Around) -> ConnectedModel:
+    """Connect `model`, whose gradients meet. Raises `UsageError` naming what the model needs."""
+    group, recorder = around.group, around.recorder
+    if options.weighting == "hook" and not around.alone and (reason := _needs_loss_side(model)) is not None:
         fix = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
         raise UsageError(f"{reason}: {fix}")
     if not isinstance(model, DistributedDataParallel) or group is None:
-        if hook is not None:
+        if options.hook is not None:
             raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
-        recorder.sees_communication = alone
-        return ConnectedModel(model, recorder, None)
+        if not around.alone:
+            recorder.sees_no_communication()
+        around.watch(reduces=False, hooked=False)
+        return ConnectedModel(model, recorder)
+    hook = hook_on(model, options, around, group)
+    name = "all-reduce" if options.hook is None else getattr(options.hook, "__qualname__", type(options.hook).__name__)
+    settings = {option: getattr(model, option, None) for option in _ALIKE_IN_DDP}
+    settings |= {"losses scaled": options.scaler is not None, **hook_settings(options.hook_state)}
+    exchanges = f"{name}, buffers {options.batchnorm}"
+    connected = ConnectedModel(model, recorder, hook, exchanges=exchanges, settings=settings)
+    exchange_buffers(model, connected, around.ranks, averaged=options.batchnorm == "weighted")
+    return connected
+
+
+def hook_on(
+    model: DistributedDataParallel, options: Options, around: Around, group: dist.ProcessGroup
+) -> GradientHook:
+    """The communication hook of `model`, in which gradients are weighted; it is watched from now on."""
     device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
-    entry = GradientHook(group, share, recorder, hook, hook_state, device=device)
-    entry.register(model)
-    if scaler is not None:
-        entry.loss_scale = lambda: getattr(scaler, "_scale", None)  # get_scale() would synchronise the device
-    attached = ConnectedModel(model, recorder, entry)
-    name = "all-reduce" if hook is None else getattr(hook, "__qualname__", type(hook).__name__)
-    attached.exchanges = f"{name}, buffers {batchnorm}"
-    attached.settings = {option: getattr(model, option, None) for option in _ALIKE_IN_DDP}
-    attached.settings |= {"losses scaled": scaler is not None, **hook_settings(hook_state)}
-    exchange = _averaging(model, attached, entry, share) if batchnorm == "weighted" else _broadcasting(model, entry)
-    _exchange_buffers(model, attached, exchange)
-    return attached
+    inner = InnerHook(group, options.hook, options.hook_state, device=device)
+    check = around.watch(reduces=not around.alone, hooked=inner.chained)
+    hook = GradientHook(inner, around.weights, around.meter, check, around.ranks, scaler=options.scaler)
+    hook.register(model)
+    return hook
 
 
-Exchange = Callable[[dict[str, Tensor]], None]
-
-
-def _exchange_buffers(model: DistributedDataParallel, attached: ConnectedModel, exchange: Exchange) -> None:
-    """Before each forward pass of DDP `exchange` its buffers. There too a rank may be found lost."""
+def exchange_buffers(
+    model: DistributedDataParallel, connected: ConnectedModel, ranks: Ranks, *, averaged: bool
+) -> None:
+    """Before each forward pass of DDP exchange its buffers. There too a rank may be found lost."""
     from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-    def hook(state: Any, buffers: dict[str, Tensor]) -> None:
-        if model.training and torch.is_grad_enabled() and attached.apart():
-            return  # DDP asks for it before the first of several passes that cross nothing
-        try:
-            with attached.recorder.timer.exchanging():
-                exchange(buffers)
-        except RuntimeError as error:
-            if not failed_collective(error):
-                raise
-            raise attached.explain(error, "the ranks could not exchange the model's buffers") from error
+    group: Any = model.process_group
+    last = [1.0 / group.size()]  # n_i/N of the step before the forward that is starting: it produced the buffers
 
-    model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)
+    def average(buffers: dict[str, Tensor]) -> None:
+        # With unequal shares the first rank, whose buffers DDP would take, may have the noisiest statistics.
+        average_(buffers.values(), last[0], group, ranks)
+        piece = connected.piece
+        if model.training and not connected.recorder.muted and piece is not None:
+            last[0] = piece.share / piece.plan.samples
 
-
-def _broadcasting(model: DistributedDataParallel, entry: GradientHook) -> Exchange:
     def broadcast(buffers: dict[str, Tensor]) -> None:
         if any(buffer.device.type != "cpu" for buffer in buffers.values()):
             model._default_broadcast_coalesced()
         else:
-            broadcast_(buffers.values(), entry.group, entry.arrivals.ending)
+            broadcast_(buffers.values(), group, ranks)
 
-    return broadcast
+    exchange = average if averaged else broadcast
 
+    def hook(state: Any, buffers: dict[str, Tensor]) -> None:
+        piece = connected.piece
+        if model.training and torch.is_grad_enabled() and piece is not None and piece.plan.apart:
+            return  # DDP asks for it before the first of several passes that cross nothing
+        with ranks.naming("the ranks could not exchange the model's buffers"), connected.recorder.timer.exchanging():
+            exchange(buffers)
 
-def _averaging(
-    model: DistributedDataParallel, attached: ConnectedModel, entry: GradientHook, share: Callable[[], GradientWeight]
-) -> Exchange:
-    attached.last_weight = 1.0 / entry.group.size()
-
-    def average(buffers: dict[str, Tensor]) -> None:
-        # With unequal shares the first rank, whose buffers DDP would take, may have the noisiest statistics.
-        average_(buffers.values(), attached.last_weight, entry.group, entry.arrivals.ending)
-        if not model.training or attached.recorder.muted:
-            return  # evaluation and discarded passes have no share of their own
-        attached.last_weight = share().part
-
-    return average
+    model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)
 
 
 def _needs_loss_side(model: nn.Module) -> str | None:

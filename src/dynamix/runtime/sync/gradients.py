@@ -4,6 +4,8 @@ The gradient of the union batch is g = sum_i (n_i / N) g_i, with g_i the gradien
 samples. DDP averages over W workers, so each worker's gradient is multiplied by n_i * W / N before it is reduced.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,20 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket as Bucket
 from torch.autograd import Variable
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
+from dynamix.data import Piece
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.ranks.errors import Arrivals, Explain, unnamed, wait_here
-from dynamix.runtime.ranks.liveness import failed_collective
-from dynamix.runtime.ranks.process_groups import new_gloo_group, on_gloo
-from dynamix.runtime.sync.other_reductions import require_no_step
+from dynamix.runtime.ranks.ranks import Ranks
+from dynamix.runtime.sync.inner_hook import Hook, InnerHook
+from dynamix.runtime.sync.loss_weight import LossWeight
 
-Hook = Callable[[Any, Bucket], "Future[Tensor]"]
-
-# One collective each and no memory: non-finite values pass through them to every rank, as in plain DDP.
-_SINGLE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 _ANEW = "train on with a new DistributedDataParallel around its module"
+ADDED = "the ranks could not add their gradients"
 # A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
 DENSE_EVERY = 50
 
@@ -74,7 +72,9 @@ def _group_of(state: Any) -> dist.ProcessGroup:
 
 
 class Meter(Protocol):
-    """What the hook reports to: the controller's recorder."""
+    """What the hook reports to: the controller's recorder. `muted`: passes are discarded, nothing is measured."""
+
+    muted: bool
 
     def gradients_ready(self) -> None: ...
     def reduced(self) -> None: ...
@@ -85,90 +85,102 @@ class Meter(Protocol):
 class Check(Protocol):
     """Who is told of every synchronised backward pass, and may raise: the controller's check of the loop."""
 
-    def fail(self, message: str) -> None: ...
+    def fail(self, message: str) -> NoReturn: ...
     def covers(self, parameters: list[Tensor]) -> None: ...
-    def reducing(self) -> None: ...
+    def reducing(self, piece: Piece | None) -> None: ...
     def reduced(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class GradientWeight:
-    """How this rank's gradient of the current optimizer step enters the mean."""
+    """How this rank's gradient of the pass under way enters the mean.
 
-    count: float  # samples of the piece being reduced; 0 for a placeholder batch
-    total: float  # N; count * W / total is the weight
-    kept: bool = True  # whether the open window will keep this step's measurements
-    applied: float | Tensor | None = None  # the weight already in the loss, None when the hook must apply it
-    own: float = 1.0  # what has accumulated over this rank's mean gradient, when the hook applies the weight
-    part: float = 0.0  # of the optimizer step's samples that are this rank's: over ranks they add up to 1
+    count     samples of the piece being reduced; 0 for a placeholder batch
+    total     N; count * W / total is the weight
+    kept      the open window will keep this step's measurements
+    applied   the weight already in the loss, None when the hook must apply it
+    own       what has accumulated over this rank's mean gradient, when the hook applies the weight
+    """
+
+    count: float
+    total: float
+    kept: bool
+    applied: float | Tensor | None
+    own: float
+
+    @classmethod
+    def of(cls, piece: Piece, weights: LossWeight, *, kept: bool) -> GradientWeight:
+        """That of `piece`."""
+        own = piece.share / piece.samples if piece.by_size and piece.samples else 1.0
+        in_loss = weights.given or weights.applied is not None
+        applied = weights.in_gradient(piece) if in_loss else None
+        return cls(float(piece.samples), piece.plan.samples / weights.accumulate, kept, applied, own)
+
+
+class _Closed:
+    """The check of a loop whose controller is closed."""
+
+    def fail(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+    def covers(self, parameters: list[Tensor]) -> None: ...
+
+    def reducing(self, piece: Piece | None) -> None:
+        raise UsageError(f"the model's controller is closed: {_ANEW}")
+
+    def reduced(self) -> None: ...
 
 
 class GradientHook:
     """The one communication hook DDP allows: weights, wraps the user's hook, measures norms and times.
 
-    share     says how the current step is weighted
-    inner     the user's hook and its state; torch's all-reduce when None. A true attribute `lossless` of the hook says
-              that its result is the mean itself and that it copes with infinities on its own, `takes_sparse` that it
-              reduces sparse gradients, too, `ordered` that it has process groups of its own
-    device    type of the gradients' device
+    inner     the user's hook, or torch's all-reduce
+    weights   says what a loss carries of its weight
     meter     receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
               per bucket)
+    check     is told of every backward pass
+    scaler    AMP's GradScaler, if there is one: norms are measured without its scale
 
-    `arrivals` waits for the reductions at the end of a backward pass, `check` is told of them. Torch's own all-reduce
-    on CPUs is waited for without it: the backend's threads then have nothing to do in Python, and one pass over the
-    gradient does what weighting and averaging need.
+    The reductions are waited for at the end of a backward pass. Torch's own all-reduce on CPUs is waited for without
+    another thread: the backend's threads then have nothing to do in Python, and one pass over the gradient does what
+    weighting and averaging need.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        share: Callable[[], GradientWeight],
-        meter: Meter,
-        inner: Hook | None,
-        inner_state: Any,
-        *,
-        device: str = "cpu",
+        self, inner: InnerHook, weights: LossWeight, meter: Meter, check: Check, ranks: Ranks, *, scaler: Any = None
     ) -> None:
-        self.group, self.share, self.meter = group, share, meter
-        self.inner, self.inner_state = inner, inner_state
-        self.chained = inner is not None and inner not in _SINGLE_COLLECTIVE
-        # A hook that says so gives the true mean and agrees on finiteness by itself.
-        self.lossless = inner is None or inner is default_hooks.allreduce_hook or getattr(inner, "lossless", False)
-        self.alike = self.lossless or not self.chained  # all ranks get the same, as far as is known
-        self.native = on_gloo(group, device)
-        # A hook that says so keeps its collectives in one order by itself, on groups of its own.
-        self.ordered = getattr(inner, "ordered", False)
-        if self.ordered:
-            _require_same_ranks(getattr(inner_state, "process_group", group), group)
-        self.needs_groups = self.chained and self.native and not self.ordered
-        if self.needs_groups or not self.lossless:
-            require_no_step(inner)
-        self.takes_sparse = getattr(inner, "takes_sparse", False)
-        self.direct = self.native and (inner is None or inner is default_hooks.allreduce_hook)
-        self.bucket_groups: list[dist.ProcessGroup] = []
+        self.inner, self.weights, self.meter, self.check, self.ranks = inner, weights, meter, check, ranks
+        self.group, self._scaler = inner.group, scaler
+        self._direct = inner.direct
+        self._piece: Piece | None = None  # of the passes under way
+        self._kept = False
         self.buckets_seen = 0
         self.steps = 0
         self.reductions = 0  # of the optimizer step under way
         self.crossed = 0  # backward passes so far
-        self.loss_scale: Callable[[], Tensor | None] = lambda: None
-        self.muted = False  # discarded warm-up passes: plain all-reduce, nothing measured
-        self.arrivals = Arrivals(None)
-        self.check: Check | None = None
-        self.explain: Explain = unnamed
+        self._arrivals = ranks.arrivals()
         self._under_way: list[Future[Tensor]] = []
         self._awaited = False  # that `_arrived` will be called in this backward pass
         self._norms_due = self._measuring = False
         self._since_dense = DENSE_EVERY
 
+    def hand(self, piece: Piece, kept: bool) -> None:
+        """Passes begin of `piece`; `kept`: the open window will keep what is measured of them."""
+        self._piece, self._kept = piece, kept
+
     def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
-        if bucket.index() == 0:
+        part = bucket.index()
+        if part == 0:
             self._under_way, self._awaited = [], False
-        share = self._begin(bucket)
-        if share is not None and self.direct and bucket.buffer().is_cpu and not bucket.buffer().is_sparse:
-            summed = self._summed(share, bucket)
+        self.buckets_seen = max(self.buckets_seen, part + 1)
+        if self.crossed <= 1:
+            self.check.covers(bucket.parameters())
+        weight = None if self.meter.muted else self.begin(part, bucket.buffer(), first=part == 0)
+        if weight is not None and self._direct and bucket.buffer().is_cpu and not bucket.buffer().is_sparse:
+            summed = self._summed(weight, bucket)
             if summed is not None:
                 return summed
-        future = self._discarded(bucket) if share is None else self._reduced(share, bucket)
+        future = self._discarded(bucket) if weight is None else self._reduced(weight, bucket)
         self._awaited = self._awaited or at_end_of_backward(self._arrived)
         self._under_way.append(future)
         return future
@@ -176,20 +188,10 @@ class GradientHook:
     def _arrived(self) -> None:
         """At the end of backward. Raises what another rank ends the job with; `WorkerLostError` where one is lost."""
         futures, self._under_way = self._under_way, []
-        self.arrivals.wait()
-        try:
+        self._arrivals.wait()
+        with self.ranks.naming(ADDED):
             for future in futures:
                 future.wait()
-        except RuntimeError as error:
-            self._explain(error)
-
-    def _begin(self, bucket: Bucket) -> GradientWeight | None:
-        """Before a bucket is reduced; None while passes are discarded."""
-        part = bucket.index()
-        self.buckets_seen = max(self.buckets_seen, part + 1)
-        if self.crossed <= 1 and self.check is not None:
-            self.check.covers(bucket.parameters())
-        return None if self.muted else self.begin(part, bucket.buffer(), first=part == 0)
 
     def begin(
         self, part: int, values: Tensor, *, first: bool, measured: bool = True, divided: float = 1.0
@@ -199,45 +201,39 @@ class GradientHook:
         first     of a backward pass
         divided   `values` are this rank's gradients over that
         """
-        if first and self.check is not None:
-            self.check.reducing()
-        share = self.share()
+        if first:
+            self.check.reducing(self._piece)
+        if self._piece is None:
+            self.check.fail("backward() crossed ranks, and no forward pass of this model came before it")
+        weight = GradientWeight.of(self._piece, self.weights, kept=self._kept)
         self.reductions += first
         self.crossed += first
         if first and self.reductions == 1:
             due = self._norms_due = self.meter.norms_due()
-            wanted = share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
-            self._measuring = due if self.lossless else wanted
+            wanted = weight.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
+            self._measuring = due if self.inner.lossless else wanted
         # What was reduced before has no weight of this loss, so then only the first reduction shows this rank's own.
-        own = measured and share.count != 0 and (share.applied is None or self.reductions == 1)
+        own = measured and weight.count != 0 and (weight.applied is None or self.reductions == 1)
         if own and (self._norms_due or self._measuring):
-            weight = share.own if share.applied is None else share.applied
-            self.meter.add("local_sq", self._norm_sq(values, weight / divided), part=part)
-        return share
+            scale = weight.own if weight.applied is None else weight.applied
+            self.meter.add("local_sq", self._norm_sq(values, scale / divided), part=part)
+        return weight
 
-    def _explain(self, error: RuntimeError) -> NoReturn:
-        if failed_collective(error):
-            raise self.explain(error, "the ranks could not add their gradients") from error
-        raise error
-
-    def _weighted_before(self, share: GradientWeight, buffer: Tensor) -> Tensor:
+    def _weighted_before(self, weight: GradientWeight, buffer: Tensor) -> Tensor:
         """A loss times 0 left zeros, and 0 * NaN where the placeholder's gradient was not finite.
 
         Zeroing all would take away what was already reduced, in a loop that synchronises every micro-batch.
         """
-        return buffer if share.count else wipe_nonfinite_(buffer)
+        return buffer if weight.count else wipe_nonfinite_(buffer)
 
-    def _summed(self, share: GradientWeight, bucket: Bucket) -> Future[Tensor] | None:
+    def _summed(self, weight: GradientWeight, bucket: Bucket) -> Future[Tensor] | None:
         """Torch's all-reduce on CPUs, as a sum of gradients times n_i / N; None where it could not be waited for."""
         buffer, part, measure = bucket.buffer(), bucket.index(), self._measuring
         future: Future[Tensor] = Future()
         begun: list[dist.Work] = []
 
         def arrive() -> None:
-            try:
-                wait_here(begun.pop(), self.arrivals.ending)
-            except RuntimeError as error:
-                self._explain(error)
+            self.ranks.wait_here(begun.pop(), ADDED)
             self.meter.reduced()
             if measure:
                 self.meter.add("global_sq", self._norm_sq(buffer, 1.0), part=part)
@@ -246,29 +242,29 @@ class GradientHook:
         # One for each bucket: where a checkpointed part of the model has a backward pass of its own, they end apart.
         if not at_end_of_backward(arrive):
             return None
-        if share.applied is None:
-            scale_(buffer, share.count, share.total, 1)
+        if weight.applied is None:
+            scale_(buffer, weight.count, weight.total, 1)
         else:
-            self._weighted_before(share, buffer).mul_(1.0 / self.group.size())
+            self._weighted_before(weight, buffer).mul_(1.0 / self.group.size())
         self.meter.gradients_ready()
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         assert work is not None
         begun.append(work)
-        if self.check is not None and bucket.is_last():
+        if bucket.is_last():
             self.check.reduced()
         return future
 
-    def _reduced(self, share: GradientWeight, bucket: Bucket) -> Future[Tensor]:
+    def _reduced(self, weight: GradientWeight, bucket: Bucket) -> Future[Tensor]:
         buffer, part, measure = bucket.buffer(), bucket.index(), self._measuring
-        if share.applied is None:
-            scale_(buffer, share.count, share.total, self.group.size())
+        if weight.applied is None:
+            scale_(buffer, weight.count, weight.total, self.group.size())
         else:
-            self._weighted_before(share, buffer)
+            self._weighted_before(weight, buffer)
         self.meter.gradients_ready()
-        future = self._reduce(bucket, dense=measure and not self.lossless)
-        if self.check is not None and bucket.is_last():
+        future = self.inner.reduce(bucket, dense=measure and not self.inner.lossless)
+        if bucket.is_last():
             self.check.reduced()
-        arrivals, failed = self.arrivals, True
+        arrivals, failed = self._arrivals, True
         arrivals.expect()
 
         def done(reduced: Future[Tensor]) -> Tensor:
@@ -291,8 +287,8 @@ class GradientHook:
         ddp = weakref.ref(model)  # what C++ holds no collector of garbage can see
 
         def entry(state: Any, bucket: Bucket) -> Future[Tensor]:
-            if self.direct and (held := ddp()) is not None and held.static_graph:
-                self.direct = False  # in its first backward DDP waits without calling what was to be called at the end
+            if self._direct and (held := ddp()) is not None and held.static_graph:
+                self._direct = False  # in its first backward DDP waits without calling what was to be called at the end
             return self(state, bucket)
 
         entry.__annotations__.clear()
@@ -307,89 +303,36 @@ class GradientHook:
             problem = "the model already has a communication hook, and DDP allows one"
             raise UsageError(f"{problem}: {remove} and {fix}") from error
 
-    def step_done(self) -> None:
+    def piece_done(self) -> None:
+        """`controller.step()`: passes that follow are another batch's."""
+        self._piece = None
+
+    def round_done(self) -> None:
         """After an optimizer step: the bucket layout is known by now, so give chained hooks their groups."""
         self.steps, self.reductions = self.steps + 1, 0
         self._since_dense = 0 if self._measuring else self._since_dense + 1
-        if self.steps >= 2:
+        if self.inner.chained and self.steps >= 2:
             self.make_groups()
+
+    def make_groups(self) -> None:
+        """Give a chained hook a group for each bucket. A collective call."""
+        self.inner.make_groups(self.buckets_seen)
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the controller, as DDP cannot let go of this hook; returns the groups of buckets."""
-        self.share, self.check, self.arrivals = _closed, None, Arrivals(None)
-        groups, self.bucket_groups = self.bucket_groups, []
-        return groups
-
-    def make_groups(self) -> None:
-        """One process group per bucket for hooks that chain collectives on gloo. A collective call."""
-        if self.needs_groups and (missing := range(len(self.bucket_groups), self.buckets_seen)):
-            ranks = dist.get_process_group_ranks(self.group)
-            self.bucket_groups += [new_gloo_group(ranks) for _ in missing]
+        self.check = _Closed()
+        return self.inner.close()
 
     def state_dict(self) -> dict[str, Any]:
-        state = self.inner_state
-        saved = state.state_dict() if hasattr(state, "state_dict") else _plain_state(state)
-        return {"steps": self.steps, "since_dense": self._since_dense, "inner": saved}
+        return {"steps": self.steps, "since_dense": self._since_dense, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps, self._since_dense = state["steps"], state["since_dense"]
-        if state["inner"] is None or self.inner_state is None:
-            return
-        if hasattr(self.inner_state, "load_state_dict"):
-            self.inner_state.load_state_dict(state["inner"])
-        else:
-            for name, value in state["inner"].items():
-                setattr(self.inner_state, name, value)
-
-    def _reduce(self, bucket: Bucket, *, dense: bool) -> Future[Tensor]:
-        if self.inner is None or dense or (bucket.buffer().is_sparse and not self.takes_sparse):
-            return self._plainly(bucket)
-        if self.ordered:
-            return self.inner(self.inner_state, bucket)
-        if not self.chained:
-            return self.inner(self.group if self.inner_state is None else self.inner_state, bucket)
-        if self.needs_groups and bucket.index() >= len(self.bucket_groups):
-            return self._plainly(bucket)  # before the rebuild: layout not known yet
-        group = self.bucket_groups[bucket.index()] if self.needs_groups else self.group
-        if not self.lossless:
-            finite = torch.isfinite(bucket.buffer()).all().to(torch.float32)
-            dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
-            if not bool(finite.item()):
-                # One infinite step would stay in the hook's error memory for ever; let GradScaler see it instead.
-                return default_hooks.allreduce_hook(group, bucket)
-        return self._inner_on(group, bucket)
-
-    def _inner_on(self, group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
-        assert self.inner is not None
-        state = self.inner_state
-        if not hasattr(state, "process_group"):
-            return self.inner(group if state is None or isinstance(state, dist.ProcessGroup) else state, bucket)
-        users = state.process_group
-        state.process_group = group  # hooks read it once, at their start
-        try:
-            return self.inner(state, bucket)
-        finally:
-            state.process_group = users
-
-    def _plainly(self, bucket: Bucket) -> Future[Tensor]:
-        """Torch's all-reduce; of a sparse bucket natively on gloo, densely elsewhere (compressing hooks cannot)."""
-        buffer, native = bucket.buffer(), self.native
-        if not buffer.is_sparse:
-            return default_hooks.allreduce_hook(self.group, bucket)
-        # The values of a sparse gradient may be a view of what autograd hands to others; `div_` writes into it.
-        payload = buffer / self.group.size() if native else buffer.to_dense().div_(self.group.size())
-        work = dist.all_reduce(payload, group=self.group, async_op=True)
-        assert work is not None
-
-        def finish(reduced: Future[Any]) -> Tensor:
-            value = cast(Tensor, reduced.value()[0])
-            return value if native else value.to_sparse(buffer.sparse_dim())
-
-        return cast("Future[Tensor]", work.get_future().then(finish))
+        self.inner.load_state_dict(state["inner"])
 
     def _discarded(self, bucket: Bucket) -> Future[Tensor]:
         """Of passes that are discarded: waited for as long as no other rank ends the job."""
-        arrivals, future = self.arrivals, self._plainly(bucket)
+        arrivals, future = self._arrivals, self.inner.plainly(bucket)
         arrivals.expect()
         future.add_done_callback(lambda _: arrivals.arrived())
         return future
@@ -398,7 +341,8 @@ class GradientHook:
         if values.is_sparse:
             values = values.coalesce().values()
         wide = torch.promote_types(values.dtype, torch.float32)
-        norm, scale = torch.linalg.vector_norm(values, dtype=wide) / weight, self.loss_scale()
+        norm = torch.linalg.vector_norm(values, dtype=wide) / weight
+        scale = getattr(self._scaler, "_scale", None)  # get_scale() would synchronise the device
         return torch.square(norm if scale is None else norm / scale.to(norm.device))
 
 
@@ -412,22 +356,3 @@ def at_end_of_backward(call: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _require_same_ranks(own: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    ours, theirs = (dist.get_process_group_ranks(one) for one in (group, own))
-    if ours != theirs:
-        fix = "make hook_state with process_group=, the one that the Controller has"
-        raise UsageError(f"hook_state reduces over ranks {theirs}, the controller over {ours}: {fix}")
-
-
-def _closed() -> GradientWeight:
-    raise UsageError(f"the model's controller is closed: {_ANEW}")
-
-
-def _plain_state(state: Any) -> dict[str, Any] | None:
-    """The attributes of a hook state that has no `state_dict` (PowerSGDState), without its process group."""
-    if state is None or isinstance(state, dist.ProcessGroup):
-        return None
-    names = vars(state) if (slots := getattr(type(state), "__slots__", None)) is None else slots
-    return {name: getattr(state, name) for name in names if name != "process_group" and hasattr(state, name)}

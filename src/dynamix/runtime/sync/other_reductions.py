@@ -9,11 +9,11 @@ from dynamix.errors import UsageError
 _HOOKS_THAT_STEP = ("_hook_then_optimizer.", "hook_with_zero_step.", "hook_with_zero_step_interleaved.")
 
 
-def require_own_reduction(model: Any, options: dict[str, Any], *, apart: bool) -> None:
+def require_own_reduction(model: Any, weighting: str, *, apart: bool) -> None:
     """Raise `UsageError` naming what else owns the reduction or the step of `model`, under DDP.
 
-    options   of `Controller.wrap`
-    apart     workers meet over parameters only
+    weighting   of `Controller.wrap`
+    apart       workers meet over parameters only
     """
     if (why := optimizers_in_backward(model)) is not None:
         raise UsageError(why)
@@ -26,7 +26,7 @@ def require_own_reduction(model: Any, options: dict[str, Any], *, apart: bool) -
         fix = "make DDP with torch._dynamo.config.optimize_ddp = True, and leave compiled autograd out"
         raise UsageError(f'torch._dynamo.config.optimize_ddp = "python_reducer" {does}: {fix}')
     alone = model.process_group.size() == 1
-    if model._delay_all_reduce_params and not alone and (apart or options["weighting"] == "hook"):
+    if model._delay_all_reduce_params and not alone and (apart or weighting == "hook"):
         does = "reduces these parameters' gradients past the communication hook, so they would stay unweighted"
         raise UsageError(f"DDP(delay_all_reduce_named_params=...) {does}: leave it out")
 

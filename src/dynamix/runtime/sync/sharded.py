@@ -8,7 +8,7 @@ equally large groups is the mean.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from dynamix.data import Piece
 from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.ranks.errors import wait_here
-from dynamix.runtime.sync.connected_model import ConnectedModel
+from dynamix.runtime.ranks.ranks import Ranks
+from dynamix.runtime.sync.connected_model import Around, ConnectedModel, Options
 from dynamix.runtime.sync.gradients import (
+    ADDED,
+    Check,
     GradientHook,
     GradientWeight,
     Meter,
@@ -29,6 +31,8 @@ from dynamix.runtime.sync.gradients import (
     scale_,
     wipe_nonfinite_,
 )
+from dynamix.runtime.sync.inner_hook import InnerHook
+from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.shards import Shards
 
 _LOSS_SIDE = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
@@ -47,9 +51,17 @@ class ShardedHook(GradientHook):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, share: Callable[[], GradientWeight], meter: Meter, shards: Shards
+        self,
+        inner: InnerHook,
+        weights: LossWeight,
+        meter: Meter,
+        check: Check,
+        ranks: Ranks,
+        *,
+        shards: Shards,
+        scaler: Any = None,
     ) -> None:
-        super().__init__(group, share, meter, None, None, device=shards.device.type)
+        super().__init__(inner, weights, meter, check, ranks, scaler=scaler)
         self.shards = shards
         self.closed = False
         self._on_cpu = shards.device.type == "cpu"
@@ -71,7 +83,7 @@ class ShardedHook(GradientHook):
     def require_attached(self) -> None:
         """Raise `UsageError` if somebody has taken the reduce-scatter away."""
         if not all(getattr(group._reduce_scatter_comm, "hook", None) is self for group in self.shards.groups):
-            self.fail(f"{_REPLACED}: call it before, and {_LOSS_SIDE}")
+            self.check.fail(f"{_REPLACED}: call it before, and {_LOSS_SIDE}")
 
     def reduce_scatter(
         self, part: int, inner: Any, output: Tensor, values: Tensor, group: dist.ProcessGroup, op: Any
@@ -86,7 +98,7 @@ class ShardedHook(GradientHook):
             wipe_nonfinite_(values)
         self._sums[part] = op == dist.ReduceOp.SUM
         work = None
-        if self._on_cpu and self.native and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        if self._on_cpu and self.inner.native and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             self._add_and_cut(output, values, group, op)
         else:
             work = inner(output_tensor=output, input_tensor=values, group=group, op=op)
@@ -104,7 +116,7 @@ class ShardedHook(GradientHook):
 
     def reduced(self, part: int, values: Tensor) -> None:
         """Group number `part` is reduced; `values` is this rank's shard of the mean over ranks, or of the sum."""
-        if not self.muted and self._measuring and self._times.get(part) == 1:
+        if not self.meter.muted and self._measuring and self._times.get(part) == 1:
             shards = int(self.shards.groups[part].mesh_info.shard_mesh_size)
             over = self.group.size() / self._divided(values) if self._sums[part] else 1.0
             self.meter.add("global_sq", self._norm_sq(values, over / math.sqrt(shards)), part=part)
@@ -119,18 +131,14 @@ class ShardedHook(GradientHook):
 
     def wait(self, work: Any) -> None:
         """For a collective on CPUs, as long as no other rank ends the job."""
-        try:
-            wait_here(work, self.arrivals.ending)
-        except RuntimeError as error:
-            self._explain(error)
+        self.ranks.wait_here(work, ADDED)
 
-    def batch_done(self) -> None:
-        """What reduces from now on is another batch's."""
+    def piece_done(self) -> None:
+        super().piece_done()
         self._seen.clear()
 
-    def step_done(self) -> None:
-        super().step_done()
-        self.batch_done()
+    def round_done(self) -> None:
+        super().round_done()
         self._times.clear()
 
     def close(self) -> list[dist.ProcessGroup]:
@@ -139,7 +147,7 @@ class ShardedHook(GradientHook):
         return super().close()
 
     def _begin_group(self, part: int, values: Tensor) -> GradientWeight | None:
-        if self.muted:
+        if self.meter.muted:
             return None
         begins = not self._seen or (part in self._seen and not self._passing)
         if begins:
@@ -174,13 +182,7 @@ class ShardedHook(GradientHook):
             factor = getattr(group, "gradient_divide_factor", None)
             if factor not in (None, workers):
                 told = f"set_gradient_divide_factor({factor}) makes FSDP divide by that, and not by its {workers} ranks"
-                self.fail(f"{told}, so a weighted gradient would be {workers / factor:g} times the mean: leave it out")
-
-    def fail(self, message: str) -> None:
-        """Raise `UsageError`, on every rank once they train."""
-        if self.check is None:
-            raise UsageError(message)
-        self.check.fail(message)
+                self.check.fail(f"{told}, so a weighted gradient would be {workers / factor:g} times the mean: leave it out")
 
 
 class _ReduceScatter:
@@ -229,34 +231,31 @@ class _AllReduced:
             self.inner(values)
 
 
-class ShardedAttached(ConnectedModel):
+class ShardedModel(ConnectedModel):
     """A connected model under FSDP2. Its gradients of earlier batches may be kept back, out of `.grad`."""
 
     shards: Shards
 
     def __init__(self, model: nn.Module, recorder: Recorder, hook: ShardedHook | None, shards: Shards) -> None:
-        super().__init__(model, recorder, hook)
-        self.shards = shards
-        self._piece: Piece | None = None  # that of the last forward pass
+        exchanges = "none" if hook is None else "reduce-scatter"
+        super().__init__(model, recorder, hook, shards=shards, exchanges=exchanges)
+        self._begun: Piece | None = None  # that of the last forward pass
         self._held: list[Any] = []  # groups whose parameters stay gathered until the round's last piece
 
     def before_forward(self, piece: Piece) -> None:
         if isinstance(self.hook, ShardedHook):
             self.hook.require_attached()
-        if piece is self._piece:
+        if piece is self._begun:
             return
-        self._piece = piece
+        self._begun = piece
         if piece.number == 0:
             self._forget()
         elif not all(group.is_unsharded for group in self._held):
-            self._fail(_GIVEN_BACK)
+            if self.hook is not None:
+                self.hook.check.fail(_GIVEN_BACK)
+            raise UsageError(_GIVEN_BACK)
         if piece.last:
             self._held = []
-
-    def _fail(self, message: str) -> None:
-        if isinstance(self.hook, ShardedHook):
-            self.hook.fail(message)
-        raise UsageError(message)
 
     def _forget(self) -> None:
         """A round that was broken off is dealt anew: what it has left here is not to be added to."""
@@ -279,13 +278,11 @@ class ShardedAttached(ConnectedModel):
             self._held = self.shards.gathered()
 
     @torch.no_grad()
-    def piece_done(self, piece: Piece, applied: float | Tensor | None) -> None:
-        """After a batch that is not the last of its optimizer step: what was kept back gets the next one's weight.
+    def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
+        """As of any model, for what was kept back.
 
-        What was reduced already has its own, since FSDP adds to it without reducing it again.
+        What was reduced already has its own weight, since FSDP adds to it without reducing it again.
         """
-        if isinstance(self.hook, ShardedHook):
-            self.hook.batch_done()
         if applied is not None:
             if piece.samples == 0:
                 for gradient in self.shards.kept_back():
@@ -295,46 +292,41 @@ class ShardedAttached(ConnectedModel):
                 gradient.mul_(piece.samples / piece.following) if piece.samples else gradient.zero_()
 
 
-def attach_sharded(
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-    share: Callable[[], GradientWeight],
-    recorder: Recorder,
-    *,
-    hook: Any,
-    scaler: Any,
-    weighting: str,
-) -> ConnectedModel:
-    """Connect a model under FSDP2; the arguments are `Controller.wrap`'s. Raises `UsageError` naming what it needs."""
-    if hook is not None:
+def attach_sharded(model: nn.Module, options: Options, around: Around) -> ConnectedModel:
+    """Connect a model under FSDP2. Raises `UsageError` naming what it needs."""
+    group, recorder = around.group, around.recorder
+    if options.hook is not None:
         raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
     shards = Shards.of(model)
-    if group is None or dist.get_world_size(group) == 1:
-        return (
-            ConnectedModel(model, recorder, None) if shards is None else ShardedAttached(model, recorder, None, shards)
-        )
+    if group is None or around.alone:
+        return _unhooked(model, shards, around)
     if shards is not None and (theirs := shards.wrong_ranks(ours := dist.get_process_group_ranks(group))) is not None:
         fix = "give both the data-parallel dimension of one mesh: process_group=mesh.get_group()"
         raise UsageError(f"FSDP reduces over ranks {theirs}, the controller weights for ranks {ours}: {fix}")
     if shards is None or (reason := _cannot_weigh(model, shards)) is not None:
         reason = reason if shards is not None else "this torch keeps what FSDP holds in another way than dynamix reads"
-        if weighting == "hook":
+        if options.weighting == "hook":
             raise UsageError(f"{reason}: {_LOSS_SIDE}")
         told = "so exchange, waiting and the noise scale are not measured"
         warnings.warn(f"{reason}, {told}; gradients are weighted in the loss", RuntimeWarning, stacklevel=5)
-        recorder.sees_communication = False
-        return (
-            ConnectedModel(model, recorder, None) if shards is None else ShardedAttached(model, recorder, None, shards)
-        )
-    entry = ShardedHook(group, share, recorder, shards)
+        recorder.sees_no_communication()
+        return _unhooked(model, shards, around)
+    inner = InnerHook(group, None, None, device=shards.device.type)
+    check = around.watch(reduces=True, hooked=False, shards=shards)
+    entry = ShardedHook(
+        inner, around.weights, around.meter, check, around.ranks, shards=shards, scaler=options.scaler
+    )
     entry.require_mean()
     entry.attach()
     shards.time_exchanges(recorder.timer)
-    if scaler is not None:
-        entry.loss_scale = lambda: getattr(scaler, "_scale", None)  # get_scale() would synchronise the device
-    attached = ShardedAttached(model, recorder, entry, shards)
-    attached.exchanges = "reduce-scatter"
-    return attached
+    return ShardedModel(model, recorder, entry, shards)
+
+
+def _unhooked(model: nn.Module, shards: Shards | None, around: Around) -> ConnectedModel:
+    """A model whose gradients nothing weights on their way."""
+    around.watch(reduces=False, hooked=False, shards=shards)
+    recorder = around.recorder
+    return ConnectedModel(model, recorder) if shards is None else ShardedModel(model, recorder, None, shards)
 
 
 def _cannot_weigh(model: nn.Module, shards: Shards) -> str | None:

@@ -1,0 +1,137 @@
+"""The communication hook that a user gives to `wrap`, run on weighted gradients; torch's own all-reduce without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket as Bucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+
+from dynamix.errors import UsageError
+from dynamix.runtime.ranks.process_groups import new_gloo_group, on_gloo
+from dynamix.runtime.sync.other_reductions import require_no_step
+
+Hook = Callable[[Any, Bucket], "Future[Tensor]"]
+
+# One collective each and no memory: non-finite values pass through them to every rank, as in plain DDP.
+_SINGLE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+
+
+class InnerHook:
+    """A DDP hook and its state, over the ranks of `group`.
+
+    hook      None: torch's all-reduce. A true attribute `lossless` of it says that its result is the mean itself and
+              that it copes with infinities on its own, `takes_sparse` that it reduces sparse gradients, too, `ordered`
+              that it keeps its collectives in one order by itself, on process groups of its own
+    device    type of the gradients' device
+
+    chained   it makes several collectives, or remembers what it did
+    alike     all ranks get the same from it, as far as is known
+    native    gradients travel over gloo, on CPUs
+    direct    it is torch's all-reduce, and native
+    """
+
+    def __init__(self, group: dist.ProcessGroup, hook: Hook | None, state: Any, *, device: str = "cpu") -> None:
+        self.group, self.hook, self.state = group, hook, state
+        self.chained = hook is not None and hook not in _SINGLE_COLLECTIVE
+        plain = hook is None or hook is default_hooks.allreduce_hook
+        self.lossless = plain or getattr(hook, "lossless", False)
+        self.alike = self.lossless or not self.chained
+        self.native = on_gloo(group, device)
+        self.direct = self.native and plain
+        self._ordered = getattr(hook, "ordered", False)
+        if self._ordered:
+            _require_same_ranks(getattr(state, "process_group", group), group)
+        self._needs_groups = self.chained and self.native and not self._ordered
+        if self._needs_groups or not self.lossless:
+            require_no_step(hook)
+        self._takes_sparse = getattr(hook, "takes_sparse", False)
+        self._groups: list[dist.ProcessGroup] = []  # of buckets
+
+    def reduce(self, bucket: Bucket, *, dense: bool) -> Future[Tensor]:
+        """Begin to reduce `bucket`; `dense`: without the hook."""
+        if self.hook is None or dense or (bucket.buffer().is_sparse and not self._takes_sparse):
+            return self.plainly(bucket)
+        if self._ordered:
+            return self.hook(self.state, bucket)
+        if not self.chained:
+            return self.hook(self.group if self.state is None else self.state, bucket)
+        if self._needs_groups and bucket.index() >= len(self._groups):
+            return self.plainly(bucket)  # before the rebuild: layout not known yet
+        group = self._groups[bucket.index()] if self._needs_groups else self.group
+        if not self.lossless:
+            finite = torch.isfinite(bucket.buffer()).all().to(torch.float32)
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
+            if not bool(finite.item()):
+                # One infinite step would stay in the hook's error memory for ever; let GradScaler see it instead.
+                return default_hooks.allreduce_hook(group, bucket)
+        return self._over(group, self.hook, bucket)
+
+    def _over(self, group: dist.ProcessGroup, hook: Hook, bucket: Bucket) -> Future[Tensor]:
+        state = self.state
+        if not hasattr(state, "process_group"):
+            return hook(group if state is None or isinstance(state, dist.ProcessGroup) else state, bucket)
+        users = state.process_group
+        state.process_group = group  # hooks read it once, at their start
+        try:
+            return hook(state, bucket)
+        finally:
+            state.process_group = users
+
+    def plainly(self, bucket: Bucket) -> Future[Tensor]:
+        """Torch's all-reduce; of a sparse bucket natively on gloo, densely elsewhere (compressing hooks cannot)."""
+        buffer, native = bucket.buffer(), self.native
+        if not buffer.is_sparse:
+            return default_hooks.allreduce_hook(self.group, bucket)
+        # The values of a sparse gradient may be a view of what autograd hands to others; `div_` writes into it.
+        payload = buffer / self.group.size() if native else buffer.to_dense().div_(self.group.size())
+        work = dist.all_reduce(payload, group=self.group, async_op=True)
+        assert work is not None
+
+        def finish(reduced: Future[Any]) -> Tensor:
+            value = cast(Tensor, reduced.value()[0])
+            return value if native else value.to_sparse(buffer.sparse_dim())
+
+        return cast("Future[Tensor]", work.get_future().then(finish))
+
+    def make_groups(self, buckets: int) -> None:
+        """One process group for each of so many buckets, if it chains collectives on gloo. A collective call."""
+        if self._needs_groups and (missing := range(len(self._groups), buckets)):
+            ranks = dist.get_process_group_ranks(self.group)
+            self._groups += [new_gloo_group(ranks) for _ in missing]
+
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the groups of buckets, and return them."""
+        groups, self._groups = self._groups, []
+        return groups
+
+    def state_dict(self) -> Any:
+        """Its state's own, or what that holds but for its process group (PowerSGDState has no `state_dict`)."""
+        state = self.state
+        if hasattr(state, "state_dict"):
+            return state.state_dict()
+        if state is None or isinstance(state, dist.ProcessGroup):
+            return None
+        names = vars(state) if (slots := getattr(type(state), "__slots__", None)) is None else slots
+        return {name: getattr(state, name) for name in names if name != "process_group" and hasattr(state, name)}
+
+    def load_state_dict(self, saved: Any) -> None:
+        if saved is None or self.state is None:
+            return
+        if hasattr(self.state, "load_state_dict"):
+            self.state.load_state_dict(saved)
+        else:
+            for name, value in saved.items():
+                setattr(self.state, name, value)
+
+
+def _require_same_ranks(own: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    ours, theirs = (dist.get_process_group_ranks(one) for one in (group, own))
+    if ours != theirs:
+        fix = "make hook_state with process_group=, the one that the Controller has"
+        raise UsageError(f"hook_state reduces over ranks {theirs}, the controller over {ours}: {fix}")
