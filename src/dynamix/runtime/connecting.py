@@ -29,8 +29,8 @@ from dynamix.window import Bounds
 
 def connect(
     coordinator: TrainingJob, group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, **options: Any
-) -> bool:
-    """`Controller.wrap`, its options being those of `attach`. Whether `model` is the first that is connected."""
+) -> None:
+    """`Controller.wrap`, its options being those of `attach`."""
     refuse_fsdp1(model)
     require_pair(model, optimizer, group)
     apart = coordinator.steps_apart
@@ -48,10 +48,10 @@ def connect(
         require_own_passes(model, group, apart=apart)
     if coordinator.loop.add_optimizer(model, optimizer):
         coordinator.add_optimizer(optimizer, model)
-        return False
+        return
     if coordinator.attached is not None:
         _connect_another(coordinator, group, model, optimizer, options)
-        return False
+        return
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     attached = _attach(coordinator, model, group, Recorder(device), options)
     if attached.shards is not None and group is not None:
@@ -61,7 +61,6 @@ def connect(
     ranks = coordinator.ranks
     watched = {} if ranks is None else {"watch": ranks.watch}
     coordinator.connect(model, optimizer, attached, Memory(attached, optimizer, loss_weight, group=group, **watched))
-    return True
 
 
 def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGroup) -> None:

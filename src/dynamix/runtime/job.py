@@ -1,5 +1,6 @@
 """What a rank does behind its `Controller`: measure, close windows, put decisions in force, save and resume."""
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -18,15 +19,17 @@ from dynamix.policies.protocol import boundary
 from dynamix.policies.wrappers import window_length_of
 from dynamix.runtime.check.loop import LoopCheck
 from dynamix.runtime.check.losses import WeightTest
-from dynamix.runtime.decide.channel import DecisionChannel
+from dynamix.runtime.decide.channel import DRAIN_S, DecisionChannel
+from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel
 from dynamix.runtime.decide.progress import PendingState, Progress
 from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.memory import Memory
+from dynamix.runtime.memory import ExitNote, Memory
 from dynamix.runtime.ranks.compare import facts_of
 from dynamix.runtime.ranks.liveness import Liveness
+from dynamix.runtime.ranks.process_groups import destroy_groups
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.ranks.rendezvous import require_alone
 from dynamix.runtime.rate.rates import Rates
@@ -53,7 +56,7 @@ class TrainingJob:
     interval  optimizer steps per window; of the first one, if `policy` says how long later ones are
     ranks     None: there are no others
     micro_batch   most samples of a piece of this rank's share; None: a share is one, or one of `accumulate`
-    begins        called with the samples trained on so far when the first step of this process is about to begin
+    decider       on the rank that decides: told when the first step of this process is about to begin, and of its end
     apart         every piece is an optimizer step of this rank's own, and workers meet over parameters. Where `job` has
               `Ways`, the allocation in force says whether, and how large the pieces are
     """
@@ -72,10 +75,11 @@ class TrainingJob:
         ranks: Ranks | None = None,
         micro_batch: int | None = None,
         apart: bool = False,
-        begins: Callable[[int], None] | None = None,
+        decider: Decider | None = None,
     ) -> None:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
-        self._begins = begins
+        self._decider = decider
+        self._exit_note: ExitNote | None = None
         self.loss_weight, self.paced = loss_weight, window_length_of(policy) is not None
         self.micro_batch, self.apart = micro_batch if self.ways is None else NO_LIMIT, apart
         self.whole_piece = micro_batch  # what learning rates are for; a rank's memory may hold less
@@ -145,8 +149,8 @@ class TrainingJob:
         if self._made_alone:
             require_alone()
         self.loop.begin()
-        if self._begins is not None and not self.recorder.all_steps:
-            self._begins(self.progress.samples)
+        if self._decider is not None and not self.recorder.all_steps:
+            self._decider.begin(self.progress.samples)
         if self.ranks is not None and self.source is not None and self.source.left_early:
             self.ranks.agreed = False  # a rank may have left it after another round than the others
         if getattr(self.source, "sharded", False):
@@ -161,6 +165,7 @@ class TrainingJob:
             self.job.weight_test = WeightTest(given=self.loss_weight.given)
         self.own_gradients.watch(optimizer)
         self.connect_another(model, optimizer, attached)
+        self._exit_note = ExitNote(self.rank, self.samples_now, self.memory_ran_out)
         self._waiting.give("recorder", self.recorder)
 
     def connect_another(self, model: nn.Module, optimizer: Optimizer, attached: ConnectedModel) -> None:
@@ -315,14 +320,42 @@ class TrainingJob:
         if self.liveness is not None:
             self.liveness.stopping.wanted = True
 
-    def close(self, *, patience_s: float) -> list[ProcessGroup]:
+    def close(self) -> None:
+        """`Controller.close`. Waits for nobody where an error is on its way out, or a rank is lost."""
+        liveness, error = self.liveness, sys.exception()
+        failing = error or (liveness and liveness.lost)
+        if error is not None and self._exit_note is not None:
+            self._exit_note.uncaught(error)  # the loop closes its controller on its way out
+        if liveness is not None and error is not None:
+            liveness.leave_with(error)
+        try:
+            if not failing:
+                self.decisions.settle()
+        finally:
+            patience_s = 0.0 if failing else DRAIN_S
+            groups, control = self._let_go(patience_s), self.ranks
+            self.ranks = None  # it has the control group
+            self.end_events()
+            destroy_groups(groups + (control.group.release() if control else []), patience_s=patience_s)
+            if liveness is not None:
+                liveness.leave()
+
+    def end_events(self) -> None:
+        """Write the steps after the last window, and close the events file. A rank does it alone; twice does no harm.
+
+        Also called for loops that do not close their controller.
+        """
+        decider, self._decider = self._decider, None
+        if decider is not None:
+            decider.end(self.decisions.rest(), self.decisions.ended_s)
+
+    def _let_go(self, patience_s: float) -> list[ProcessGroup]:
         """End threads, what is under way getting `patience_s`; returns the process groups, which nobody has then."""
         self.channel.close(patience_s)
         self.loop.close()
         self.rates.remove()
         if self.ranks is not None:
             self.ranks.ending.close()
-            self.ranks = None  # it has the control group
         owners: list[Any] = [owner for attached in self.connected for owner in (attached.hook, attached.meeting)]
         owners += [self.memory, self.loss_weight]
         return [group for owner in owners if owner is not None for group in owner.close()]

@@ -1,16 +1,19 @@
 """The facts of a job that every rank holds: what its windows are measured by, and what its allocations must satisfy."""
 
+from __future__ import annotations
+
 import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamix.errors import ConfigError
 from dynamix.model.rounds import RoundSize
 from dynamix.model.ways import Ways
 from dynamix.runtime.check.losses import WeightTest
 from dynamix.runtime.check.parting import Parting
+from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.channel import Kind, Message
+from dynamix.runtime.limits import fixed_at
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -50,6 +53,19 @@ class JobFacts:
     parting: Parting = field(default_factory=Parting)
     unlike: str | None = None  # what ranks were seen to do that others did not, where this rank learns of it
     closing: ClosedWindow = field(init=False)  # the newest window that closed
+
+    @classmethod
+    def of(cls, config: JobConfig, *, hosts: tuple[str, ...] = (), slack: int | None = None) -> JobFacts:
+        """At the start of the job of `config`. None: the slack of a live job."""
+        return cls(
+            config.bounds,
+            config.base_batch,
+            accumulate=config.accumulate,
+            slack=config.slack if slack is None else slack,
+            fixed=config.fixed,
+            rounds=config.rounds(),
+            hosts=hosts,
+        )
 
     def __post_init__(self) -> None:
         self.closing = self._none_closed()
@@ -113,19 +129,3 @@ class JobFacts:
         pieces, bounds = self.accumulate, self.bounds
         low, high = bounds.low // pieces, bounds.high // pieces
         return dataclasses.replace(bounds, low=low, high=high, quantum=bounds.quantum // pieces)
-
-
-def fixed_at(bounds: Bounds, global_batch: int) -> Bounds:
-    """`bounds` that allow one global batch only, samples per round. Raises `ConfigError` if they cannot.
-
-    >>> fixed = fixed_at(Bounds.of(2, 1, 64), 96)
-    >>> int(fixed.total_low), int(fixed.total_high)
-    (96, 96)
-    """
-    least, most = int(bounds.low.sum()), int(bounds.high.sum())
-    if global_batch % bounds.quantum or not least <= global_batch <= most:
-        allowed = f"{least} to {most} in steps of {bounds.quantum}, by the workers' bounds"
-        fix = "widen min_batch_size and max_batch_size, lower quantum, or use global_batch='adaptive'"
-        raise ConfigError("global batch", global_batch, allowed, fix)
-    total = np.asarray(global_batch, dtype=np.int64)
-    return dataclasses.replace(bounds, total_low=total, total_high=total)
