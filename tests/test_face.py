@@ -66,7 +66,7 @@ def test_the_public_names_are_these() -> None:
     """Taking one away breaks users: it needs a line in CHANGELOG."""
     assert set(dynamix.__all__) == {
         *("Averaging", "Bounds", "CompressionState", "ConfigError", "Controller", "DynamixError", "EmulationError"),
-        *("Guard", "MemoryLimitError", "Policy", "PolicyFileError", "ScenarioError", "Settings", "StateError"),
+        *("Guard", "Limits", "MemoryLimitError", "Policy", "PolicyFileError", "ScenarioError", "Settings", "StateError"),
         *("UsageError", "weighted", "weighted_average"),
         *("Window", "WorkerLostError", "__version__", "features", "make_policy", "policy_names", "project"),
     }

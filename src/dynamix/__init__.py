@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dynamix.policies.guard import Guard
     from dynamix.projection import project
     from dynamix.runtime.controller import Controller
+    from dynamix.runtime.limits import Limits
     from dynamix.runtime.settings import Settings
     from dynamix.runtime.sync.collectives import weighted_average
     from dynamix.runtime.sync.gradients import weighted
@@ -46,6 +47,7 @@ __all__ = [
     "DynamixError",
     "EmulationError",
     "Guard",
+    "Limits",
     "MemoryLimitError",
     "Policy",
     "PolicyFileError",
@@ -71,6 +73,7 @@ _HOMES = {
     "dynamix.policies.guard": ("Guard",),
     "dynamix.projection": ("project",),
     "dynamix.runtime.controller": ("Controller",),
+    "dynamix.runtime.limits": ("Limits",),
     "dynamix.runtime.sync.collectives": ("weighted_average",),
     "dynamix.runtime.sync.gradients": ("weighted",),
     "dynamix.runtime.sync.parameter_averaging": ("Averaging",),

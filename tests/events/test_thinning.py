@@ -15,7 +15,7 @@ from dynamix.errors import StateError
 from dynamix.events import records
 from dynamix.events.background import BackgroundLog
 from dynamix.events.records import EventLog, read_events
-from dynamix.runtime.decide.decision import recorded
+from dynamix.events.replay import recorded
 from dynamix.telemetry.run import RunView
 from dynamix.telemetry.sources import RunSource
 from dynamix.window import Window

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dynamix.model.ways import Ways
 from dynamix.projection import project
-from dynamix.runtime.decide.job_facts import fixed_at
+from dynamix.runtime.limits import fixed_at
 from dynamix.window import Bounds, Ints, Window
 
 PIECE = 32

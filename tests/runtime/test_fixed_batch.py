@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.decide.job_facts import JobFacts, fixed_at
+from dynamix.runtime.decide.job_facts import JobFacts
+from dynamix.runtime.limits import fixed_at
 from dynamix.runtime.state.packing import checksum, pack
 from dynamix.window import Bounds
 from tests.ranks import run_ranks

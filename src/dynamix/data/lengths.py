@@ -173,3 +173,24 @@ def _checked(lengths: Any, samples: int) -> Floats:
     if costs.size and costs.max() > _MOST / costs.size:
         raise ConfigError("largest of lengths", float(costs.max()), f"at most {_MOST:g} in all", "use larger units")
     return costs
+
+
+def costs_by_length(
+    lengths: Lengths | None, padded: bool, samples: int, *, apart: bool, fixed: bool
+) -> SampleCosts | None:
+    """What `Controller.batch_sampler` was told of lengths. Raises `ConfigError` for what does not go together.
+
+    apart   workers may step apart
+    fixed   the global batch stays what it is
+    """
+    if lengths is None:
+        if padded:
+            raise ConfigError("padded", padded, "False without lengths", "give lengths=, or leave padded out")
+        return None
+    if padded and apart:
+        fix = "leave padded out: rounds are then cut by the sum of lengths, and every worker trains on a fair sample"
+        raise ConfigError("padded", padded, "False where workers step apart (meet='parameters', 'auto')", fix)
+    if padded and not fixed:
+        fix = "leave padded out, or use global_batch='fixed': batches of like samples do not tell the noise scale"
+        raise ConfigError("padded", padded, "False with global_batch='adaptive'", fix)
+    return SampleCosts(lengths, samples, padded=padded)

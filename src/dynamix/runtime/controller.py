@@ -17,18 +17,20 @@ from torch.optim import Optimizer
 from dynamix.errors import ConfigError, DynamixError, UsageError, WorkerLostError
 from dynamix.policies import Policy
 from dynamix.removed import NO_LEARNING, message, removed_arguments
+from dynamix.events.background import background_log
 from dynamix.runtime import connecting
-from dynamix.runtime.arguments import from_outside, rank_in, require_no_launcher
-from dynamix.runtime.assembly import JobArguments, assemble
+from dynamix.runtime.arguments import one_for_all, rank_in, require_no_launcher
+from dynamix.runtime.config import UNSAID, JobConfig, from_outside
 from dynamix.runtime.feeding import Feeding
-from dynamix.runtime.memory import ExitNote
+from dynamix.runtime.limits import Limits
+from dynamix.runtime.opening import open_job
+from dynamix.runtime.ranks.store import store_is_there
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 
 Model = TypeVar("Model", bound=nn.Module)
 Collate = Callable[[list[Any]], Any]
-UNSAID = 128  # samples of a worker where nobody says how many
 
 
 class Controller(Feeding):
@@ -64,6 +66,7 @@ class Controller(Feeding):
                       change nothing (docs/design/reaction.md)
     quantum           micro-batches are multiples of this (torch.compile and cudnn then see few shapes)
     max_change        a batch size changes by at most this factor per decision
+    limits            the six above as one value, `dynamix.Limits(max_batch_size=64)`; each is said in one place only
     accumulate        micro-batches per optimizer step, all of a size; call `step()` after each of them
     micro_batch       most samples that pass through the model at once. A worker's share of a round is then cut into
                       pieces of that many, so that workers have unlike numbers of like pieces: `batch_size` and its
@@ -103,6 +106,7 @@ class Controller(Feeding):
         interval: int | Literal["auto"] = 10,
         quantum: int = 1,
         max_change: float = float("inf"),
+        limits: Limits | None = None,
         accumulate: int = 1,
         micro_batch: int | None = None,
         meet: Literal["gradients", "parameters", "auto"] = "gradients",
@@ -121,41 +125,43 @@ class Controller(Feeding):
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
         unsaid, batch_size = batch_size is None, UNSAID if batch_size is None else batch_size
         chosen_policy, chosen_meet = from_outside(policy, meet)
-        self._batch_sizes = {"batch_size": batch_size} | ({} if micro_batch is None else {"micro_batch": micro_batch})
-        self._parts = assemble(
-            self.group,
-            self.rank,
-            JobArguments(
-                policy=chosen_policy,
-                batch_size=batch_size,
-                global_batch=global_batch,
-                each=(min_batch_size, max_batch_size),
-                total=(min_global_batch, max_global_batch),
-                interval=interval,
-                quantum=quantum,
-                max_change=max_change,
-                accumulate=accumulate,
-                micro_batch=micro_batch,
-                meet=chosen_meet,
-                lr_rule=lr_rule,
-                events=events,
-                replay=replay,
-                guard=guard,
-            ),
-        )
-        self.policy, self._coordinator = self._parts.policy, self._parts.coordinator
+        named = Limits(min_batch_size, max_batch_size, min_global_batch, max_global_batch, quantum, max_change)
+        with store_is_there():
+            with one_for_all(self.group) as same:
+                self._config = config = JobConfig(
+                    self.world_size,
+                    chosen_policy,
+                    batch_size,
+                    global_batch,
+                    named.beside(limits),
+                    interval,
+                    accumulate,
+                    micro_batch,
+                    chosen_meet,
+                    lr_rule,
+                    events=events,
+                    replay=replay,
+                    guard=guard,
+                )
+                log = background_log(events) if self.rank == 0 else None
+                same |= config.facts
+            self._coordinator = open_job(config, self.group, same.group, log)
+        self.policy = config.own_policy
         self.overhead_s, self._closed = 0.0, False
-        self._end_with_the_process()
-        if unsaid and self.rank == 0:
-            _warn_of_unsaid()  # last: where warnings are errors, the other ranks notice
+        self._end_with_the_process(writes=log is not None)
+        if self.rank == 0:  # last: where warnings are errors, the other ranks notice
+            if config.shares_only:
+                _warn_of_shares_only(chosen_policy)
+            if unsaid:
+                _warn_of_unsaid()
 
-    def _end_with_the_process(self) -> None:
+    def _end_with_the_process(self, *, writes: bool) -> None:
         """For loops that do not close their controller."""
         if (liveness := self._coordinator.liveness) is not None:
             # At the latest when this process ends; its end must not find a thread inside the store's client.
             weakref.finalize(self, liveness.leave_unclosed)
-        if self._parts.events is not None:
-            weakref.finalize(self, self._parts.end_events)
+        if writes:
+            weakref.finalize(self, self._coordinator.end_events)
 
     # ------------------------------------------------------------ setting up
 
@@ -198,9 +204,7 @@ class Controller(Feeding):
         options |= {"weighting": weighting, "batchnorm": batchnorm, "averaging": averaging}
         inside, optimizer = inner_model(model), inner_optimizer(optimizer)
         with self._coordinator.setting_up():
-            if connecting.connect(self._coordinator, self.group, inside, optimizer, **options):
-                of = self._coordinator
-                self._parts.exit_note = ExitNote(self.rank, of.samples_now, of.memory_ran_out)
+            connecting.connect(self._coordinator, self.group, inside, optimizer, **options)
         return model
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
@@ -389,9 +393,16 @@ class Controller(Feeding):
             self._closed = True
             self._coordinator.meetings.warn_between()
             short = None if sys.exception() else self._coordinator.loop.cut_short()
-            self._parts.close()
+            self._coordinator.close()
             if short is not None:
                 raise UsageError(short)
+
+
+def _warn_of_shares_only(policy: str | Policy) -> None:
+    name = policy if isinstance(policy, str) else type(policy).__name__
+    why = f"the policy {name} moves shares only, so global_batch='adaptive' leaves the global batch as it is"
+    fix = "Leave global_batch out, or take a policy that adapts it: goodput, dynamix or stigmergic"
+    warnings.warn(f"{why}. {fix}", RuntimeWarning, stacklevel=4)
 
 
 def _warn_of_unsaid() -> None:

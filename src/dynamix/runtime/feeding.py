@@ -6,12 +6,12 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from dynamix.data import BatchSampler, Stream
-from dynamix.data.lengths import Lengths
+from dynamix.data.lengths import Lengths, costs_by_length
 from dynamix.data.loader import Loader, LoaderOrder, made_anew, order_of, require_batch_size
 from dynamix.data.sampler import Partition
 from dynamix.data.selection import Indices, Selection, Weights
 from dynamix.errors import ConfigError
-from dynamix.runtime.arguments import costs_by_length
+from dynamix.runtime.config import JobConfig
 from dynamix.runtime.status import ControllerStatus
 
 Collate = Callable[[Any], Any]
@@ -20,7 +20,7 @@ Collate = Callable[[Any], Any]
 class Feeding(ControllerStatus):
     """The part of `Controller` that makes batches; one of the three is called, once."""
 
-    _batch_sizes: dict[str, int]  # what the loop's batches may be at the start, by the argument's name
+    _config: JobConfig
 
     def batch_sampler(
         self,
@@ -123,7 +123,7 @@ class Feeding(ControllerStatus):
         """
         with self._coordinator.setting_up():
             order = order_of(loader)
-            require_batch_size(loader, self._batch_sizes)
+            require_batch_size(loader, self._config.loop_batches)
             if seed is not None:
                 order = order._replace(seed=seed)
             data = cast(Sized, loader.dataset)

@@ -17,8 +17,8 @@ from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError, UsageError
 from dynamix.policies.protocol import boundary
 from dynamix.projection import project
-from dynamix.runtime.arguments import check_counts, policy_of
-from dynamix.runtime.decide.job_facts import fixed_at
+from dynamix.runtime.config import policy_of
+from dynamix.runtime.limits import check_counts, fixed_at
 from dynamix.window import Bounds, Floats, Ints, Window
 
 _UNKNOWN = -1.0  # samples of a replica that has trained nothing so far

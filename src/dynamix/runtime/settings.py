@@ -6,7 +6,7 @@ from typing import Any
 from dynamix.errors import ConfigError, spelling
 from dynamix.policies import Policy
 from dynamix.removed import NO_LEARNING, removed_arguments
-from dynamix.runtime.arguments import from_outside
+from dynamix.runtime.config import from_outside
 from dynamix.runtime.controller import Controller
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dynamix.runtime.arguments import check_counts
 from dynamix.runtime.job import TrainingJob
+from dynamix.runtime.limits import check_counts
 from dynamix.runtime.metrics import metrics_of
 from dynamix.window import Bounds, Ints
 

@@ -1,7 +1,7 @@
 """Rank 0's part of a decision: from the gathered rows to the message, and its line in the events file."""
 
+import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.errors import ConfigError, StateError
+from dynamix.errors import ConfigError
 from dynamix.events.background import BackgroundLog
-from dynamix.events.records import EventLog, each_event
+from dynamix.events.records import EventLog
 from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, report_of, window_length_of
@@ -112,15 +112,20 @@ class Decider:
             self._write(self.events, closing, window, message, self._clock(), about)
         after_answer(self.policy)  # the answer is out: no step waits for this
 
-    def write_rest(self, rest: ClosedWindow, ended_s: float) -> None:
-        """The last line, of the steps after the last window, which ended at `ended_s` of the clock.
+    def end(self, rest: ClosedWindow | None, ended_s: float) -> None:
+        """Write the last line, of the steps after the last window, if there are any, and close the events file.
 
-        No policy, rule or model is shown it, and it needs no other rank: what workers measured is unknown.
+        They ended at `ended_s` of the clock. No policy, rule or model is shown the line, and it needs no other rank:
+        what workers measured is unknown.
         """
-        if self.events is not None:
+        if self.events is None:
+            return
+        if rest is not None:
             window = Window.of(rest.sizes, steps=rest.step - self.job.closing.step, **self.job.facts(rest))
             message = self.job.message(Kind.KEEP, rest.consumed, rest.sizes, rest.piece)
-            self._write(self.events, rest, window, message, ended_s, {"short": True})
+            with contextlib.suppress(RuntimeError):  # no thread can start any more: the process ends, none was written
+                self._write(self.events, rest, window, message, ended_s, {"short": True})
+        self.events.close()
 
     def _write(
         self,
@@ -197,58 +202,3 @@ def out_of_turn(rows: Floats) -> str | None:
         if (values != values[0]).any():
             return f"the ranks {what}: {by_rank([f'{value:.0f}' for value in values])}. {do}"
     return None
-
-
-_ANSWER = ("decision", "from_step", "allocation", "noise", "signal", "interval", "piece")
-
-
-def recorded(path: str | os.PathLike[str], workers: int) -> dict[int, dict[str, Any]]:
-    """Window index -> what an earlier run's events file says was answered, for `Decider(replay=)`.
-
-    Raises `StateError` for a file whose lines do not say it, `ConfigError` for one of a run of other `workers`.
-    """
-    answers, worlds, fix = {}, set(), "replay the events.jsonl of a job, unchanged"
-    for number, event in enumerate(each_event(path), 1):
-        if "thinned" in event:
-            why = "windows were left out of this file when it grew long (docs/run-folder.md)"
-            raise StateError(f"{os.fspath(path)}: {why}, so the run cannot be replayed from it")
-        if event.get("short"):
-            continue  # nobody decided on it
-        answer = {k: event[k] for k in _ANSWER if k in event}
-        if why := _unfit(event.get("window_index"), answer):
-            raise StateError(f"{os.fspath(path)}, event {number}: {why}; {fix}")
-        answers[event["window_index"]] = answer
-        worlds.add(len(answer["allocation"]))
-    if not answers:
-        raise StateError(f"{os.fspath(path)} has no decision to replay; {fix}")
-    if workers not in worlds:
-        fix = "replay with as many workers as the run had"
-        raise ConfigError("replay", f"{max(worlds)} workers", str(workers), fix)
-    return answers
-
-
-def _unfit(index: Any, answer: dict[str, Any]) -> str:
-    """What is wrong with a recorded answer; empty if nothing is."""
-    if type(index) is not int or index < 0:
-        return f"window_index={index!r} is no whole number"
-    if answer.get("decision") not in ("new", "keep", "late", "failed"):
-        return f"decision={answer.get('decision')!r} is none of new, keep, late, failed"
-    if not {"noise", "signal"} <= answer.keys():
-        return "it lacks noise and signal, as events of dynamix 0.1 do, which this version does not replay"
-    for name in ("noise", "signal"):
-        if type(answer.get(name)) not in (int, float, type(None)) or abs(answer.get(name) or 0) > _MOST:
-            return f"{name}={answer[name]!r} is no number"
-    for name, of in (("interval", "steps"), ("piece", "samples")):
-        value = answer.get(name, 0)
-        if type(value) is not int or not 0 <= value <= _MOST:
-            return f"{name}={value!r} is no number of {of}"
-    step = answer.get("from_step")
-    if answer["decision"] == "new" and (type(step) is not int or not 0 <= step <= _MOST):
-        return f"from_step={step!r} is no round"
-    sizes = answer.get("allocation")
-    if type(sizes) is not list or set(map(type, sizes)) != {int} or not 0 <= min(sizes) <= max(sizes) <= _MOST:
-        return "allocation is no list of batch sizes"
-    return ""
-
-
-_MOST = 2**53

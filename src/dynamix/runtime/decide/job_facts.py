@@ -1,17 +1,22 @@
 """The facts of a job that every rank holds: what its windows are measured by, and what its allocations must satisfy."""
 
+from __future__ import annotations
+
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from dynamix.errors import ConfigError, UsageError
+from dynamix.errors import UsageError
 from dynamix.model.rounds import RoundSize
 from dynamix.model.ways import Ways
+from dynamix.policies.protocol import boundary
 from dynamix.runtime.check.losses import WeightTest
 from dynamix.runtime.check.parting import Parting
+from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.channel import Kind, Message
+from dynamix.runtime.limits import fixed_at
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -57,6 +62,22 @@ class JobFacts:
     closing: ClosedWindow = field(init=False)  # the newest window that closed
     # Samples of all workers' optimizer steps that are taken at the same time, if that is not a round.
     at_once: int | None = field(init=False)
+
+    @classmethod
+    def of(cls, config: JobConfig, *, hosts: tuple[str, ...] = (), slack: int | None = None) -> JobFacts:
+        """At the start of the job of `config`. None: the slack of a live job."""
+        return cls(
+            config.bounds,
+            config.base_batch,
+            accumulate=config.accumulate,
+            slack=config.slack if slack is None else slack,
+            fixed=config.fixed,
+            apart=config.apart,
+            rounds=config.rounds(),
+            piece=config.micro_batch,
+            per_epoch=boundary(config.own_policy) == "epoch",
+            hosts=hosts,
+        )
 
     def __post_init__(self) -> None:
         self.closing, self.at_once = self._none_closed(), self._at_once()
@@ -165,19 +186,3 @@ class JobFacts:
         pieces, bounds = self.accumulate, self.bounds
         low, high = bounds.low // pieces, bounds.high // pieces
         return dataclasses.replace(bounds, low=low, high=high, quantum=bounds.quantum // pieces)
-
-
-def fixed_at(bounds: Bounds, global_batch: int) -> Bounds:
-    """`bounds` that allow one global batch only, samples per round. Raises `ConfigError` if they cannot.
-
-    >>> fixed = fixed_at(Bounds.of(2, 1, 64), 96)
-    >>> int(fixed.total_low), int(fixed.total_high)
-    (96, 96)
-    """
-    least, most = int(bounds.low.sum()), int(bounds.high.sum())
-    if global_batch % bounds.quantum or not least <= global_batch <= most:
-        allowed = f"{least} to {most} in steps of {bounds.quantum}, by the workers' bounds"
-        fix = "widen min_batch_size and max_batch_size, lower quantum, or use global_batch='adaptive'"
-        raise ConfigError("global batch", global_batch, allowed, fix)
-    total = np.asarray(global_batch, dtype=np.int64)
-    return dataclasses.replace(bounds, total_low=total, total_high=total)

@@ -1,0 +1,309 @@
+"""`JobConfig`: what a job is told, checked as a whole, and what follows from it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dynamix.errors import ConfigError, spelling
+from dynamix.events.replay import recorded
+from dynamix.model.rounds import MOST, RoundSize
+from dynamix.model.ways import Ways
+from dynamix.policies import Policy, make_policy
+from dynamix.policies.protocol import boundary
+from dynamix.policies.wrappers import peers_of
+from dynamix.runtime.limits import Limits, check_counts, fixed_at, per_rank, starting_sizes, whole
+from dynamix.runtime.ranks.compare import shape_of
+from dynamix.runtime.rate.scaling import rule
+from dynamix.window import Bounds, Ints
+
+POLICY_VARIABLE, MEET_VARIABLE = "DYNAMIX_POLICY", "DYNAMIX_MEET"  # of the environment; they win over the script's
+UNSAID = 128  # samples of a worker where nobody says how many
+ONE_PLACE = "take a policy that decides in one place, such as goodput"
+_log = logging.getLogger("dynamix")
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """The arguments of `Controller` for a job of so many `workers`, as given, and what follows from them.
+
+    Opens nothing but the file of `replay`, which it reads. Raises `ConfigError` for what is impossible, and
+    `StateError` for a file that cannot be replayed.
+
+    bounds      what batch sizes are kept within, samples per round, on a grid that pieces divide
+    start       samples per round of every worker at the start, int64 (W,)
+    own_policy  what `policy` stands for
+    served      that, under a `Guard` where `guard` says so and under a `Paced` where interval is "auto": the one to ask
+    first_interval   optimizer steps of the first window
+    replayed    window index -> what is answered in place of asking the policy; None: it is asked
+
+    >>> config = JobConfig(2, "lb_bsp", 32, accumulate=2, limits=Limits(max_batch_size=48))
+    >>> config.start.tolist(), config.bounds.high.tolist(), int(config.bounds.total_low), config.base_batch
+    ([64, 64], [96, 96], 128, 128)
+    """
+
+    workers: int
+    policy: str | Policy = "dynamix"
+    batch_size: int = UNSAID
+    global_batch: str = "fixed"
+    limits: Limits = field(default_factory=Limits)
+    interval: int | str = 10
+    accumulate: int = 1
+    micro_batch: int | None = None
+    meet: str = "gradients"
+    lr_rule: str = "auto"
+    events: str | os.PathLike[str] | None = None
+    replay: str | os.PathLike[str] | None = None
+    guard: bool | None = None
+
+    bounds: Bounds = field(init=False, repr=False, compare=False)
+    start: Ints = field(init=False, repr=False, compare=False)
+    own_policy: Policy = field(init=False, repr=False, compare=False)
+    served: Policy = field(init=False, repr=False, compare=False)
+    first_interval: int = field(init=False, repr=False, compare=False)
+    replayed: dict[int, dict[str, Any]] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rule(self.lr_rule)  # raises for one that does not exist
+        check_counts(batch_size=self.batch_size, accumulate=self.accumulate, quantum=self.limits.quantum)
+        self._check_pieces()
+        self._check_totals()
+        keep = partial(object.__setattr__, self)  # frozen from here on
+        bounds, start = self._sizes()
+        keep("bounds", bounds)
+        keep("start", start)
+        keep("own_policy", policy_of(self.policy))
+        self._check_policy()
+        served, first_interval = self._served()
+        keep("served", served)
+        keep("first_interval", first_interval)
+        keep("replayed", None if self.replay is None else recorded(self.replay, self.workers))
+
+    # ------------------------------------------------------------ what follows
+
+    @property
+    def fixed(self) -> bool:
+        """The global batch stays what it is at the start."""
+        return self.global_batch == "fixed"
+
+    @property
+    def apart(self) -> bool:
+        """Every piece is an optimizer step of its worker's own, and workers meet over parameters."""
+        return self.meet == "parameters"
+
+    @property
+    def base_batch(self) -> int:
+        """Samples per round of all workers at the start."""
+        return int(self.start.sum())
+
+    @property
+    def slack(self) -> int:
+        """Rounds that may still be issued under the old allocation after a window closed."""
+        return 0 if boundary(self.own_policy) == "epoch" else 1
+
+    @property
+    def shares_only(self) -> bool:
+        """The global batch may move, but the policy will not move it."""
+        adapts = getattr(self.own_policy, "adapts", True) or self.watched
+        return not (self.fixed or self._sizes_rounds or adapts)
+
+    @property
+    def watched(self) -> bool:
+        """The policy is asked under a `Guard` that this job puts around it."""
+        wanted = getattr(self.own_policy, "net", None) is not None if self.guard is None else self.guard
+        return wanted and not getattr(self.own_policy, "guarded", False)
+
+    @property
+    def loop_batches(self) -> dict[str, int]:
+        """What the loop's batches may be at the start, by the argument's name."""
+        whole_share = {"batch_size": self.batch_size}
+        return whole_share if self.micro_batch is None else {**whole_share, "micro_batch": self.micro_batch}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What every rank must have been given alike, plain values by name."""
+        limits, pieces = self.limits, {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
+        return {
+            "policy": self.policy if isinstance(self.policy, str) else type(self.policy).__name__,
+            "batch_size": self.batch_size,
+            "accumulate": self.accumulate,
+            "quantum": limits.quantum,
+            **pieces,
+            "interval": self.interval,
+            "guard": self.guard,
+            "lr_rule": self.lr_rule,
+            "replay": self.replayed,
+            "max_change": limits.max_change,
+            "global_batch": self.global_batch,
+            "meet": self.meet,
+            "min_batch_size": self.bounds.low,
+            "max_batch_size": self.bounds.high,
+            "min_global_batch": limits.min_global_batch,
+            "max_global_batch": limits.max_global_batch,
+            "shape of the policy's state": shape_of(self.own_policy.state_dict()),
+        }
+
+    def rounds(self) -> RoundSize | Ways | None:
+        """What chooses the samples of a round where workers step apart, and whether they do; it learns: one for a job.
+
+        None: nothing does, as rounds are of a fixed size, or all meet over gradients.
+        """
+        if self.meet == "auto":
+            return Ways(self.workers)
+        return RoundSize(float(self.micro_batch)) if self.micro_batch and self._sizes_rounds else None
+
+    # ------------------------------------------------------------ what is possible
+
+    @property
+    def _sizes_rounds(self) -> bool:
+        """Whether something else than the policy chooses the samples of a round."""
+        return self.meet == "auto" or (self.apart and not self.fixed)
+
+    def _check_pieces(self) -> None:
+        """Raise `ConfigError` where pieces do not go together with the way in which workers meet."""
+        given, pieces = self.accumulate, self.micro_batch
+        if pieces is not None:
+            check_counts(micro_batch=pieces)
+            if given > 1:
+                fix = "leave accumulate out: a worker's share of a round is cut into pieces of micro_batch"
+                raise ConfigError("accumulate", given, "1 beside micro_batch", fix)
+        if self.meet not in (ways := ("gradients", "parameters", "auto")):
+            raise ConfigError("meet", self.meet, "'gradients', 'parameters' or 'auto'", spelling(self.meet, ways))
+        if self.meet == "auto":
+            if given > 1:
+                fix = "leave accumulate out: every batch is an optimizer step"
+                raise ConfigError("accumulate", given, "1 with meet='auto'", fix)
+            if pieces is not None:
+                fix = "leave micro_batch out: where workers step apart their steps are of batch_size samples"
+                raise ConfigError("micro_batch", pieces, "None with meet='auto'", fix)
+        if self.apart:
+            if given > 1:
+                fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
+                raise ConfigError("accumulate", given, "1 with meet='parameters'", fix)
+            if not self.fixed and pieces is None:
+                fix = "say how many samples an optimizer step has: micro_batch="
+                raise ConfigError("micro_batch", None, "1 or more where rounds of local steps are adaptive", fix)
+
+    def _check_totals(self) -> None:
+        """Raise `ConfigError` for an unknown way of the global batch, and for limits of it that are no numbers."""
+        if self.global_batch not in (known := ("adaptive", "fixed")):
+            fix = spelling(self.global_batch, known)
+            raise ConfigError("global_batch", self.global_batch, "'adaptive' or 'fixed'", fix)
+        for name in ("min_global_batch", "max_global_batch"):
+            value: object = getattr(self.limits, name)
+            if self.fixed and value is not None:
+                fix = f"leave {name} out, or use global_batch='adaptive'"
+                raise ConfigError(name, value, "None with global_batch='fixed', which is the starting total", fix)
+            if value is not None and not (isinstance(value, (int, float)) and float(value).is_integer()):
+                raise ConfigError(name, value, "a whole number, 1 or more", whole(name, value))
+        if not isinstance(self.limits.max_change, (int, float, np.number)):
+            fix = "use 2.0 to at most double or halve"
+            raise ConfigError("max_change", self.limits.max_change, "a number, more than 1", fix)
+
+    def _sizes(self) -> tuple[Bounds, Ints]:
+        """`bounds` and `start`. `batch_size`, sizes of a worker and `quantum` are of a micro-batch, totals of a round.
+
+        With `micro_batch` all are of a round; without a `quantum` sizes are then such that its pieces have few shapes.
+        """
+        limits, pieces = self.limits, self.accumulate
+        quantum, least, most = limits.quantum, 1, 8 * self.batch_size
+        if self.micro_batch is not None:
+            moves = self.apart and not self.fixed  # the number of pieces, up to the most that are of any use
+            # Rounds that may grow are made such that whole pieces fit the workers' speeds.
+            usual = self.micro_batch if moves else grain(self.batch_size, self.micro_batch)
+            quantum = quantum if quantum > 1 else usual
+            if moves:  # and every worker takes one at least, or nobody would know how fast it is
+                least, most = self.micro_batch, max(most, 8 * int(MOST) * self.micro_batch)
+        low = least if limits.min_batch_size is None else limits.min_batch_size
+        high = most if limits.max_batch_size is None else limits.max_batch_size
+        low, high = (per_rank(f"{end}_batch_size", of, self.workers) for end, of in (("min", low), ("max", high)))
+        piece = Bounds.of(self.workers, low, high, quantum=quantum, max_change=limits.max_change)
+        start, reach = pieces * starting_sizes(self.batch_size, piece), pieces * int(piece.high.sum())
+        total_low, total_high = limits.min_global_batch, limits.max_global_batch
+        if total_low is not None and total_low > min(reach, reach if total_high is None else total_high):
+            allowed = f"at most max_global_batch, and the {reach} samples that the workers' bounds allow"
+            raise ConfigError("min_global_batch", total_low, allowed, "lower it, or raise the others")
+        bounds = Bounds.of(
+            self.workers,
+            pieces * piece.low,
+            pieces * piece.high,
+            total_low=total_low,
+            total_high=total_high,
+            quantum=pieces * quantum,
+            max_change=limits.max_change,
+        )
+        return (fixed_at(bounds, int(start.sum())) if self.fixed else bounds), start
+
+    def _check_policy(self) -> None:
+        """Raise `ConfigError` for an impossible `interval` or `guard`, and for what the policy does not go with."""
+        if not isinstance(self.interval, str):
+            check_counts(interval=self.interval)
+        elif self.interval != "auto":
+            fix = spelling(self.interval, ("auto",), "check the argument")
+            raise ConfigError("interval", self.interval, "a whole number, 1 or more, or 'auto'", fix)
+        in_one_place = peers_of(self.own_policy) is None
+        if self.interval == "auto" and not in_one_place:
+            fix = f"give it a number, or {ONE_PLACE}"
+            raise ConfigError("interval", "auto", "a whole number with this policy", fix)
+        if self.fixed and getattr(self.own_policy, "even", False):
+            allowed = f"'adaptive' with {self.policy!r}, which gives all workers the same"
+            fix = "say global_batch='adaptive', or take lb_bsp or goodput"
+            raise ConfigError("global_batch", "fixed", allowed, fix)
+        if self.guard not in (None, True, False):
+            fix = "leave it out: learned policies are then watched"
+            raise ConfigError("guard", self.guard, "True, False, None", fix)
+        if self._sizes_rounds and not in_one_place:
+            if self.meet == "auto":
+                raise ConfigError("meet", "auto", "'gradients' or 'parameters' with this policy", ONE_PLACE)
+            allowed, fix = "'fixed' with meet='parameters' and this policy", f"say global_batch='fixed', or {ONE_PLACE}"
+            raise ConfigError("global_batch", "adaptive", allowed, fix)
+
+    def _served(self) -> tuple[Policy, int]:
+        """`served` and `first_interval`."""
+        policy = self.own_policy
+        if self.watched:
+            from dynamix.policies.guard import Guard
+
+            policy = Guard(policy)
+        if isinstance(self.interval, int):
+            return policy, self.interval
+        from dynamix.policies.paced import FIRST, Paced
+
+        return Paced(policy), FIRST
+
+
+def from_outside(policy: str | Policy, meet: str) -> tuple[str | Policy, str]:
+    """`policy` and `meet`, or what DYNAMIX_POLICY and DYNAMIX_MEET say instead: a job is compared without editing it.
+
+    >>> from_outside("dynamix", "gradients")
+    ('dynamix', 'gradients')
+    """
+    told = {name: os.environ.get(name, "") for name in (POLICY_VARIABLE, MEET_VARIABLE)}
+    if any(told.values()):
+        _log.info("set from outside: %s", ", ".join(f"{name}={value}" for name, value in told.items() if value))
+    return told[POLICY_VARIABLE] or policy, told[MEET_VARIABLE] or meet
+
+
+def policy_of(policy: str | Policy) -> Policy:
+    """The policy that a name, a file or an object stands for."""
+    made = make_policy(policy) if isinstance(policy, str) else policy
+    if not isinstance(made, Policy):
+        fix = f"write batch_size={policy}" if isinstance(policy, int) else "see dynamix.Policy"
+        raise ConfigError("policy", policy, "a name, or an object with decide, state_dict, load_state_dict", fix)
+    return made
+
+
+def grain(batch_size: int, micro_batch: int) -> int:
+    """What shares are multiples of: whole pieces where a worker has 8 or more, else quarters of one.
+
+    >>> grain(256, 32), grain(64, 32), grain(64, 10)
+    (32, 8, 5)
+    """
+    if batch_size >= 8 * micro_batch:
+        return micro_batch
+    return next(micro_batch // n for n in (4, 2, 1) if micro_batch % n == 0)
