@@ -18,7 +18,7 @@ from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
 from dynamix.policies.wrappers import peers_of
-from dynamix.runtime.arguments import check_counts, check_interval, job_bounds, one_for_all, paced, policy_of, watched
+from dynamix.runtime.arguments import check_counts, check_interval, job_bounds, paced, policy_of, watched
 from dynamix.runtime.decide.channel import DRAIN_S
 from dynamix.runtime.decide.decision import Decider, recorded
 from dynamix.runtime.decide.job_facts import JobFacts
@@ -26,11 +26,9 @@ from dynamix.runtime.decide.peer_channel import open_channel
 from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.memory import ExitNote
 from dynamix.runtime.ranks.compare import shape_of
-from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.hosts import own_host
-from dynamix.runtime.ranks.liveness import Liveness
+from dynamix.runtime.ranks.opening import one_for_all
 from dynamix.runtime.ranks.process_groups import destroy_groups
-from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.ranks.store import store_is_there
 from dynamix.runtime.rate.scaling import rule
 from dynamix.runtime.sync.loss_weight import LossWeight
@@ -64,19 +62,18 @@ class Assembly:
     policy: Policy
     coordinator: TrainingJob
     events: BackgroundLog | None
-    control: ControlGroup | None
     decider: Decider | None
     exit_note: ExitNote | None = None
 
     def close(self) -> None:
         """`Controller.close`."""
         coordinator, error = self.coordinator, sys.exception()
-        liveness = coordinator.liveness
-        failing = error or (liveness and liveness.lost)
+        ranks = coordinator.ranks
+        failing = error or ranks.lost
         if error is not None and self.exit_note is not None:
             self.exit_note.uncaught(error)  # the loop closes its controller on its way out
-        if liveness is not None and error is not None:
-            liveness.leave_with(error)
+        if error is not None:
+            ranks.leave_with(error)
         try:
             if not failing:
                 coordinator.decisions.settle()
@@ -84,12 +81,10 @@ class Assembly:
             patience_s = 0.0 if failing else DRAIN_S
             groups = coordinator.close(patience_s=patience_s)
             self.end_events()
-            if self.control is not None:
-                groups += self.control.release()
-                self.control = None
+            if ranks.group is not None:
+                groups += ranks.group.release()
             destroy_groups(groups, patience_s=patience_s)
-            if liveness is not None:
-                liveness.leave()
+            ranks.close()
 
     def end_events(self) -> None:
         """Write the steps after the last window, and close the events file. A rank does it alone; twice does no harm.
@@ -172,7 +167,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         same |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high}
         same |= {"min_global_batch": given.total[0], "max_global_batch": given.total[1]}
         same |= {"shape of the policy's state": shape_of(policy.state_dict())}
-    control = same.group
+    ranks = same.ranks
     guarded = watched(policy, given.guard)
     served, interval = paced(guarded, given.interval)
     slack, fixed = 0 if boundary(policy) == "epoch" else 1, given.global_batch == "fixed"
@@ -188,19 +183,18 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
             raise ConfigError("meet", "auto", "'gradients' or 'parameters' with this policy", fix)
         allowed = "'fixed' with meet='parameters' and this policy"
         raise ConfigError("global_batch", "adaptive", allowed, f"say global_batch='fixed', or {fix}")
-    hosts = (own_host(),) if control is None else tuple(control.all_gather_object(own_host()))
+    hosts = tuple(ranks.gather(own_host(), "the names of hosts"))
     job = JobFacts(
         bounds, int(start.sum()), accumulate=given.accumulate, slack=slack, fixed=fixed, rounds=rounds, hosts=hosts
     )
     decider = Decider(served, job, replay=replayed, events=events) if rank == 0 else None
-    channel = open_channel(control, workers, job, served, decider, replays=replayed is not None, lr_rule=given.lr_rule)
-    ranks = None if control is None else Ranks(control)
+    channel = open_channel(ranks, workers, job, served, decider, replays=replayed is not None, lr_rule=given.lr_rule)
     coordinator = TrainingJob(
         job,
         served,
         channel,
         start,
-        LossWeight(group, given.accumulate),
+        LossWeight(group, given.accumulate, ranks),
         rank=rank,
         interval=interval,
         lr_rule=given.lr_rule,
@@ -209,9 +203,6 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         apart=apart,
         begins=None if decider is None else decider.begin,
     )
-    if control is not None and ranks is not None and workers > 1:
-        liveness = coordinator.liveness = Liveness.open(control)
-        channel.explain = ranks.explain = coordinator.loss_weight.explain = liveness.explain
     if not fixed and rounds is None and not getattr(guarded, "adapts", True) and rank == 0:
         warn_of_shares_only(given.policy)
-    return Assembly(policy, coordinator, events, control, decider)
+    return Assembly(policy, coordinator, events, decider)

@@ -58,9 +58,8 @@ def connect(
         _require_held_shares(coordinator.job.bounds, attached.shards, group)
     loss_weight = coordinator.loss_weight
     loss_weight.bind(model, options["weighting"])
-    ranks = coordinator.ranks
-    watched = {} if ranks is None else {"watch": ranks.watch}
-    coordinator.connect(model, optimizer, attached, Memory(attached, optimizer, loss_weight, group=group, **watched))
+    memory = Memory(attached, optimizer, loss_weight, group=group, ranks=coordinator.ranks)
+    coordinator.connect(model, optimizer, attached, memory)
     return True
 
 
@@ -98,18 +97,17 @@ def _attach(
     recorder: Recorder,
     options: dict[str, Any],
 ) -> ConnectedModel:
-    ending = None if coordinator.ranks is None else coordinator.ranks.ending
+    ranks = coordinator.ranks
     if coordinator.ways is not None:
         require_sums(model.named_buffers())
-        return attach_both(model, group, coordinator.share, recorder, ending, **options)
+        return attach_both(model, group, coordinator.share, recorder, ranks, **options)
     if coordinator.steps_apart:
-        return attach_apart(model, group, recorder, ending, **options)
+        return attach_apart(model, group, recorder, ranks, **options)
     if is_fully_sharded(model):
         of_fsdp = {name: options[name] for name in ("hook", "scaler", "weighting")}
-        return attach_sharded(model, group, coordinator.share, recorder, **of_fsdp)
-    return attach(
-        model, group, coordinator.share, recorder, **{name: v for name, v in options.items() if name != "averaging"}
-    )
+        return attach_sharded(model, group, coordinator.share, recorder, ranks=ranks, **of_fsdp)
+    over_gradients = {name: value for name, value in options.items() if name != "averaging"}
+    return attach(model, group, coordinator.share, recorder, ranks=ranks, **over_gradients)
 
 
 def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | None) -> None:

@@ -18,10 +18,11 @@ from dynamix.errors import ConfigError, DynamixError, UsageError, WorkerLostErro
 from dynamix.policies import Policy
 from dynamix.removed import NO_LEARNING, message, removed_arguments
 from dynamix.runtime import connecting
-from dynamix.runtime.arguments import from_outside, rank_in, require_no_launcher
+from dynamix.runtime.arguments import from_outside
 from dynamix.runtime.assembly import JobArguments, assemble
 from dynamix.runtime.feeding import Feeding
 from dynamix.runtime.memory import ExitNote
+from dynamix.runtime.ranks.opening import rank_in, require_no_launcher
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
@@ -151,9 +152,8 @@ class Controller(Feeding):
 
     def _end_with_the_process(self) -> None:
         """For loops that do not close their controller."""
-        if (liveness := self._coordinator.liveness) is not None:
-            # At the latest when this process ends; its end must not find a thread inside the store's client.
-            weakref.finalize(self, liveness.leave_unclosed)
+        # At the latest when this process ends; its end must not find a thread inside the store's client.
+        weakref.finalize(self, self._coordinator.ranks.leave_unclosed)
         if self._parts.events is not None:
             weakref.finalize(self, self._parts.end_events)
 

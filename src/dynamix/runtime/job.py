@@ -1,7 +1,7 @@
 """What a rank does behind its `Controller`: measure, close windows, put decisions in force, save and resume."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -26,9 +26,7 @@ from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.ranks.compare import facts_of
-from dynamix.runtime.ranks.liveness import Liveness
 from dynamix.runtime.ranks.ranks import Ranks
-from dynamix.runtime.ranks.rendezvous import require_alone
 from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.state import random_state, saving
@@ -51,7 +49,7 @@ class TrainingJob:
     policy    every rank has one, for its checkpoint; which of them are asked is the channel's affair
     start     samples per round of every worker at the start, int64 (W,)
     interval  optimizer steps per window; of the first one, if `policy` says how long later ones are
-    ranks     None: there are no others
+    ranks     those that train with this one
     micro_batch   most samples of a piece of this rank's share; None: a share is one, or one of `accumulate`
     begins        called with the samples trained on so far when the first step of this process is about to begin
     apart         every piece is an optimizer step of this rank's own, and workers meet over parameters. Where `job` has
@@ -67,14 +65,15 @@ class TrainingJob:
         loss_weight: LossWeight,
         *,
         rank: int = 0,
+        ranks: Ranks,
         interval: int,
         lr_rule: str,
-        ranks: Ranks | None = None,
         micro_batch: int | None = None,
         apart: bool = False,
         begins: Callable[[int], None] | None = None,
     ) -> None:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
+        self.ranks = ranks
         self._begins = begins
         self.loss_weight, self.paced = loss_weight, window_length_of(policy) is not None
         self.micro_batch, self.apart = micro_batch if self.ways is None else NO_LIMIT, apart
@@ -91,19 +90,14 @@ class TrainingJob:
         self.attached: ConnectedModel | None = None
         self.memory: Memory | None = None
         self.connected: list[ConnectedModel] = []  # `attached` is the first of them
-        self.ranks = channel.ending = None
-        self._made_alone = ranks is None
-        if ranks is not None:
-            self.ranks, channel.ending, loss_weight.ending = ranks, ranks.ending, ranks.ending
-        workers = 1 if ranks is None else self.allocations.workers
+        workers = ranks.workers
         self.loop = LoopCheck(
             self.accumulate, self.fail, lambda: self.recorder.muted, self.gather, rank=rank, workers=workers
         )
         self.loop.needs_piece = self.ways is not None and workers > 1
         alone = self.allocations.workers == 1
         self.own_gradients = SingleWorkerSync(self, every=64 if apart else 2 if alone else 0)
-        self.liveness: Liveness | None = None  # None: nobody else is there
-        self.stop_wanted = self.stopping = False
+        self.stopping = False
         self._waiting = PendingState()
         self.decisions, self.meetings = WindowCloser(self), RoundBoundary(self)
         self.payload: Callable[[], float] = lambda: 1.0 if self.ways is None else self.meetings.payload
@@ -142,13 +136,12 @@ class TrainingJob:
         return source
 
     def _begin(self) -> None:
-        if self._made_alone:
-            require_alone()
+        self.ranks.begin()
         self.loop.begin()
         if self._begins is not None and not self.recorder.all_steps:
             self._begins(self.progress.samples)
-        if self.ranks is not None and self.source is not None and self.source.left_early:
-            self.ranks.agreed = False  # a rank may have left it after another round than the others
+        if self.source is not None and self.source.left_early:
+            self.ranks.forget_agreement()  # a rank may have left it after another round than the others
         if getattr(self.source, "sharded", False):
             self.agree_once()  # iterating is a collective there
 
@@ -168,16 +161,13 @@ class TrainingJob:
         self.connected.append(attached)
         if self.memory is not None and attached is not self.attached:
             self.memory.models.append((attached, optimizer))
-        if self.liveness is not None:
-            attached.explain_with(self.liveness.explain)
-        crosses = attached.hook is not None and self.ranks is not None and self.allocations.workers > 1
+        crosses = attached.hook is not None and self.ranks.workers > 1
         hooked = attached.hook is not None and attached.hook.chained
         check = self.loop.connect(model, optimizer, reduces=crosses, hooked=hooked, shards=attached.shards)
         if self.ways is not None:
             attached.apart = lambda: self.loop.apart(self.loop.piece_of_pass())
         if attached.hook is not None:
             attached.hook.check = check
-            attached.hook.arrivals.ending = self.ranks.ending if self.ranks is not None else None
         self.add_optimizer(optimizer, model, further=attached is not self.attached)
 
         def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -208,29 +198,22 @@ class TrainingJob:
 
     def setting_up(self) -> AbstractContextManager[None]:
         """In whose body an error ends other ranks too, where they then wait for this one and it does not go on."""
-        if self.ranks is not None:
-            return self.ranks.setting_up()
-        if self._made_alone:
-            require_alone()
-        return nullcontext()
+        return self.ranks.setting_up()
 
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all where some never come."""
-        if self.ranks is not None:
-            self.decisions.settle()  # one under way talks on the same group
-            self.ranks.wait_for_all(what)
+        self.decisions.settle()  # one under way talks on the same group
+        self.ranks.wait_for_all(what)
 
     def gather(self, told: Any, what: str) -> list[Any]:
         """What every rank tells, in the order of ranks: plain objects. A collective call, named `what`."""
-        self.wait_for_all(what)
-        return [told] if self.ranks is None else self.ranks.group.all_gather_object(told)
+        self.decisions.settle()  # one under way talks on the same group
+        return self.ranks.gather(told, what)
 
     def fail(self, error: DynamixError) -> DynamixError:
         """An error that ends the job: the other ranks are told of it."""
-        if self.ranks is None:
-            return error
         self.decisions.keep_for_the_loop(error)
-        return self.ranks.ending.report(error)
+        return self.ranks.end(error)
 
     def memory_ran_out(self, error: MemoryLimitError) -> None:
         """This process is about to end, having run out of memory: the other ranks end with the same words.
@@ -238,8 +221,7 @@ class TrainingJob:
         Those that wait in a collective of their own (DDP's buffers, FSDP2) do not look for an error, and find this
         rank's last word once that fails.
         """
-        if self.liveness is not None:
-            self.liveness.leave(str(error))
+        self.ranks.leave(str(error))
         self.fail(error)
 
     def agree_once(self) -> None:
@@ -247,7 +229,7 @@ class TrainingJob:
 
         A collective call. Raises `UsageError` on every rank, naming what differs, by rank.
         """
-        if self.ranks is not None and not self.ranks.agreed:
+        if not self.ranks.agreed:
             self.decisions.settle()
             self.ranks.agree(facts_of(self))
 
@@ -307,22 +289,17 @@ class TrainingJob:
         if self.decisions.differ:
             self.decisions.compare(plan)
         self.decisions.close_if_full(plan, ahead=ahead)
-        self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
+        self.stopping = self.ranks.stop_after(progress.steps)
 
     def request_stop(self) -> None:
         """`Controller.request_stop`."""
-        self.stop_wanted = True
-        if self.liveness is not None:
-            self.liveness.stopping.wanted = True
+        self.ranks.request_stop()
 
     def close(self, *, patience_s: float) -> list[ProcessGroup]:
         """End threads, what is under way getting `patience_s`; returns the process groups, which nobody has then."""
         self.channel.close(patience_s)
         self.loop.close()
         self.rates.remove()
-        if self.ranks is not None:
-            self.ranks.ending.close()
-            self.ranks = None  # it has the control group
         owners: list[Any] = [owner for attached in self.connected for owner in (attached.hook, attached.meeting)]
         owners += [self.memory, self.loss_weight]
         return [group for owner in owners if owner is not None for group in owner.close()]
@@ -428,8 +405,7 @@ class TrainingJob:
             if self.attached is not None:
                 del parts["recorder"]
         self._waiting = PendingState(parts)
-        if self.ranks is not None:
-            self.ranks.agreed = False
+        self.ranks.forget_agreement()
         self._waiting.give("source", self.source)
 
     def cap_pieces(self, samples: int) -> None:

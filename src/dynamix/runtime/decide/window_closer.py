@@ -38,7 +38,7 @@ class Deciding(Protocol):
     per_epoch: bool
     rank: int
     payload: Callable[[], float]
-    ranks: Ranks | None
+    ranks: Ranks
     loop: LoopCheck
     connected: list[ConnectedModel]
     steps_apart: bool
@@ -125,7 +125,7 @@ class WindowCloser:
     def _held(self, plan: StepPlan) -> list[float] | None:
         """What this rank's row says of what all ranks hold alike; None where there are no others."""
         of = self.of
-        if of.ranks is None or of.loop.workers < 2:
+        if of.ranks.workers < 2:
             return None
         # Workers that step apart have taken unlike numbers of steps, which their optimizers may count.
         optimizers = [] if of.steps_apart else of.loop.optimizers
@@ -141,9 +141,8 @@ class WindowCloser:
         A collective call; raises as `Ranks.compare`.
         """
         of, self.differ = self.of, False
-        if of.ranks is not None:
-            optimizers = [] if of.steps_apart else of.loop.optimizers
-            of.ranks.compare(*of.job.parting.facts(optimizers, self._place(plan)))
+        optimizers = [] if of.steps_apart else of.loop.optimizers
+        of.ranks.compare(*of.job.parting.facts(optimizers, self._place(plan)))
 
     def _warn_of_lag(self, rounds: int) -> None:
         """The loader has issued so many rounds ahead: a decision waits for them."""

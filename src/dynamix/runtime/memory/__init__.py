@@ -8,11 +8,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.arguments import open_control_group
 from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory
 from dynamix.runtime.memory.limits import LimitSearch, within
 from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.runtime.ranks.opening import open_another
+from dynamix.runtime.ranks.ranks import ALONE, Ranks
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.shards import is_fully_sharded
@@ -25,8 +26,7 @@ class Memory:
     """What a controller does about memory, for the model that was connected first. Its methods are collective.
 
     models   all that are connected, each with its (first) optimizer: passes may go through the others too
-    watch    is given the group that they talk on, of their own, made at first use: the control group carries decisions
-             meanwhile
+    group    of `ranks`. They talk on another, made at first use: the control group carries decisions meanwhile
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Memory:
         loss_weight: LossWeight,
         *,
         group: dist.ProcessGroup | None,
-        watch: Callable[[ControlGroup], None] = lambda group: None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.attached, self.loss_weight, self.group, self._watch = attached, loss_weight, group, watch
+        self.attached, self.loss_weight, self.group, self._ranks = attached, loss_weight, group, ranks
         self.models = [(attached, optimizer)]
         self.gauge = Gauge(attached.recorder.device)
         self._talk: ControlGroup | None = None
@@ -67,6 +67,5 @@ class Memory:
 
     def _group(self) -> ControlGroup | None:
         if self._talk is None and self.group is not None:
-            self._talk = open_control_group(self.group)
-            self._watch(self._talk)
+            self._talk = open_another(self.group, self._ranks)
         return self._talk

@@ -13,8 +13,7 @@ from dynamix.data import Piece
 from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.compare import hook_settings
-from dynamix.runtime.ranks.errors import Explain, unnamed
-from dynamix.runtime.ranks.liveness import failed_collective
+from dynamix.runtime.ranks.ranks import ALONE, Ranks
 from dynamix.runtime.sync.collectives import average_, broadcast_
 from dynamix.runtime.sync.gradients import GradientHook, GradientWeight, wipe_nonfinite_
 from dynamix.runtime.sync.other_reductions import optimizers_in_backward
@@ -27,9 +26,8 @@ _ALIKE_IN_DDP = ("find_unused_parameters", "static_graph", "broadcast_buffers", 
 class ConnectedModel:
     """A connected model: what the controller does to it besides weighting its gradients."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, hook: GradientHook | None) -> None:
-        self.model, self.recorder, self.hook = model, recorder, hook
-        self.explain: Explain = unnamed
+    def __init__(self, model: nn.Module, recorder: Recorder, hook: GradientHook | None, ranks: Ranks = ALONE) -> None:
+        self.model, self.recorder, self.hook, self.ranks = model, recorder, hook, ranks
         self.meeting: ParameterAveraging | None = None  # where workers step apart
         self.apart: Callable[[], bool] = lambda: False  # whether the batch in hand is trained apart
         self.shards: Shards | None = None  # of a model under FSDP2
@@ -37,12 +35,6 @@ class ConnectedModel:
         self.settings: dict[str, Any] = {}  # of that, by name: plain values
         self.last_weight = 1.0  # n_i/N of the step before the forward that is starting: it produced the buffers
         self._finished: Piece | None = None  # the one whose optimizer step has its gradients as they should be
-
-    def explain_with(self, explain: Explain) -> None:
-        """From now on a failed collective of a pass is told by `explain`."""
-        self.explain = explain
-        if self.hook is not None:
-            self.hook.explain = explain
 
     def step_done(self) -> None:
         if self.hook is not None:
@@ -167,6 +159,7 @@ def attach(
     scaler: Any,
     weighting: Literal["hook", "loss", "given"],
     batchnorm: Literal["rank0", "weighted"],
+    ranks: Ranks = ALONE,
 ) -> ConnectedModel:
     """Connect `model`; the arguments are `Controller.wrap`'s. Raises `UsageError` naming what the model needs."""
     alone = group is None or dist.get_world_size(group) == 1
@@ -177,13 +170,13 @@ def attach(
         if hook is not None:
             raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
         recorder.sees_communication = alone
-        return ConnectedModel(model, recorder, None)
+        return ConnectedModel(model, recorder, None, ranks)
     device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
-    entry = GradientHook(group, share, recorder, hook, hook_state, device=device)
+    entry = GradientHook(group, share, recorder, hook, hook_state, device=device, ranks=ranks)
     entry.register(model)
     if scaler is not None:
         entry.loss_scale = lambda: getattr(scaler, "_scale", None)  # get_scale() would synchronise the device
-    attached = ConnectedModel(model, recorder, entry)
+    attached = ConnectedModel(model, recorder, entry, ranks)
     name = "all-reduce" if hook is None else getattr(hook, "__qualname__", type(hook).__name__)
     attached.exchanges = f"{name}, buffers {batchnorm}"
     attached.settings = {option: getattr(model, option, None) for option in _ALIKE_IN_DDP}
@@ -203,13 +196,9 @@ def _exchange_buffers(model: DistributedDataParallel, attached: ConnectedModel, 
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:
         if model.training and torch.is_grad_enabled() and attached.apart():
             return  # DDP asks for it before the first of several passes that cross nothing
-        try:
-            with attached.recorder.timer.exchanging():
-                exchange(buffers)
-        except RuntimeError as error:
-            if not failed_collective(error):
-                raise
-            raise attached.explain(error, "the ranks could not exchange the model's buffers") from error
+        named = attached.ranks.naming("the ranks could not exchange the model's buffers")
+        with named, attached.recorder.timer.exchanging():
+            exchange(buffers)
 
     model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)
 
@@ -219,7 +208,7 @@ def _broadcasting(model: DistributedDataParallel, entry: GradientHook) -> Exchan
         if any(buffer.device.type != "cpu" for buffer in buffers.values()):
             model._default_broadcast_coalesced()
         else:
-            broadcast_(buffers.values(), entry.group, entry.arrivals.ending)
+            broadcast_(buffers.values(), entry.group, entry.ranks)
 
     return broadcast
 
@@ -231,7 +220,7 @@ def _averaging(
 
     def average(buffers: dict[str, Tensor]) -> None:
         # With unequal shares the first rank, whose buffers DDP would take, may have the noisiest statistics.
-        average_(buffers.values(), attached.last_weight, entry.group, entry.arrivals.ending)
+        average_(buffers.values(), attached.last_weight, entry.group, entry.ranks)
         if not model.training or attached.recorder.muted:
             return  # evaluation and discarded passes have no share of their own
         attached.last_weight = share().part

@@ -7,7 +7,7 @@ samples. DDP averages over W workers, so each worker's gradient is multiplied by
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.ranks.errors import Arrivals, Explain, unnamed, wait_here
-from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.process_groups import new_gloo_group, on_gloo
+from dynamix.runtime.ranks.ranks import ALONE, Ranks
 from dynamix.runtime.sync.other_reductions import require_no_step
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
@@ -30,6 +29,7 @@ _SINGLE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_
 _ANEW = "train on with a new DistributedDataParallel around its module"
 # A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
 DENSE_EVERY = 50
+NOT_ADDED = "the ranks could not add their gradients"
 
 
 def scale_(values: Tensor, count: float, total: float, workers: int) -> Tensor:
@@ -128,8 +128,9 @@ class GradientHook:
         inner_state: Any,
         *,
         device: str = "cpu",
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.group, self.share, self.meter = group, share, meter
+        self.group, self.share, self.meter, self.ranks = group, share, meter, ranks
         self.inner, self.inner_state = inner, inner_state
         self.chained = inner is not None and inner not in _SINGLE_COLLECTIVE
         # A hook that says so gives the true mean and agrees on finiteness by itself.
@@ -152,9 +153,8 @@ class GradientHook:
         self.crossed = 0  # backward passes so far
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.muted = False  # discarded warm-up passes: plain all-reduce, nothing measured
-        self.arrivals = Arrivals(None)
+        self.arrivals = ranks.arrivals()
         self.check: Check | None = None
-        self.explain: Explain = unnamed
         self._under_way: list[Future[Tensor]] = []
         self._awaited = False  # that `_arrived` will be called in this backward pass
         self._norms_due = self._measuring = False
@@ -177,11 +177,9 @@ class GradientHook:
         """At the end of backward. Raises what another rank ends the job with; `WorkerLostError` where one is lost."""
         futures, self._under_way = self._under_way, []
         self.arrivals.wait()
-        try:
+        with self.ranks.naming(NOT_ADDED):
             for future in futures:
                 future.wait()
-        except RuntimeError as error:
-            self._explain(error)
 
     def _begin(self, bucket: Bucket) -> GradientWeight | None:
         """Before a bucket is reduced; None while passes are discarded."""
@@ -215,11 +213,6 @@ class GradientHook:
             self.meter.add("local_sq", self._norm_sq(values, weight / divided), part=part)
         return share
 
-    def _explain(self, error: RuntimeError) -> NoReturn:
-        if failed_collective(error):
-            raise self.explain(error, "the ranks could not add their gradients") from error
-        raise error
-
     def _weighted_before(self, share: GradientWeight, buffer: Tensor) -> Tensor:
         """A loss times 0 left zeros, and 0 * NaN where the placeholder's gradient was not finite.
 
@@ -234,10 +227,7 @@ class GradientHook:
         begun: list[dist.Work] = []
 
         def arrive() -> None:
-            try:
-                wait_here(begun.pop(), self.arrivals.ending)
-            except RuntimeError as error:
-                self._explain(error)
+            self.ranks.wait_here(begun.pop(), NOT_ADDED)
             self.meter.reduced()
             if measure:
                 self.meter.add("global_sq", self._norm_sq(buffer, 1.0), part=part)
@@ -316,7 +306,7 @@ class GradientHook:
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the controller, as DDP cannot let go of this hook; returns the groups of buckets."""
-        self.share, self.check, self.arrivals = _closed, None, Arrivals(None)
+        self.share, self.check = _closed, None
         groups, self.bucket_groups = self.bucket_groups, []
         return groups
 

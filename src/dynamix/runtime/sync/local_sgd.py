@@ -13,8 +13,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.ranks.errors import JobErrors
 from dynamix.runtime.ranks.process_groups import new_gloo_group
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.collectives import Workers, broadcast_
 from dynamix.runtime.sync.compare import require_alike
 from dynamix.runtime.sync.connected_model import ConnectedModel, attach
@@ -31,7 +31,7 @@ def attach_apart(
     model: nn.Module,
     group: dist.ProcessGroup | None,
     recorder: Recorder,
-    ending: JobErrors | None,
+    ranks: Ranks,
     *,
     averaging: Averaging | None,
     scaler: Any,
@@ -46,7 +46,7 @@ def attach_apart(
             given = f"wrap({name}={options[name]!r}) is about meeting over gradients"
             fix = "leave it out: with meet='parameters' moves and buffers are averaged by samples; see averaging="
             raise UsageError(f"{given}: {fix}")
-    return _meeting(_silent(model, recorder), group, recorder, ending, averaging or Averaging(), scaler)
+    return _meeting(_silent(model, recorder, ranks), group, recorder, ranks, averaging or Averaging(), scaler)
 
 
 def attach_both(
@@ -54,7 +54,7 @@ def attach_both(
     group: dist.ProcessGroup | None,
     share: Callable[[], GradientWeight],
     recorder: Recorder,
-    ending: JobErrors | None,
+    ranks: Ranks,
     *,
     averaging: Averaging | None,
     scaler: Any,
@@ -76,16 +76,16 @@ def attach_both(
     if isinstance(model, DistributedDataParallel) and model.static_graph:
         fix = "leave static_graph out, or say meet='gradients'"
         raise UsageError(f"DDP(static_graph=True) expects the same in every pass, but rounds differ: {fix}")
-    attached = attach(model, group, share, recorder, scaler=scaler, weighting="hook", **options)
-    return _meeting(attached, group, recorder, ending, how, scaler, at_times=True)
+    attached = attach(model, group, share, recorder, scaler=scaler, weighting="hook", ranks=ranks, **options)
+    return _meeting(attached, group, recorder, ranks, how, scaler, at_times=True)
 
 
-def _silent(model: nn.Module, recorder: Recorder) -> ConnectedModel:
+def _silent(model: nn.Module, recorder: Recorder, ranks: Ranks) -> ConnectedModel:
     """A model, perhaps under DDP, in whose passes nothing crosses ranks."""
     if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
         first = "pass a batch through it before controller.wrap(model, optimizer)"
         raise UsageError(f"the model has parameters whose shapes are not known yet: {first}")
-    attached = ConnectedModel(model, recorder, None)
+    attached = ConnectedModel(model, recorder, None, ranks)
     if isinstance(model, DistributedDataParallel):
         _keep_silent(model, attached)
     attached.exchanges = "parameters"
@@ -96,7 +96,7 @@ def _meeting(
     attached: ConnectedModel,
     group: dist.ProcessGroup | None,
     recorder: Recorder,
-    ending: JobErrors | None,
+    ranks: Ranks,
     how: Averaging,
     scaler: Any,
     *,
@@ -106,16 +106,16 @@ def _meeting(
     model = attached.model
     own: list[dist.ProcessGroup] = []
     on_cpu = group is None or recorder.device.type == "cpu"
-    workers = beside = Workers(group, ending)
+    workers = beside = Workers(group, ranks)
     if not on_cpu:
         own.append(new_gloo_group(dist.get_process_group_ranks(group)))
-        beside = Workers(own[-1], ending)
+        beside = Workers(own[-1], ranks)
     if group is not None and group.size() > 1:
         tensors = (*model.named_parameters(), *model.named_buffers())
         kinds = (f"{t.dtype}{'' if t.requires_grad else ', not trained'}" for _, t in tensors)
         words = [f"{name} {list(t.shape)} {kind}" for (name, t), kind in zip(tensors, kinds, strict=True)]
         require_alike(words, beside)
-        broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ending)
+        broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ranks)
     attached.meeting = ParameterAveraging(model, how, workers, beside, scaler=scaler, at_times=at_times)
     attached.meeting.groups = own
     return attached

@@ -12,9 +12,8 @@ from torch.autograd import Variable
 
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.ranks.errors import Explain, JobErrors, unnamed, wait_for
-from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.process_groups import new_gloo_group
+from dynamix.runtime.ranks.ranks import ALONE, Ranks
 from dynamix.runtime.sync.shards import gradients_of
 
 
@@ -25,10 +24,8 @@ class LossWeight:
     when backward has ended, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, accumulate: int) -> None:
-        self.group, self.accumulate = group, accumulate
-        self.explain: Explain = unnamed
-        self.ending: JobErrors | None = None  # set by the owner
+    def __init__(self, group: dist.ProcessGroup | None, accumulate: int, ranks: Ranks = ALONE) -> None:
+        self.group, self.accumulate, self._ranks = group, accumulate, ranks
         self.workers = 1 if group is None else dist.get_world_size(group)
         self.applied: float | Tensor | None = None
         self.weighting, self._paused = "hook", False
@@ -81,7 +78,7 @@ class LossWeight:
         if values.device.type == "cpu" and self._counts_group is None:
             self._counts_group = new_gloo_group(dist.get_process_group_ranks(self.group))
         group = self._counts_group if values.device.type == "cpu" else self.group
-        return _Sum(dist.all_reduce(values, group=group, async_op=True), self)
+        return _Sum(dist.all_reduce(values, group=group, async_op=True), self._ranks)
 
     def apply(self, loss: Tensor, piece: Piece, count: float | Tensor | None) -> Tensor:
         """The weighted loss of this micro-batch; see `Controller.weight`."""
@@ -157,7 +154,7 @@ class LossWeight:
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the group that counts travel in, and return it."""
-        group, self._counts_group, self.ending = self._counts_group, None, None
+        group, self._counts_group = self._counts_group, None
         self._counted.clear()
         return [] if group is None else [group]
 
@@ -181,14 +178,9 @@ class LossWeight:
 class _Sum:
     """A sum over ranks under way."""
 
-    def __init__(self, work: Any, owner: LossWeight) -> None:
-        self._work, self._owner = work, owner
+    def __init__(self, work: Any, ranks: Ranks) -> None:
+        self._work, self._ranks = work, ranks
 
     def wait(self) -> None:
         """Raises what another rank ends the job with meanwhile, and `WorkerLostError` where one is lost."""
-        try:
-            wait_for(self._work, self._owner.ending)
-        except RuntimeError as error:
-            if not failed_collective(error):
-                raise
-            raise self._owner.explain(error, "the ranks could not add their counts") from error
+        self._ranks.wait(self._work, "the ranks could not add their counts")

@@ -264,7 +264,7 @@ class ParameterAveraging:
             named = (name for name, p in self.model.named_parameters() if p is parameter)
             raise differ(next(named, f"a parameter of shape {list(parameter.shape)} beside the model"))
         if anchors:  # buffers, which passes of a rank's own may change
-            broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ending)
+            broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ranks)
 
     def _take_along(self, moved: dict[str, bool]) -> Iterator[None]:
         """What is not trained and was `moved` on some rank travels from now on: this time whole, as there is no copy of

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -14,7 +12,7 @@ from torch.optim import Optimizer
 from dynamix.data import Allocations, BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.ranks.liveness import failed_collective
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.connected_model import ConnectedModel
 
 _WHERE = "call it at a meeting: `if controller.checkpoint_due(every=N):`, or at any of them, `if controller.met:`"
@@ -27,6 +25,7 @@ class StepsApart(Protocol):
     rank: int
     allocations: Allocations
     connected: list[ConnectedModel]
+    ranks: Ranks
     recorder: Recorder
     source: BatchSampler | Stream | None
 
@@ -56,7 +55,7 @@ class RoundBoundary:
         if source.plan().apart:
             meeting.begin()
         else:
-            with _naming(attached, "the ranks could not average the state of their optimizers"):
+            with self.of.ranks.naming("the ranks could not average the state of their optimizers"):
                 meeting.together()
 
     @functools.cached_property
@@ -71,7 +70,7 @@ class RoundBoundary:
         of.recorder.gradients_ready()
         for attached in of.connected:
             if attached.meeting is not None:
-                with _naming(attached, "the ranks could not average their models"):
+                with of.ranks.naming("the ranks could not average their models"):
                     attached.meeting.meet(weight)
         of.recorder.reduced()
         self.between = False
@@ -107,17 +106,6 @@ class RoundBoundary:
         self.require("optimizer_state() is the mean over workers")
         for attached in self.of.connected:
             if attached.meeting is not None and any(optimizer is own for own in attached.meeting.optimizers):
-                with _naming(attached, "the ranks could not average the state of an optimizer"):
+                with self.of.ranks.naming("the ranks could not average the state of an optimizer"):
                     return attached.meeting.optimizer_state(optimizer)
         raise UsageError("optimizer_state() got an optimizer that controller.wrap(model, optimizer) was not given")
-
-
-@contextlib.contextmanager
-def _naming(attached: ConnectedModel, what: str) -> Iterator[None]:
-    """A failed collective inside becomes an error that names the rank."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not failed_collective(error):
-            raise
-        raise attached.explain(error, what) from error

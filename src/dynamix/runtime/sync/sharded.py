@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from dynamix.data import Piece
 from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.ranks.errors import wait_here
+from dynamix.runtime.ranks.ranks import ALONE, Ranks
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.gradients import (
+    NOT_ADDED,
     GradientHook,
     GradientWeight,
     Meter,
@@ -47,9 +48,14 @@ class ShardedHook(GradientHook):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, share: Callable[[], GradientWeight], meter: Meter, shards: Shards
+        self,
+        group: dist.ProcessGroup,
+        share: Callable[[], GradientWeight],
+        meter: Meter,
+        shards: Shards,
+        ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(group, share, meter, None, None, device=shards.device.type)
+        super().__init__(group, share, meter, None, None, device=shards.device.type, ranks=ranks)
         self.shards = shards
         self.closed = False
         self._on_cpu = shards.device.type == "cpu"
@@ -119,10 +125,7 @@ class ShardedHook(GradientHook):
 
     def wait(self, work: Any) -> None:
         """For a collective on CPUs, as long as no other rank ends the job."""
-        try:
-            wait_here(work, self.arrivals.ending)
-        except RuntimeError as error:
-            self._explain(error)
+        self.ranks.wait_here(work, NOT_ADDED)
 
     def batch_done(self) -> None:
         """What reduces from now on is another batch's."""
@@ -234,8 +237,10 @@ class ShardedAttached(ConnectedModel):
 
     shards: Shards
 
-    def __init__(self, model: nn.Module, recorder: Recorder, hook: ShardedHook | None, shards: Shards) -> None:
-        super().__init__(model, recorder, hook)
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, hook: ShardedHook | None, shards: Shards, ranks: Ranks = ALONE
+    ) -> None:
+        super().__init__(model, recorder, hook, ranks)
         self.shards = shards
         self._piece: Piece | None = None  # that of the last forward pass
         self._held: list[Any] = []  # groups whose parameters stay gathered until the round's last piece
@@ -304,15 +309,14 @@ def attach_sharded(
     hook: Any,
     scaler: Any,
     weighting: str,
+    ranks: Ranks = ALONE,
 ) -> ConnectedModel:
     """Connect a model under FSDP2; the arguments are `Controller.wrap`'s. Raises `UsageError` naming what it needs."""
     if hook is not None:
         raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
     shards = Shards.of(model)
     if group is None or dist.get_world_size(group) == 1:
-        return (
-            ConnectedModel(model, recorder, None) if shards is None else ShardedAttached(model, recorder, None, shards)
-        )
+        return _weighted_in_loss(model, recorder, shards, ranks)
     if shards is not None and (theirs := shards.wrong_ranks(ours := dist.get_process_group_ranks(group))) is not None:
         fix = "give both the data-parallel dimension of one mesh: process_group=mesh.get_group()"
         raise UsageError(f"FSDP reduces over ranks {theirs}, the controller weights for ranks {ours}: {fix}")
@@ -323,18 +327,22 @@ def attach_sharded(
         told = "so exchange, waiting and the noise scale are not measured"
         warnings.warn(f"{reason}, {told}; gradients are weighted in the loss", RuntimeWarning, stacklevel=5)
         recorder.sees_communication = False
-        return (
-            ConnectedModel(model, recorder, None) if shards is None else ShardedAttached(model, recorder, None, shards)
-        )
-    entry = ShardedHook(group, share, recorder, shards)
+        return _weighted_in_loss(model, recorder, shards, ranks)
+    entry = ShardedHook(group, share, recorder, shards, ranks)
     entry.require_mean()
     entry.attach()
     shards.time_exchanges(recorder.timer)
     if scaler is not None:
         entry.loss_scale = lambda: getattr(scaler, "_scale", None)  # get_scale() would synchronise the device
-    attached = ShardedAttached(model, recorder, entry, shards)
+    attached = ShardedAttached(model, recorder, entry, shards, ranks)
     attached.exchanges = "reduce-scatter"
     return attached
+
+
+def _weighted_in_loss(model: nn.Module, recorder: Recorder, shards: Shards | None, ranks: Ranks) -> ConnectedModel:
+    if shards is None:
+        return ConnectedModel(model, recorder, None, ranks)
+    return ShardedAttached(model, recorder, None, shards, ranks)
 
 
 def _cannot_weigh(model: nn.Module, shards: Shards) -> str | None:
