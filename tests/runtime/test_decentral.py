@@ -136,9 +136,9 @@ def test_live_ranks_choose_what_the_same_rules_do_beside_each_other_in_one_proce
 def test_a_guard_which_needs_all_workers_times_is_refused() -> None:
     guarded = Guard(StigmergicPolicy())
     job = JobFacts(Bounds.of(2), 2, slack=1)
-    group: Any = object()  # never used
+    ranks: Any = SimpleNamespace(workers=2)
     with pytest.raises(ConfigError, match="guard=True"):
-        open_channel(group, 2, job, guarded, Decider(guarded, job), replays=False, lr_rule="none")
+        open_channel(ranks, 2, job, guarded, Decider(guarded, job), replays=False, lr_rule="none")
 
 
 def _fails_on_rank_1(rank: int) -> dict[str, Any]:
@@ -224,8 +224,8 @@ def _row(window: Window, worker: int, steps: int) -> Any:
 
 def test_the_noise_of_a_row_is_that_of_the_batch_it_was_measured_in() -> None:
     """As on CUDA, where a row may tell of the window before: 60 samples then, 120 now."""
-    group: Any = SimpleNamespace(rank=0, workers=2)
-    channel = PeerChannel(group, JobFacts(Bounds.of(2), 60, slack=1), StigmergicPolicy(), None, share_noise=False)
+    ranks: Any = SimpleNamespace(rank=0, workers=2, group=None)
+    channel = PeerChannel(ranks, JobFacts(Bounds.of(2), 60, slack=1), StigmergicPolicy(), None, share_noise=False)
     before = {"compute": [0.1, 0.1], "wait": [0.0, 0.0], "communication": [0.01, 0.01], "compute_std": [0.01, 0.01]}
     # Of 60 samples: the noise is 1.5, so that of one is 90, and |G|^2 is 1.
     norms = {"gradient_norm_sq": [4.0, 4.0], "global_norm_sq": 2.5}

@@ -22,8 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dynamix
-from dynamix.runtime import arguments, assembly
-from dynamix.runtime.ranks import liveness, store
+from dynamix.runtime.ranks import liveness, opening, store
 from tests.ranks import _CONTEXT
 
 pytestmark = pytest.mark.multiproc
@@ -102,8 +101,8 @@ def _late_beyond_patience(rank: int) -> None:
     """Rank 1 is late in the middle of its constructor, after all were compared: the store is gone when it connects."""
     liveness.LINGER_S = 0.5
     if rank:
-        made = assembly.Ranks
-        assembly.Ranks = lambda group: (time.sleep(BEHIND_S), made(group))[1]  # type: ignore[misc,assignment]
+        opened = liveness.Liveness.open
+        liveness.Liveness.open = lambda group: (time.sleep(BEHIND_S), opened(group))[1]  # type: ignore[method-assign]
     controller = _make()
     if rank == 0:
         _no_data()
@@ -126,8 +125,8 @@ def test_who_comes_when_the_first_ranks_store_is_gone_says_so(case: Case, ranks:
 def _late(rank: int) -> None:
     """The last one is late in the middle of its constructor, within the patience of rank 0, which has failed."""
     if rank == dist.get_world_size() - 1:
-        made = assembly.Ranks
-        assembly.Ranks = lambda group: (time.sleep(BEHIND_S), made(group))[1]  # type: ignore[misc,assignment]
+        opened = liveness.Liveness.open
+        liveness.Liveness.open = lambda group: (time.sleep(BEHIND_S), opened(group))[1]  # type: ignore[method-assign]
     controller = _make()
     if rank == 0:
         _no_data()
@@ -231,7 +230,7 @@ def _last_fails_before(rank: int) -> None:
 def _last_is_killed_between(rank: int) -> None:
     """After the ranks have met, and before they have made their group."""
     if rank:
-        arguments.open_control = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        opening.open_control = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     _make()
 
 

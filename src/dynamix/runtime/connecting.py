@@ -16,7 +16,7 @@ from dynamix.projection import project
 from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.check.unreached import replaced
 from dynamix.runtime.job import TrainingJob
-from dynamix.runtime.memory import Memory, within
+from dynamix.runtime.memory import ExitNote, Memory, within
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.collectives import require_sums
 from dynamix.runtime.sync.connected_model import Around, ConnectedModel, Options, attach
@@ -29,11 +29,11 @@ from dynamix.window import Bounds
 
 def connect(
     job: TrainingJob, group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, options: Options
-) -> bool:
-    """`Controller.wrap`. Whether `model` is the first that is connected."""
+) -> None:
+    """`Controller.wrap`."""
     refuse_fsdp1(model)
     require_pair(model, optimizer, group)
-    apart = job.job.steps_apart
+    apart = job.facts.steps_apart
     if isinstance(model, DistributedDataParallel):
         require_own_reduction(model, options.weighting, apart=apart)
     if options.averaging is not None and not apart:
@@ -44,8 +44,8 @@ def connect(
     if job.most_of_piece is not None or apart:
         require_own_passes(model, group, apart=apart)
     if job.loop.add_optimizer(model, optimizer):
-        job.add_optimizer(optimizer, job.connected(model))
-        return False
+        job.add_optimizer(optimizer, next(known for known in job.models if known.model is model))
+        return
     first = not job.models
     if not first:
         _require_several(job.loss_weight.weighting, options.weighting)
@@ -53,10 +53,13 @@ def connect(
         connected = _attach(job, model, optimizer, group, options)
     if first:
         if connected.shards is not None and group is not None:
-            _require_held_shares(job.job.bounds, connected.shards, group)
+            _require_held_shares(job.facts.bounds, connected.shards, group)
         job.loss_weight.bind(model, options.weighting)
-    job.connect(connected, optimizer, Memory(connected, job.loss_weight, job.ranks, group=group) if first else None)
-    return first
+    memory = None
+    if first:
+        note = ExitNote(job.ranks.rank, job.samples_now, job.memory_ran_out)
+        memory = Memory(connected, job.loss_weight, job.ranks, group=group, note=note)
+    job.connect(connected, optimizer, memory)
 
 
 def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGroup) -> None:
@@ -84,10 +87,10 @@ def _attach(
         job.recorder.measure_on(next((p.device for p in model.parameters()), torch.device("cpu")))
     watch = functools.partial(job.loop.connect, model, optimizer)
     around = Around(group, job.ranks, job.recorder, job.loss_weight, watch, measured=first)
-    if job.job.ways is not None:
+    if job.facts.ways is not None:
         require_sums(model.named_buffers())
         return attach_both(model, options, around)
-    if job.job.apart:
+    if job.facts.apart:
         return attach_apart(model, options, around)
     return (attach_sharded if is_fully_sharded(model) else attach)(model, options, around)
 
@@ -153,7 +156,7 @@ def piece(job: TrainingJob) -> Iterator[None]:
 
 def find_limits(job: TrainingJob, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:
     """`Controller.find_limits`."""
-    source, facts, windows, memory = job.source, job.job, job.windows, job.memory
+    source, facts, windows, memory = job.source, job.facts, job.windows, job.memory
     if memory is None:
         raise UsageError("call controller.wrap(model, optimizer) before find_limits()")
     if source is not None and source.issued:

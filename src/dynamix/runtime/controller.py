@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, DynamixError, UsageError, WorkerLostError
+from dynamix.events.background import background_log
 from dynamix.policies import Policy
 from dynamix.removed import NO_LEARNING, message, removed_arguments
-from dynamix.events.background import background_log
 from dynamix.runtime import connecting
-from dynamix.runtime.arguments import one_for_all, rank_in, require_no_launcher
 from dynamix.runtime.config import UNSAID, JobConfig, from_outside
 from dynamix.runtime.feeding import Feeding
 from dynamix.runtime.limits import Limits
 from dynamix.runtime.opening import open_job
+from dynamix.runtime.ranks.opening import one_for_all, rank_in, require_no_launcher
 from dynamix.runtime.ranks.store import store_is_there
 from dynamix.runtime.rate.scaling import SampleSchedule
+from dynamix.runtime.sync.connected_model import Options
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 
@@ -144,8 +145,8 @@ class Controller(Feeding):
                     guard=guard,
                 )
                 log = background_log(events) if self.rank == 0 else None
-                same |= config.facts
-            self._coordinator = open_job(config, self.group, same.group, log)
+                same.update(config.facts)
+            self._job = open_job(config, self.group, same.ranks, log)
         self.policy = config.own_policy
         self.overhead_s, self._closed = 0.0, False
         self._end_with_the_process(writes=log is not None)
@@ -157,11 +158,10 @@ class Controller(Feeding):
 
     def _end_with_the_process(self, *, writes: bool) -> None:
         """For loops that do not close their controller."""
-        if (liveness := self._coordinator.liveness) is not None:
-            # At the latest when this process ends; its end must not find a thread inside the store's client.
-            weakref.finalize(self, liveness.leave_unclosed)
+        # At the latest when this process ends; its end must not find a thread inside the store's client.
+        weakref.finalize(self, self._job.ranks.leave_unclosed)
         if writes:
-            weakref.finalize(self, self._coordinator.end_events)
+            weakref.finalize(self, self._job.end_events)
 
     # ------------------------------------------------------------ setting up
 
@@ -200,11 +200,10 @@ class Controller(Feeding):
         Raises `UsageError` naming the reason when the model needs the loss side or already has a hook, reduces over
         other ranks than the controller's, or is not the one that the optimizer updates.
         """
-        options: dict[str, Any] = {"hook": hook, "hook_state": hook_state, "scaler": scaler}
-        options |= {"weighting": weighting, "batchnorm": batchnorm, "averaging": averaging}
+        options = Options(hook, hook_state, scaler, weighting, batchnorm, averaging)
         inside, optimizer = inner_model(model), inner_optimizer(optimizer)
-        with self._coordinator.setting_up():
-            connecting.connect(self._coordinator, self.group, inside, optimizer, **options)
+        with self._job.ranks.setting_up():
+            connecting.connect(self._job, self.group, inside, optimizer, options)
         return model
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
@@ -212,8 +211,8 @@ class Controller(Feeding):
 
         They are global samples; None: the global batch at the start.
         """
-        with self._coordinator.setting_up():
-            return self._coordinator.schedule(scheduler, nominal_batch_size)
+        with self._job.ranks.setting_up():
+            return self._job.schedule(scheduler, nominal_batch_size)
 
     def find_limits(self, step_fn: Callable[[Any], Any], example: Any, *, margin: float = 0.1) -> list[int]:
         """Find the largest micro-batch that fits each rank's memory; from then on no batch is larger. Before training.
@@ -227,8 +226,8 @@ class Controller(Feeding):
         less, the others take over. With `Controller(micro_batch=...)` they bound each rank's pieces, not its share.
         Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
         """
-        with self._coordinator.setting_up():
-            return connecting.find_limits(self._coordinator, step_fn, example, margin=margin)
+        with self._job.ranks.setting_up():
+            return connecting.find_limits(self._job, step_fn, example, margin=margin)
 
     # ------------------------------------------------------------ in the loop
 
@@ -247,7 +246,7 @@ class Controller(Feeding):
         Needed with `micro_batch`, and right with any other way to cut. With `micro_batch` the loss is the mean over the
         piece's own samples and is never divided by the number of pieces; with `accumulate=A` it is divided by A.
         """
-        return connecting.piece(self._coordinator)
+        return connecting.piece(self._job)
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Removed in 0.3: raises `ConfigError`, which says what to write."""
@@ -262,12 +261,12 @@ class Controller(Feeding):
         count   divisor of this mean loss if it is not the number of samples (tokens; the sum of class weights). It is
                 summed over workers by one small asynchronous all-reduce.
         """
-        coordinator = self._coordinator
+        job = self._job
         try:
-            coordinator.meetings.require_no("controller.weight(loss)")
-            return coordinator.loss_weight.apply(loss, coordinator.need_source().piece(), count)
+            job.boundary.require_no("controller.weight(loss)")
+            return job.loss_weight.apply(loss, job.need_source().piece(), count)
         except DynamixError as error:
-            coordinator.fail(error)
+            job.windows.fail(error)
             raise
 
     def step(self, *, loss: Any = None, logits: Any = None, target: Any = None, count: int | None = None) -> None:
@@ -282,40 +281,13 @@ class Controller(Feeding):
         """
         began = time.perf_counter()
         try:
-            self._step(loss, logits, target, count)
+            self._job.step(loss, logits, target, count)
         except WorkerLostError:
             raise  # the others have lost it too
         except DynamixError as error:
-            self._coordinator.fail(error)
+            self._job.windows.fail(error)
             raise
         self.overhead_s += time.perf_counter() - began
-
-    def _step(self, loss: Tensor | None, logits: Tensor | None, target: Tensor | None, count: int | None) -> None:
-        coordinator = self._coordinator
-        source = coordinator.need_source()
-        piece = source.piece()
-        mine = piece.samples
-        if count is not None and mine and count != mine:
-            fix = "Use controller.weight(loss, count=...).backward() when batches can shrink after sampling"
-            wrong = f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly"
-            raise UsageError(f"{wrong}. {fix}")
-        if self.world_size > 1 and coordinator.attached is None:
-            raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
-        if coordinator.loop.odd and count is None and not coordinator.loss_weight.given:
-            coordinator.loop.require_dealt(mine, loss)
-        applied = coordinator.loss_weight.take()
-        coordinator.before_step(piece)
-        source.consume()
-        if mine:
-            over = coordinator.loss_weight.in_loss(piece)
-            coordinator.recorder.observe(loss, logits, target, samples=mine, over=over)
-            if (test := coordinator.job.weight_test) is not None and test.suspects:
-                test.judge(loss, mine, piece.plan.counts)
-        coordinator.meetings.passed(piece)
-        if piece.last:
-            coordinator.step_done(piece.plan)
-        else:
-            coordinator.piece_done(piece, applied)
 
     def warm_up(self, forward_backward: Callable[[], Any]) -> None:
         """Two discarded forward and backward passes, so that a resumed run sums gradients in the saved run's order.
@@ -324,8 +296,8 @@ class Controller(Feeding):
         Collective. `forward_backward()` must run the model and `.backward()` on any batch. Buffers, gradients and
         random state are put back.
         """
-        with self._coordinator.setting_up():
-            connecting.warm_up(self._coordinator, forward_backward)
+        with self._job.ranks.setting_up():
+            connecting.warm_up(self._job, forward_backward)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after the same step, soon; `stopping` says when. May be called in a signal handler:
@@ -340,7 +312,7 @@ class Controller(Feeding):
 
         One rank's request is enough. It takes 2 to 4 s, and no step waits meanwhile but perhaps the last.
         """
-        self._coordinator.request_stop()
+        self._job.ranks.request_stop()
 
     # ------------------------------------------------------------ state
 
@@ -355,7 +327,7 @@ class Controller(Feeding):
                  is in the state of every rank. For frameworks that keep rank 0's state only. Without it such a resume
                  is exact in samples and decisions, but the other ranks' figures of the open window are unknown.
         """
-        return self._coordinator.state_dict(gather=gather)
+        return self._job.state_dict(gather=gather)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`optimizer.state_dict()` with the mean over workers of what it remembers, by their samples of the last round.
@@ -364,7 +336,7 @@ class Controller(Feeding):
         worker keeps its own (`Averaging(optimizer_state="kept")`). The optimizer stays as it is. Raises `UsageError`
         between meetings, with meet="gradients", and for what has no mean.
         """
-        return self._coordinator.meetings.optimizer_state(optimizer)
+        return self._job.boundary.optimizer_state(optimizer)
 
     def load_state_dict(self, state: dict[str, Any], *, policy: bool = True) -> None:
         """Go on from a state saved by this or another world size, before or after `batch_sampler` and `wrap`.
@@ -378,8 +350,8 @@ class Controller(Feeding):
         changed, is of another version or does not fit this job. Where your policy, hook's state or scheduler raises
         while it loads its part, the error names it, and all are put back as they were.
         """
-        with self._coordinator.setting_up():
-            self._coordinator.load_state_dict(state, policy=policy)
+        with self._job.ranks.setting_up():
+            self._job.load_state_dict(state, policy=policy)
 
     def close(self) -> None:
         """Finish a pending decision, write the last events, and let go of threads, sockets and process groups.
@@ -391,9 +363,9 @@ class Controller(Feeding):
         """
         if not self._closed:
             self._closed = True
-            self._coordinator.meetings.warn_between()
-            short = None if sys.exception() else self._coordinator.loop.cut_short()
-            self._coordinator.close()
+            self._job.boundary.warn_between()
+            short = None if sys.exception() else self._job.loop.cut_short()
+            self._job.close()
             if short is not None:
                 raise UsageError(short)
 

@@ -66,33 +66,34 @@ class Feeding(ControllerStatus):
         padded: bool,
         placeholder: Collate | None = None,
     ) -> BatchSampler:
-        coordinator = self._coordinator
+        job = self._job
         shuffle, seed, indices, weights, num_samples = order
-        with coordinator.setting_up():
+        with job.ranks.setting_up():
             _require_data(dataset)
             if partition == "contiguous":
-                # Regions are cut once per epoch: so it decides.
-                coordinator.per_epoch, coordinator.job.slack = True, 0
+                job.facts.decide_per_epoch()  # regions are cut once per epoch
             chosen = None
             if not (indices is None and weights is None and num_samples is None):
                 chosen = Selection(len(dataset), indices=indices, weights=weights, num_samples=num_samples)
             if weights is not None and not shuffle:
                 raise ConfigError("shuffle", False, "True with weights, whose samples are drawn", "leave shuffle out")
             size = len(dataset) if chosen is None else chosen.size
-            coordinator.job.limit_to(size)
-            costs = costs_by_length(
-                lengths, padded, len(dataset), apart=coordinator.steps_apart, fixed=coordinator.job.fixed
-            )
-            return coordinator.sampler(
+            job.facts.limit_to(size)
+            apart, fixed = job.facts.steps_apart, job.facts.fixed
+            sampler = BatchSampler(
                 size,
+                job.allocations,
                 seed=seed,
                 shuffle=shuffle,
                 partition=partition,
                 selection=chosen,
-                costs=costs,
+                costs=costs_by_length(lengths, padded, len(dataset), apart=apart, fixed=fixed),
                 size_now=(lambda: len(dataset)) if chosen is None else None,
                 placeholder=placeholder,
+                **job.of_source(),
             )
+            job.feed(sampler)
+            return sampler
 
     def loader(
         self,
@@ -121,7 +122,7 @@ class Feeding(ControllerStatus):
         Raises `UsageError` for a loader whose order cannot be kept (iterable data, samplers of your own, a framework's
         loader), naming what to write in its place, and `ConfigError` for another batch size.
         """
-        with self._coordinator.setting_up():
+        with self._job.ranks.setting_up():
             order = order_of(loader)
             require_batch_size(loader, self._config.loop_batches)
             if seed is not None:
@@ -137,8 +138,13 @@ class Feeding(ControllerStatus):
 
         sharded   False: every rank iterates the same global stream. True: each rank iterates its own.
         """
-        with self._coordinator.setting_up():
-            return self._coordinator.stream(iterable, sharded=sharded, collate_fn=collate_fn)
+        job = self._job
+        with job.ranks.setting_up():
+            agree = job.loss_weight.sum_async if job.loss_weight.group else None
+            own = job.of_source()
+            stream = Stream(iterable, job.allocations, sharded=sharded, collate_fn=collate_fn, agree=agree, **own)
+            job.feed(stream)
+            return stream
 
 
 def _require_data(dataset: Any) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dynamix.data import Allocations, BatchSampler, Piece, Stream
-from dynamix.errors import DynamixError, MemoryLimitError, UsageError
-from dynamix.policies import Policy
+from dynamix.data.cutting import NO_LIMIT
+from dynamix.errors import MemoryLimitError, UsageError
 from dynamix.policies.wrappers import window_length_of
 from dynamix.runtime.check.loop import LoopCheck
 from dynamix.runtime.check.losses import WeightTest
-from dynamix.runtime.decide.channel import DecisionChannel
+from dynamix.runtime.config import JobConfig
+from dynamix.runtime.decide.channel import DRAIN_S, DecisionChannel
+from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel
 from dynamix.runtime.decide.progress import PendingState, Progress
@@ -24,8 +28,9 @@ from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.part import Observation, Part, heard
-from dynamix.runtime.ranks.compare import sketches_of
-from dynamix.runtime.ranks.ranks import Alone, Ranks
+from dynamix.runtime.ranks.compare import settings_of, sketches_of
+from dynamix.runtime.ranks.process_groups import destroy_groups
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.state import random_state, saving
@@ -33,9 +38,8 @@ from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.round_boundary import RoundBoundary
 from dynamix.runtime.sync.single_worker import SingleWorkerSync
-from dynamix.window import Ints
 
-Source = TypeVar("Source", BatchSampler, Stream)
+EVENTS = ("piece_done", "round_done", "job_ends")  # that are passed on; passes begin with what each part needs
 
 
 class TrainingJob:
@@ -44,60 +48,56 @@ class TrainingJob:
     The sampler, models and schedules are given to it once they exist; a checkpoint loaded before that waits for them.
     (A virtual cluster has one for all its workers, whose recorder's row is everyone's.)
 
-    policy    every rank has one, for its checkpoint; which of them are asked is the channel's affair
-    start     samples per round of every worker at the start, int64 (W,)
-    interval  optimizer steps per window; of the first one, if `policy` says how long later ones are
+    config    what the job was told
+    facts     what every rank holds alike
     recorder  None: one of this rank's
     payload   bytes that a meeting over parameters moves, over those of a gradient; None: what connected models say
-    begins    called with the samples trained on so far when the first step of this process is about to begin
+    decider   on the rank that decides: told when the first step of this process begins, and of the end
     """
 
     def __init__(
         self,
-        job: JobFacts,
-        policy: Policy,
+        config: JobConfig,
+        facts: JobFacts,
         channel: DecisionChannel | PeerChannel,
-        start: Ints,
         loss_weight: LossWeight,
+        ranks: Ranks,
         *,
-        interval: int,
-        lr_rule: str,
-        ranks: Ranks | Alone,
         recorder: Recorder | None = None,
         payload: Callable[[], float] | None = None,
-        begins: Callable[[int], None] = lambda samples: None,
+        decider: Decider | None = None,
     ) -> None:
-        self.job, self.policy, self.channel, self.ranks, self.loss_weight = job, policy, channel, ranks, loss_weight
-        self.recorder = recorder or Recorder(torch.device("cpu"))
+        self.facts, self.policy, self.ranks, self.loss_weight = facts, config.served, ranks, loss_weight
+        self.recorder, self._decider = recorder or Recorder(torch.device("cpu")), decider
         # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
-        self.allocations, self.progress = Allocations(start // job.accumulate), Progress()
-        self.rates = Rates(job, lr_rule, self.allocations, self.progress)
+        self.allocations, self.progress = Allocations(config.start // facts.accumulate), Progress()
+        self.most_of_piece = facts.piece if facts.ways is None else NO_LIMIT  # of this rank's
+        self.rates = Rates(facts, config.lr_rule, self.allocations, self.progress)
         self.models: list[ConnectedModel] = []
         self.memory: Memory | None = None  # of the first of them
         self.source: BatchSampler | Stream | None = None
-        self._begins, self._payload = begins, payload
-        workers = start.size
         self.windows = WindowCloser(
-            job,
+            facts,
             channel,
             ranks,
             self.allocations,
             self.progress,
             self.recorder,
-            interval=interval,
-            paced=window_length_of(policy) is not None,
-            told=self._exchanged,
+            interval=config.first_interval,
+            paced=window_length_of(config.served) is not None,
+            told=functools.partial(self._exchanged, payload),
             begins=self._iteration_begins,
             resumed=self._resumed,
         )
-        auto, fail = job.ways is not None, self.windows.fail
+        auto, fail = facts.ways is not None, self.windows.fail
         self.loop = LoopCheck(
-            job.accumulate, self.recorder, fail, self.gather, workers=ranks.workers, needs_piece=auto
+            facts.accumulate, self.recorder, fail, self.gather, workers=ranks.workers, needs_piece=auto
         )
-        self.boundary = RoundBoundary(self.models, self.recorder, ranks, fail, steps_apart=job.steps_apart)
-        every = 64 if job.steps_apart else 2 if workers == 1 else 0
+        self.boundary = RoundBoundary(self.models, self.recorder, ranks, fail, steps_apart=facts.steps_apart)
+        workers = config.workers
+        every = 64 if facts.steps_apart else 2 if workers == 1 else 0
         self.own_gradients = SingleWorkerSync(
-            self.recorder, loss_weight, workers=workers, accumulate=job.accumulate, every=every
+            self.recorder, loss_weight, workers=workers, accumulate=facts.accumulate, every=every
         )
         self.stopping = False
         self._waiting = PendingState()
@@ -107,68 +107,61 @@ class TrainingJob:
     def _listen(self) -> None:
         """Find out once who hears which event, in the order in which they do."""
         parts: list[Part] = [self.boundary, *self.models, self.rates, self.windows]
-        self._heard = {event: heard(parts, event) for event in ("pass_begins", "piece_done", "round_done", "job_ends")}
+        self._heard = {event: heard(parts, event) for event in EVENTS}
 
     # ------------------------------------------------------------ what it is given
 
-    def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
-        """`Controller.batch_sampler`, its arguments being `given`."""
-        self._require_no_source()
-        return self._feed(BatchSampler(dataset_size, self.allocations, **given, **self._of_source()))
-
-    def stream(self, iterable: Iterable[Any], **given: Any) -> Stream:
-        """`Controller.stream`, its arguments being `given`."""
-        self._require_no_source()
-        agree = self.loss_weight.sum_async if self.loss_weight.group else None
-        return self._feed(Stream(iterable, self.allocations, agree=agree, **given, **self._of_source()))
-
-    def _require_no_source(self) -> None:
+    def of_source(self) -> dict[str, Any]:
+        """What a sampler or stream of this job is made with."""
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
-
-    def _of_source(self) -> dict[str, Any]:
-        job, bounds = self.job, self.job.in_pieces()
-        own = {"rank": self.ranks.rank, "world_size": self.allocations.workers, "accumulate": job.accumulate}
-        meets = {"micro_batch": job.most_of_piece, "apart": job.apart, "either": job.ways is not None}
+        facts, bounds = self.facts, self.facts.in_pieces()
+        own = {"rank": self.ranks.rank, "world_size": self.allocations.workers, "accumulate": facts.accumulate}
+        meets = {"micro_batch": self.most_of_piece, "apart": facts.apart, "either": facts.ways is not None}
         return own | {"low": bounds.low, "high": bounds.high, "owner": self.windows} | meets
 
-    def _feed(self, source: Source) -> Source:
+    def feed(self, source: BatchSampler | Stream) -> None:
+        """The loop's batches come from `source`, which was made with `of_source`."""
         self.source = source
         for part in (self.loop, self.windows, self.own_gradients):
             part.feed(source)
         self._waiting.give("source", source)
-        return source
+
+    def limit_pieces(self, samples: int) -> None:
+        """No piece of this rank's may have more."""
+        self.most_of_piece = samples
+        if self.source is not None:
+            self.source.limit_pieces(samples)
 
     def connect(self, model: ConnectedModel, optimizer: Optimizer, memory: Memory | None) -> None:
-        """Weight the gradients of this model, observe the first one, and let learning rates follow the batch."""
-        first = not self.models
-        if memory is not None:
+        """Weight the gradients of this model, observe the first one, and let learning rates follow the batch.
+
+        memory   of the first one
+        """
+        first = memory is not None
+        if first:
             self.memory = memory
             if self.ranks.rank == 0:
                 self.rates.watch(optimizer)
             if self.ranks.workers > 1 and not self.loss_weight.required:
-                self.job.test_weights(WeightTest(given=self.loss_weight.given))
-        elif self.memory is not None:
+                self.facts.test_weights(WeightTest(given=self.loss_weight.given))
+        if self.memory is not None:
             self.memory.add(model, optimizer)
         self.models.append(model)
         self._listen()
         if model.alike:
-            self.job.parting.connect(model.model)
-        self._see_to(model, optimizer, first=first)
+            self.facts.parting.connect(model.model)
+        self.add_optimizer(optimizer, model, first=first)
         self._hear_passes(model)
         self._waiting.give(f"hook {len(self.models) - 1}", model)
 
-    def add_optimizer(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """One more optimizer of a connected model."""
-        self._see_to(next(known for known in self.models if known.model is model), optimizer, first=False)
-
-    def _see_to(self, model: ConnectedModel, optimizer: Optimizer, *, first: bool) -> None:
+    def add_optimizer(self, optimizer: Optimizer, model: ConnectedModel, *, first: bool = False) -> None:
         """Let the learning rate of `optimizer` follow the batch, and what it applies be finished gradients."""
         if first:
             self.own_gradients.watch(model, optimizer, first=True)
         self.rates.add(optimizer)
-        if not self.job.steps_apart:  # then they have taken unlike numbers of steps, which they may count
-            self.job.parting.watch(optimizer)
+        if not self.facts.steps_apart:  # then they have taken unlike numbers of steps, which they may count
+            self.facts.parting.watch(optimizer)
         if model.averaging is not None:
             model.averaging.add_optimizer(optimizer)
         elif not first:
@@ -190,7 +183,7 @@ class TrainingJob:
         model.model.register_forward_pre_hook(entry, with_kwargs=True, prepend=model.shards is not None)
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
-        """`Controller.scheduler`: advanced with every optimizer step."""
+        """`Controller.scheduler`: advanced with every round."""
         number = len(self.rates.schedules)
         schedule = self.rates.schedule(scheduler, nominal_batch_size)
         self._waiting.give(f"schedule {number}", schedule)
@@ -199,10 +192,10 @@ class TrainingJob:
     # ------------------------------------------------------------ in the order of a step
 
     def _iteration_begins(self) -> None:
-        self.ranks.require_alone()
+        self.ranks.begin()
         self.loop.iteration_begins()
-        if not self.recorder.all_steps:
-            self._begins(self.progress.samples)
+        if self._decider is not None and not self.recorder.all_steps:
+            self._decider.begin(self.progress.samples)
         if self.source is not None and self.source.left_early:
             self.ranks.forget_agreement()  # a rank may have left it after another round than the others
         if getattr(self.source, "sharded", False):
@@ -229,8 +222,7 @@ class TrainingJob:
         # A loss that is weighted by its own count may be of fewer samples than were dealt.
         self.loop.look_at(piece, () if self.loss_weight.required else (*args, *kwargs.values()))
         if (self.loss_weight.given or kwargs) and self.ranks.workers > 1:
-            if (why := self.loss_weight.misfit(source, kwargs)) is not None:
-                self.loop.fail(why)
+            self.loss_weight.require_fit(source, kwargs, self.loop.fail)
         kept = source.draws_alike and self.windows.measures(piece.plan)
         for of in self.models:
             of.hand(piece, kept)
@@ -258,7 +250,7 @@ class TrainingJob:
         if piece.samples:
             over = self.loss_weight.in_loss(piece) if self.loss_weight.given else 1.0
             self.recorder.observe(loss, logits, target, samples=piece.samples, over=over)
-            if (test := self.job.weight_test) is not None and test.suspects:
+            if (test := self.facts.weight_test) is not None and test.suspects:
                 test.judge(loss, piece.samples, piece.plan.counts)
         for hears in self._heard["piece_done"]:
             hears(piece, seen)
@@ -270,7 +262,7 @@ class TrainingJob:
     def round_done(self, piece: Piece) -> None:
         """A round is over, of which `piece` was the last."""
         progress = self.progress
-        progress.round_done(piece.plan, self.job.at_once)
+        progress.round_done(piece.plan, self.facts.at_once)
         for hears in self._heard["round_done"]:
             hears(piece.plan)
         self.stopping = self.ranks.stop_after(progress.steps)
@@ -284,14 +276,14 @@ class TrainingJob:
         if self.allocations.workers > 1 and not self.models:
             raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
 
-    def _exchanged(self) -> tuple[int, float, float]:
+    def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float, float]:
         """What a window's row says of the exchange: see `WindowCloser`."""
         crossed = sum(model.hook.crossed for model in self.models if model.hook is not None)
-        if self._payload is not None:
-            payload = self._payload()
+        if payload is not None:
+            moved = payload()
         else:
-            payload = 1.0 if self.job.ways is None else self.boundary.payload
-        return crossed, payload, self.rates.relative()
+            moved = 1.0 if self.facts.ways is None else self.boundary.payload
+        return crossed, moved, self.rates.relative()
 
     # ------------------------------------------------------------ of all ranks
 
@@ -316,14 +308,15 @@ class TrainingJob:
     def _alike(self) -> dict[str, Any]:
         """What every rank must hold alike, by name."""
         source, settings = self.need_source(), [model.settings for model in self.models]
-        known: dict[str, Any] = {"samples": type(source).__name__, **source.identity(), **self.job.facts_alike()}
+        known: dict[str, Any] = {"samples": type(source).__name__, **source.identity(), **self.facts.facts_alike()}
         known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
         known |= {"exchange of gradients and buffers": [model.exchanges for model in self.models]}
         names = dict.fromkeys(name for of_model in settings for name in of_model)
         known |= {f"exchange: {name}": [of_model.get(name) for of_model in settings] for name in names}
-        known |= {**self.boundary.alike(), "weighting": self.loss_weight.weighting, **self.loop.alike()}
+        known |= {**self.boundary.alike(), "weighting": self.loss_weight.weighting}
+        known |= settings_of(self.loop.optimizers)
         for number, model in enumerate(self.models):
-            if model.is_ddp and not self.job.steps_apart:
+            if isinstance(model.model, DistributedDataParallel) and not self.facts.steps_apart:
                 known |= sketches_of(model.model, number)
         known |= self.windows.alike()
         known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
@@ -352,19 +345,43 @@ class TrainingJob:
 
     # ------------------------------------------------------------ state and end
 
-    def close(self, *, patience_s: float) -> list[ProcessGroup]:
-        """End threads, what is under way getting `patience_s`; returns the process groups, which nobody has then."""
-        self.channel.close(patience_s)
-        self.loop.job_ends()
-        for ends in self._heard["job_ends"]:
-            ends()
-        owners: list[Any] = [*self.models, self.memory, self.loss_weight]
-        return [group for owner in owners if owner is not None for group in owner.close()]
+    def close(self) -> None:
+        """`Controller.close`. Waits for nobody where an error is on its way out, or a rank is lost."""
+        ranks, error = self.ranks, sys.exception()
+        failing = error or ranks.lost
+        if error is not None and self.memory is not None and self.memory.note is not None:
+            self.memory.note.uncaught(error)  # the loop closes its controller on its way out
+        if error is not None:
+            ranks.leave_with(error)
+        try:
+            if not failing:
+                self.windows.settle()
+        finally:
+            patience_s = 0.0 if failing else DRAIN_S
+            self.windows.channel.close(patience_s)
+            self.loop.job_ends()
+            for ends in self._heard["job_ends"]:
+                ends()
+            owners: list[Any] = [*self.models, self.memory, self.loss_weight]
+            groups = [group for owner in owners if owner is not None for group in owner.close()]
+            self.end_events()
+            control = [] if ranks.group is None else ranks.group.release()
+            destroy_groups(groups + control, patience_s=patience_s)
+            ranks.close()
+
+    def end_events(self) -> None:
+        """Write the steps after the last window, and close the events file. A rank does it alone; twice does no harm.
+
+        Also called for loops that do not close their controller.
+        """
+        decider, self._decider = self._decider, None
+        if decider is not None:
+            decider.end(self.windows.rest(), self.windows.ended_s)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         self.boundary.require("state_dict() is of all ranks alike")
         self.windows.settle()
-        alike = not gather and self.channel.group is not None and saving.asked_by_distributed_checkpoint()
+        alike = not gather and self.ranks.group is not None and saving.asked_by_distributed_checkpoint()
         if not (gather or alike):
             return saving.save(self)
         with self.ranks.setting_up():

@@ -17,7 +17,7 @@ Each = int | Sequence[int] | None  # of every worker
 
 @dataclass(frozen=True)
 class Limits:
-    """What batch sizes may be, for `Controller(limits=...)`, which checks them: `ConfigError` where they are impossible.
+    """What batch sizes may be, for `Controller(limits=...)`, which raises `ConfigError` where they are impossible.
 
     Sizes of a worker are samples per micro-batch; with `Controller(micro_batch=...)` they are samples per round, what
     lies between two optimizer steps.

@@ -26,24 +26,24 @@ METRICS = {
 }
 
 
-def metrics_of(coordinator: TrainingJob, overhead_s: float) -> dict[str, float]:
+def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
     """The values of `METRICS`, in their order; `overhead_s` is the seconds in all calls of `step`."""
     nan = float("nan")
-    progress, source, recorder = coordinator.progress, coordinator.source, coordinator.recorder
-    sizes, rate = coordinator.batch_sizes, next(iter(coordinator.rates.learning_rates), None)
-    noise, signal = progress.noise_at(coordinator.rounds_done)
+    progress, source, recorder, windows = job.progress, job.source, job.recorder, job.windows
+    sizes, rate = windows.batch_sizes, next(iter(job.rates.learning_rates), None)
+    noise, signal = progress.noise_at(windows.next_step // job.facts.accumulate)
     found = recorder.last | {
         "step": progress.steps,
         "samples": progress.samples,
         "epoch": nan if source is None else source.epoch,
         "progress": nan if source is None else source.progress,
-        "batch_size": sizes[coordinator.rank],
+        "batch_size": sizes[job.ranks.rank],
         "global_batch": sizes.sum(),
-        "steps_apart": _steps_apart(coordinator, float(sizes.sum())),
+        "steps_apart": _steps_apart(job, float(sizes.sum())),
         "lr_factor": 1.0 if rate is None else rate.factor,
         "noise_scale": noise / signal if signal > 0 else nan,
         "windows": progress.window,
-        "changes": coordinator.decisions.changes,
+        "changes": windows.changes,
         "pauses": recorder.pauses,
         "unread": recorder.reader.unread,
         "overhead_s": overhead_s / recorder.all_steps if recorder.all_steps else nan,
@@ -51,11 +51,12 @@ def metrics_of(coordinator: TrainingJob, overhead_s: float) -> dict[str, float]:
     return {name: float(found.get(name, nan)) for name in METRICS}
 
 
-def _steps_apart(coordinator: TrainingJob, samples: float) -> float:
+def _steps_apart(job: TrainingJob, samples: float) -> float:
     """A worker's optimizer steps in the coming round of so many `samples` of all, in the mean; 0 over gradients."""
-    if coordinator.ways is not None:
-        piece = coordinator.piece_apart
-        return samples / (piece * coordinator.allocations.workers) if piece else 0.0
-    if not coordinator.apart:
+    facts = job.facts
+    if facts.ways is not None:
+        piece = job.windows.piece_apart
+        return samples / (piece * job.allocations.workers) if piece else 0.0
+    if not facts.apart:
         return 0.0
-    return samples / coordinator.rates.at_once if coordinator.rates.at_once else 1.0
+    return samples / facts.at_once if facts.at_once else 1.0

@@ -11,29 +11,29 @@ from dynamix.window import Bounds, Ints
 class ControllerStatus:
     """Where a job stands, as its `Controller` tells."""
 
-    _coordinator: TrainingJob
+    _job: TrainingJob
     overhead_s: float  # seconds in all calls of `step`
 
     @property
     def bounds(self) -> Bounds:
         """What batch sizes are kept within, samples per round: as given, narrowed by the data set and `find_limits`."""
-        return self._coordinator.job.bounds
+        return self._job.facts.bounds
 
     @property
     def base_batch(self) -> int:
         """Samples per round of all workers at the start of the job: what learning-rate rules compare with."""
-        return self._coordinator.job.base_batch
+        return self._job.facts.base_batch
 
     @property
     def optimizer_due(self) -> bool:
         """Whether the optimizer steps with this batch: it is the last of this rank's share of the round."""
-        piece = self._coordinator.need_source().piece()
+        piece = self._job.need_source().piece()
         return piece.plan.apart or piece.last
 
     @property
     def met(self) -> bool:
         """Whether the batch just stepped ended a round: between rounds evaluate, save, or leave the loop."""
-        return self._coordinator.met
+        return self._job.boundary.met
 
     def checkpoint_due(self, *, every: int) -> bool:
         """Whether to save now: at the first meeting after `every` optimizer steps, on all ranks alike.
@@ -46,17 +46,17 @@ class ControllerStatus:
         Raises `ConfigError` where `every` is not a whole number of 1 or more.
         """
         check_counts(every=every)
-        return self._coordinator.met and self._coordinator.progress.due(every)
+        return self._job.boundary.met and self._job.progress.due(every)
 
     @property
     def batch_sizes(self) -> Ints:
         """Samples of every worker in the coming round, int64 (W,)."""
-        return self._coordinator.batch_sizes
+        return self._job.windows.batch_sizes
 
     @property
     def samples_seen(self) -> int:
         """Samples trained on so far, by all workers."""
-        return self._coordinator.progress.samples
+        return self._job.progress.samples
 
     @property
     def progress(self) -> float:
@@ -64,7 +64,7 @@ class ControllerStatus:
 
         NaN for a stream whose length is not known before its end.
         """
-        return self._coordinator.need_source().progress
+        return self._job.need_source().progress
 
     @property
     def epoch_done(self) -> bool:
@@ -72,16 +72,16 @@ class ControllerStatus:
 
         For loops that count steps of their own: a moving batch makes no fixed number of them.
         """
-        return self._coordinator.need_source().finished
+        return self._job.need_source().finished
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger, as this rank knows them now; `dynamix.runtime.metrics.METRICS` says what they mean.
 
         Neither a collective call nor a wait for a device: call it on one rank or on all, as often as you like.
         """
-        return metrics_of(self._coordinator, self.overhead_s)
+        return metrics_of(self._job, self.overhead_s)
 
     @property
     def stopping(self) -> bool:
         """Whether to leave the loop now: on all ranks after the same optimizer step, once one has asked for it."""
-        return self._coordinator.stopping
+        return self._job.stopping

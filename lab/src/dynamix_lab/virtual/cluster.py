@@ -35,6 +35,7 @@ from dynamix.runtime.decide.decision import Decider, recorded
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.ranks.ranks import ALONE, Alone
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.loss_weight import LossWeight
@@ -176,13 +177,14 @@ class VirtualCluster:
         replayed = None if replay is None else recorded(replay, start.size)
         self._events = None if events is None else EventLog(events)
         decider = _ForAll(self.policy, job, replay=replayed, events=self._events, clock=self._workers.time.mark)
-        channel = DecisionChannel(None, start.size, decider)
+        channel = DecisionChannel(ALONE, start.size, decider)
         self._coordinator = coordinator = TrainingJob(
             job,
             self.policy,
             channel,
             start,
             LossWeight(None, 1),
+            ranks=Alone(),
             interval=first,
             lr_rule=lr_rule,
             micro_batch=micro_batch if apart else None,

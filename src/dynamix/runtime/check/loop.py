@@ -99,6 +99,19 @@ class LoopCheck(Part):
         self.models = len(self._first)
         return check
 
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Where an error is raised inside, the models that were connected there are looked at no more."""
+        known, first = len(self._checks), dict(self._first)
+        try:
+            yield
+        except Exception:
+            for check in self._checks[known:]:
+                check.close()
+            del self._checks[known:]
+            self._first, self.models = first, len(first)
+            raise
+
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Watch a further optimizer of a connected model; False if the model is not connected yet."""
         if any(optimizer is check.optimizer for check in self._checks):
@@ -220,7 +233,9 @@ class LoopCheck(Part):
         piece = self.piece_of_optimizer()
         apart = piece is not None and piece.plan.apart
         stepping = any(check.inside for check in self._checks)
-        if (wrong := self._strangers.look(optimizer, source.batches_consumed, apart=apart, stepping=stepping)) is not None:
+        if (
+            wrong := self._strangers.look(optimizer, source.batches_consumed, apart=apart, stepping=stepping)
+        ) is not None:
             self.fail(wrong)
 
     def reduced_by_nobody(self, optimizer: Optimizer) -> list[str]:

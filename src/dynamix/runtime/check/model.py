@@ -94,7 +94,7 @@ class ModelCheck:
         return None
 
     def _watch(self, probe: nn.Parameter) -> list[Any]:
-        """Hooks of `probe`, which must not keep this object: what torch holds in C++ no collector of garbage can see."""
+        """Hooks of `probe`, which must not keep this object: no collector of garbage sees what torch holds in C++."""
         alive = weakref.ref(self)
 
         def before_adding(gradient: Tensor) -> None:

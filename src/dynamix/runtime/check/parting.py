@@ -108,7 +108,7 @@ class Parting:
         self._sample: Sample | None = None
         self._drift = Drift()
 
-    def begun_anew(self) -> Parting:
+    def begun_anew(self) -> "Parting":
         """One that watches the same, and has seen nothing of it yet."""
         return Parting(self._optimizers, self._models)
 

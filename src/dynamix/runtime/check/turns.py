@@ -102,7 +102,8 @@ class Turns:
         if self._odd > mine:
             self._read = 0  # padded, or rows are no samples
         elif self._odd and self._read >= READ and not self._fits:
-            if (lost := samples_lost(mine, self._odd, loss)) is not None:
+            lost = samples_lost(mine, self._odd, loss)
+            if lost is not None:
                 self._fail(lost)
 
     def piece_done(self, piece: Piece) -> None:

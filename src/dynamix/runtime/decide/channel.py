@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import DynamixError
-from dynamix.runtime.ranks.errors import Explain, JobErrors, unnamed, wait_for
 from dynamix.runtime.ranks.group import ControlGroup, Work
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.window import Floats, Ints
 
 # How long rank 0 holds a training step back for a policy that is not done one step after it was asked.
@@ -96,20 +96,17 @@ class Judge(Protocol):
 
 
 class DecisionChannel:
-    """One decision at a time over the controller's own groups (None: a single worker, decided in place)."""
+    """One decision at a time over the group of `ranks` (where they have none it is made in place), of all `workers`."""
 
-    def __init__(
-        self, group: ControlGroup | None, workers: int, judge: Judge | None, *, patience_s: float = PATIENCE_S
-    ) -> None:
-        self.group, self.workers, self._judge, self.patience_s = group, workers, judge, patience_s
-        self.rank = 0 if group is None else group.rank
+    def __init__(self, ranks: Ranks, workers: int, judge: Judge | None, *, patience_s: float = PATIENCE_S) -> None:
+        self.ranks, self.workers, self._judge, self.patience_s = ranks, workers, judge, patience_s
+        self.group: ControlGroup | None = ranks.group
+        self.rank = ranks.rank
         self.waited_s = 0.0
-        self.ending: JobErrors | None = None  # set by the owner
         self.failed: DynamixError | None = None
-        self.explain: Explain = unnamed
         self._rounds: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        if group is not None and self.rank == 0:
+        if self.group is not None and self.rank == 0:
             self._thread = threading.Thread(target=self._decide_all, name="dynamix-decide", daemon=True)
             self._thread.start()
         self._pending: Tensor | None = None
@@ -170,11 +167,7 @@ class DecisionChannel:
             if self._round is not None:
                 self._round.finish()
             elif self._receive is not None:
-                wait_for(self._receive, self.ending)
-        except RuntimeError as error:
-            if isinstance(error, DynamixError):
-                raise
-            raise self.explain(error, NOT_AGREED) from error
+                self.ranks.wait(self._receive, NOT_AGREED)
         finally:
             packed, self._pending, self._receive, self._round = self._pending, None, None, None
             self.waited_s += time.perf_counter() - started
@@ -220,7 +213,7 @@ class _Round:
         try:
             self.gather.wait()
         except RuntimeError as error:
-            self.error = self.channel.explain(error, NOT_AGREED)
+            self.error = self.channel.ranks.explain(error, NOT_AGREED)
             self.published.set()
             return
         if self.published.is_set():
@@ -241,7 +234,7 @@ class _Round:
         try:
             sent = self._publish(message)
         except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
-            self.error = self.error or self.channel.explain(error, NOT_AGREED)
+            self.error = self.error or self.channel.ranks.explain(error, NOT_AGREED)
             return
         _write_down(lambda: self.channel.judge.write_event(sent))
 
@@ -261,13 +254,13 @@ class _Round:
             return Message.unpack(self.out)
 
     def finish(self) -> None:
-        wait_for(self.gather, self.channel.ending)  # patience is for the policy, not for the slowest rank
+        self.channel.ranks.wait(self.gather, NOT_AGREED)  # patience is for the policy, not for the slowest rank
         if not self.published.wait(self.channel.patience_s):
             self._publish(self.channel.judge.keep(Kind.LATE))
         if self.error is not None:
             raise self.error
         assert self.work is not None
-        wait_for(self.work, self.channel.ending)
+        self.channel.ranks.wait(self.work, NOT_AGREED)
 
 
 def _write_down(write: Callable[[], None]) -> None:

@@ -174,7 +174,11 @@ class JobFacts:
 
         Raises `ConfigError` where a fixed one is out of bounds.
         """
-        self.base_batch, self.closing, self.parting = base_batch, self._none_closed(step, samples), self.parting.begun_anew()
+        self.base_batch, self.closing, self.parting = (
+            base_batch,
+            self._none_closed(step, samples),
+            self.parting.begun_anew(),
+        )
         self.at_once = self._at_once()
         if isinstance(self.rounds, Ways):
             self.rounds = self.rounds.begun_anew()

@@ -31,16 +31,17 @@ from dynamix.runtime.decide.channel import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.measure.recorder import HELD, ROW
-from dynamix.runtime.ranks.errors import Explain, JobErrors, unnamed, wait_for
 from dynamix.runtime.ranks.group import ControlGroup, Work
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.window import Floats, Window
 
+_EXCHANGE = "the ranks could not exchange their batch sizes"
 _FAILED = -1  # sent in place of a size
 _log = logging.getLogger("dynamix")
 
 
 def open_channel(
-    group: ControlGroup | None,
+    ranks: Ranks,
     workers: int,
     job: JobFacts,
     policy: Policy,
@@ -49,15 +50,15 @@ def open_channel(
     replays: bool,
     lr_rule: str,
 ) -> DecisionChannel | PeerChannel:
-    """The way in which the ranks of `group` agree: a `PeerChannel` if every rank is to decide for itself.
+    """The way in which `ranks` agree: a `PeerChannel` if every rank is to decide for itself.
 
     A recorded run that is replayed has decided already; a single rank has nobody to agree with. `decider` decides, or
     writes down what was decided: on rank 0, None on the others.
     """
-    rule = None if group is None or workers < 2 or replays else peers_of(policy)
-    if group is None or rule is None:
-        return DecisionChannel(group, workers, decider, patience_s=REPLAY_PATIENCE_S if replays else PATIENCE_S)
-    return PeerChannel(group, job, rule, decider, share_noise=lr_rule == "adascale")
+    rule = None if ranks.workers < 2 or replays else peers_of(policy)
+    if rule is None:
+        return DecisionChannel(ranks, workers, decider, patience_s=REPLAY_PATIENCE_S if replays else PATIENCE_S)
+    return PeerChannel(ranks, job, rule, decider, share_noise=lr_rule == "adascale")
 
 
 class PeerChannel:
@@ -69,19 +70,18 @@ class PeerChannel:
 
     def __init__(
         self,
-        group: ControlGroup,
+        ranks: Ranks,
         job: JobFacts,
         policy: StigmergicPolicy,
         decider: Decider | None,
         *,
         share_noise: bool,
     ) -> None:
-        self.group: ControlGroup | None = group
+        self.ranks = ranks
+        self.group: ControlGroup | None = ranks.group
         self.job, self.policy, self.decider, self.share_noise = job, policy, decider, share_noise
-        self.rank, self.workers = group.rank, group.workers
+        self.rank, self.workers = ranks.rank, ranks.workers
         self.waited_s = 0.0
-        self.ending: JobErrors | None = None  # set by the owner
-        self.explain: Explain = unnamed
         self._round: _Round | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="dynamix-choose", daemon=True)
@@ -103,11 +103,8 @@ class PeerChannel:
         started = time.perf_counter()
         current, self._round = self._round, None
         try:
-            told = current.finish()
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, DynamixError):
-                raise
-            raise self.explain(error, "the ranks could not exchange their batch sizes") from error
+            with self.ranks.naming(_EXCHANGE):
+                told = current.finish()
         finally:
             self.waited_s += time.perf_counter() - started
         if len(failed := np.flatnonzero(told[:, 0] == _FAILED)):
@@ -148,7 +145,7 @@ class PeerChannel:
         mine, total = torch.from_numpy(np.concatenate([left, way])), torch.zeros(2 * n, dtype=torch.float64)
         if self.group is None:
             raise ValueError("the channel was closed")
-        wait_for(self.group.all_sum(mine, total), self.ending)
+        self.ranks.wait(self.group.all_sum(mine, total))
         return total[:n].numpy(), total[n:].numpy()
 
     def choose(self, own: Own, sense: Sense, left: Floats, way: Floats) -> int:
@@ -236,13 +233,10 @@ class _Round:
 
     def finish(self) -> Floats:
         """What all ranks sent, (W, n): size, first round not issued, perhaps two of the noise, and `HELD`."""
-        ending = self.channel.ending
-        if ending is None:
-            self.posted.wait()
-        else:
-            ending.wait(self.posted)
+        ranks = self.channel.ranks
+        ranks.wait_until(self.posted)
         if self.work is not None:
-            wait_for(self.work, ending)
+            ranks.wait(self.work)
         if self.error is not None:
             raise self.error
         return self.every.numpy()

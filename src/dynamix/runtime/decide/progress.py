@@ -47,9 +47,7 @@ class Progress:
         self.samples += plan.samples
         self.here += plan.samples / (plan.at_once or at_once or 1) if plan.apart else 1.0
 
-    def told(
-        self, from_step: int, noise: float, signal: float, *, interval: int = 0, opens: int | None = None
-    ) -> None:
+    def told(self, from_step: int, noise: float, signal: float, *, interval: int = 0, opens: int | None = None) -> None:
         """A window was answered; its noise scale counts from round `from_step` on.
 
         interval   of the next window; 0: it stays

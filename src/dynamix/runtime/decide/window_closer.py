@@ -18,7 +18,7 @@ from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Part
 from dynamix.runtime.ranks.compare import PLACE
-from dynamix.runtime.ranks.ranks import Alone, Ranks
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.window import Ints
 
 Told = tuple[int, float, float]
@@ -27,9 +27,9 @@ Told = tuple[int, float, float]
 class WindowCloser(Part):
     """Closes the windows of a job, and settles: takes the answers to them.
 
-    A loop may be read ahead by a thread of its own, which settles what concerns the batches that it asks for. So this is
-    what a sampler calls its `owner`: `horizon` is the first round that a decision under way may still change, infinite
-    where none is. It changes under `lock` alone, under which a sampler says which round it begins to plan.
+    A loop may be read ahead by a thread of its own, which settles what concerns the batches that it asks for. So this
+    is what a sampler calls its `owner`: `horizon` is the first round that a decision under way may still change,
+    infinite where none is. It changes under `lock` alone, under which a sampler says which round it begins to plan.
 
     interval   optimizer steps of the first window
     paced      the policy says how long later ones are
@@ -42,7 +42,7 @@ class WindowCloser(Part):
         self,
         job: JobFacts,
         channel: DecisionChannel | PeerChannel,
-        ranks: Ranks | Alone,
+        ranks: Ranks,
         allocations: Allocations,
         progress: Progress,
         recorder: Recorder,

@@ -8,11 +8,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.arguments import open_control_group
 from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory
 from dynamix.runtime.memory.limits import LimitSearch, within
 from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.runtime.ranks.opening import open_another
+from dynamix.runtime.ranks.ranks import ALONE, Ranks
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.shards import is_fully_sharded
@@ -24,24 +25,27 @@ __all__ = ["ExitNote", "Memory", "is_out_of_memory", "within"]
 class Memory:
     """What a controller does about memory, for the model that was connected first. Its methods are collective.
 
-    models   all that are connected, each with its (first) optimizer: passes may go through the others too
-    watch    is given the group that they talk on, of their own, made at first use: the control group carries decisions
-             meanwhile
+    note     what is said where training itself runs out
+    group    of `ranks`. They talk on another, made at first use: the control group carries decisions meanwhile
     """
 
     def __init__(
         self,
-        attached: ConnectedModel,
-        optimizer: Optimizer,
+        first: ConnectedModel,
         loss_weight: LossWeight,
+        ranks: Ranks = ALONE,
         *,
         group: dist.ProcessGroup | None,
-        watch: Callable[[ControlGroup], None] = lambda group: None,
+        note: ExitNote | None = None,
     ) -> None:
-        self.attached, self.loss_weight, self.group, self._watch = attached, loss_weight, group, watch
-        self.models = [(attached, optimizer)]
-        self.gauge = Gauge(attached.recorder.device)
+        self.first, self.loss_weight, self.group, self.note, self._ranks = first, loss_weight, group, note, ranks
+        self._models: list[tuple[ConnectedModel, Optimizer]] = []
+        self._gauge = Gauge(first.recorder.device)
         self._talk: ControlGroup | None = None
+
+    def add(self, model: ConnectedModel, optimizer: Optimizer) -> None:
+        """Passes may go through `model`; `optimizer` is the first of it."""
+        self._models.append((model, optimizer))
 
     def check(self, margin: float) -> None:
         """Raises what `find` would raise on this rank before it talks to others."""
@@ -49,7 +53,7 @@ class Memory:
             raise ConfigError("margin", margin, "0 to below 1", "use 0.1")
         if self.group is None or self.group.size() == 1:
             return
-        for module in self.attached.model.modules():
+        for module in self.first.model.modules():
             if isinstance(module, nn.SyncBatchNorm) or is_fully_sharded(module):
                 why = f"runs passes of one rank alone, and {type(module).__name__} exchanges in its forward pass"
                 fix = "pass Controller(max_batch_size=[...]), one number per rank, instead"
@@ -57,7 +61,7 @@ class Memory:
 
     def find(self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float) -> Ints:
         """`Controller.find_limits`, after `check`: caps (W,)."""
-        search = LimitSearch(self.models, group=self._group(), gauge=self.gauge)
+        search = LimitSearch(self._models, group=self._group(), gauge=self._gauge)
         return search.find(step_fn, example, bounds, margin=margin, loss_weight=self.loss_weight)
 
     def close(self) -> list[dist.ProcessGroup]:
@@ -67,6 +71,5 @@ class Memory:
 
     def _group(self) -> ControlGroup | None:
         if self._talk is None and self.group is not None:
-            self._talk = open_control_group(self.group)
-            self._watch(self._talk)
+            self._talk = open_another(self.group, self._ranks)
         return self._talk

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.ranks.errors import Explain, JobErrors, unnamed, wait_for
-from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.errors import UsageError
 
+_COMPARING = "the ranks could not compare what they hold"
 VERSION = "version of dynamix"
 PLACE = ("optimizer steps", "samples trained", "position in the data")
 GROUPS = "number of parameters of each parameter group"
@@ -49,30 +48,28 @@ HOW = ("foreach", "fused", "capturable", "differentiable")
 
 def require_same(
     facts: Mapping[str, Any],
-    group: ControlGroup,
+    rows: Callable[[torch.Tensor, str], Any],
     what: str,
     fixes: Mapping[str, str],
-    ending: JobErrors | None = None,
-    explain: Explain = unnamed,
     near: Mapping[str, float] | None = None,
 ) -> None:
-    """Raise `UsageError` on every rank of `group` where `facts` (plain values by field) differ. A collective call.
+    """Raise `UsageError` on every rank where `facts` (plain values by field) differ. A collective call.
 
-    what     begins the message
-    fixes    by field, the line to write; the one under "" for fields without
-    explain  tells a rank that is lost meanwhile
-    near     by field, the relative difference up to which numbers in it count as the same
+    rows   gathers every rank's row of numbers, (W, n), for what it is told in words; see `Ranks.rows`
+    what   begins the message
+    fixes  by field, the line to write; the one under "" for fields without
+    near   by field, the relative difference up to which numbers in it count as the same
     """
     texts = {name: json.dumps(value, sort_keys=True, default=plain) for name, value in facts.items()}
     whole = json.dumps(texts)
     digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
     mine = torch.tensor([digest, len(whole)])
-    every = _gathered(mine, group, ending, explain)
+    every = rows(mine, _COMPARING)
     if (every == every[0]).all():
         return
     longest = int(every[:, 1].max())
     packed = torch.from_numpy(np.frombuffer(whole.encode().ljust(longest), dtype=np.uint8).copy())
-    told = [json.loads(bytes(row)) for row in _gathered(packed, group, ending, explain).astype(np.uint8)]
+    told = [json.loads(bytes(row)) for row in rows(packed, _COMPARING).astype(np.uint8)]
     fields = list(dict.fromkeys(name for of_rank in told for name in of_rank))
     near = near or {}
     differing = [name for name in fields if _differs(name, [of_rank.get(name) for of_rank in told], near.get(name))]
@@ -101,18 +98,6 @@ def _close(one: Any, other: Any, near: float) -> bool:
         return len(one) == len(other) and all(_close(*both, near) for both in zip(one, other, strict=True))
     numbers = isinstance(one, int | float) and isinstance(other, int | float)
     return one == other or (numbers and math.isclose(one, other, rel_tol=near, abs_tol=1e-15))
-
-
-def _gathered(mine: torch.Tensor, group: ControlGroup, ending: JobErrors | None, explain: Explain) -> Any:
-    """Every rank's row, (W, n)."""
-    every = mine.new_zeros(group.workers, len(mine))
-    try:
-        wait_for(group.all_gather(mine, every), ending)
-    except RuntimeError as error:
-        if isinstance(error, DynamixError):
-            raise
-        raise explain(error, "the ranks could not compare what they hold") from error
-    return every.numpy()
 
 
 def by_rank(values: list[str]) -> str:

@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from dynamix.errors import DynamixError, MemoryLimitError, StateError, UsageError, WorkerLostError
-from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.store import job_store, own_connection
 
 LOOK_EVERY_S = 0.25
@@ -35,12 +36,8 @@ _opened: Counter[str] = Counter()
 _log = logging.getLogger("dynamix")
 
 
-Explain = Callable[[BaseException, str], WorkerLostError]
-"""From what a failed collective raised, and what it was for, to the error to raise."""
-
-
 def unnamed(error: BaseException, what: str) -> WorkerLostError:
-    """`Explain` where nobody knows which rank it was."""
+    """What to raise where a collective, which was for `what`, has failed, and nobody knows which rank it was."""
     return WorkerLostError(f"{what}: a rank died or did not answer within the process group's timeout ({error})")
 
 
@@ -101,11 +98,15 @@ class JobErrors:
         self._went_on = True  # since the last error before training, if there was one
 
     @classmethod
-    def of(cls, group: ControlGroup) -> JobErrors:
-        """For the ranks of a controller's own `group`."""
-        _opened[name := group.name] += 1  # torch uses names again
+    def open(cls, name: str, ranks: list[int]) -> JobErrors:
+        """For a controller over `ranks` (numbers in the job), whose group has this `name`. Each of them calls this."""
+        _opened[name] += 1  # one group may have several controllers
         store, prefix = job_store(), f"dynamix/ended/{name}/{_opened[name]}"
-        return cls(store, prefix, rank=group.rank, workers=group.workers)
+        return cls(store, prefix, rank=ranks.index(dist.get_rank()), workers=len(ranks))
+
+    def settle(self, work: Any) -> None:
+        """`work.wait()` of a collective, given up where another rank ends the job."""
+        wait_for(work, self)
 
     def report(self, error: DynamixError) -> DynamixError:
         """Tell the other ranks of `error`, stay until they know or `LINGER_S` are over, and return it, to be raised."""
@@ -261,9 +262,9 @@ def ended_by(told: dict[str, Any]) -> DynamixError:
     return known.get(told["kind"], UsageError)(f"rank {told['rank']} ended the job: {told['message']}")
 
 
-def wait_for(work: Any, ending: JobErrors | None) -> None:
+def wait_for(work: Any, ending: JobErrors) -> None:
     """`work.wait()` of a collective, given up where another rank ends the job."""
-    if ending is not None and not work.is_completed():
+    if not work.is_completed():
         arrived = threading.Event()
         # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
         work.get_future().add_done_callback(lambda _: arrived.set())
@@ -271,10 +272,10 @@ def wait_for(work: Any, ending: JobErrors | None) -> None:
     _result_of(work, ending)
 
 
-def wait_here(work: Any, ending: JobErrors | None) -> None:
+def wait_here(work: Any, ending: JobErrors) -> None:
     """`wait_for` of a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
     watch = None
-    while ending is not None:
+    while True:
         try:
             work.wait(_LOOK_EVERY)
             return
@@ -286,11 +287,11 @@ def wait_here(work: Any, ending: JobErrors | None) -> None:
     _result_of(work, ending)
 
 
-def _result_of(work: Any, ending: JobErrors | None) -> None:
+def _result_of(work: Any, ending: JobErrors) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        if ending is not None and (told := ending.told()) is not None:
+        if (told := ending.told()) is not None:
             raise told from error
         raise
 

@@ -48,13 +48,11 @@ class ControlGroup:
     Between `send` or `collect` and the end of their answer nothing else may be begun. All tensors are on the CPU. What
     a method returns raises from `wait` when a rank is lost, at the latest after the group's timeout.
 
-    settle   how to wait for what was begun; the owner may set one that is given up where another rank ends the job
+    settle   how to wait for what was begun: given up where another rank ends the job
     """
 
-    settle: Callable[[Work], None] = staticmethod(_wait)
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, settle: Callable[[Work], None] = _wait) -> None:
+        self._group, self.settle = group, settle
         self.rank, self.workers, self.name = dist.get_rank(group), dist.get_world_size(group), str(group.group_name)
         self._root = dist.get_global_rank(group, 0)
         self._sending: tuple[Any, Tensor] | None = None
@@ -137,8 +135,9 @@ class HierarchicalGroup(ControlGroup):
         workers: int,
         seats: int,
         name: str,
+        settle: Callable[[Work], None] = _wait,
     ) -> None:
-        self.rank, self.workers, self.name = rank, workers, name
+        self.rank, self.workers, self.name, self.settle = rank, workers, name, settle
         self._room, self._heads, self._seats = ControlGroup(room), None, seats
         if heads is not None:
             self._heads = ControlGroup(heads)
@@ -245,7 +244,9 @@ class _Chain:
         self._future.wait()
 
 
-def open_control(ranks: list[int], timeout: Any = None, *, name: str = "") -> ControlGroup:
+def open_control(
+    ranks: list[int], timeout: Any = None, *, name: str = "", settle: Callable[[Work], None] = _wait
+) -> ControlGroup:
     """For the ranks with these global numbers, this one among them. A collective call of those ranks alone.
 
     name   the same on all of them, and of no others
@@ -254,13 +255,13 @@ def open_control(ranks: list[int], timeout: Any = None, *, name: str = "") -> Co
     workers, mine = len(ranks), ranks.index(dist.get_rank())
     if workers <= FLAT_UP_TO:
         require_descriptors(workers - 1, workers)
-        return ControlGroup(new_gloo_group(ranks, timeout))
+        return ControlGroup(new_gloo_group(ranks, timeout), settle)
     seats = math.ceil(math.sqrt(workers))
     first = mine - mine % seats
     require_descriptors(2 * seats, workers)
     room = new_gloo_group(ranks[first : first + seats], timeout)
     heads = new_gloo_group(ranks[::seats], timeout) if mine == first else None
-    return HierarchicalGroup(room, heads, rank=mine, workers=workers, seats=seats, name=f"rooms/{name}")
+    return HierarchicalGroup(room, heads, rank=mine, workers=workers, seats=seats, name=f"rooms/{name}", settle=settle)
 
 
 def require_descriptors(sockets: int, workers: int) -> None:

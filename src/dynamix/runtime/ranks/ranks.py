@@ -1,16 +1,23 @@
-"""The other ranks of a job: what is compared with them before they train, and how an error of one reaches all."""
+"""The other ranks of a job, as its parts know them: waits that can be given up, comparisons, errors that reach all."""
 
+from __future__ import annotations
+
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dynamix.errors import DynamixError, UsageError
+from dynamix.errors import DynamixError, UsageError, WorkerLostError
 from dynamix.runtime.ranks.compare import FIXES, GROUPS, PLACE, require_same
-from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS, Explain, JobErrors, unnamed, wait_for
+from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS, Arrivals, JobErrors, unnamed, wait_for, wait_here
 from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.runtime.ranks.liveness import Liveness, failed_collective
+from dynamix.runtime.ranks.rendezvous import require_alone
 
 _PARTED = {
     "": "Set what optimizers use alike on every rank, by the optimizer step and not by what one rank measures",
@@ -20,21 +27,78 @@ _PARTED = {
 
 
 class Ranks:
-    """Those of a controller's own `group`.
+    """Those of a controller's own `group`. `rank` is this one's number among `workers`.
 
-    agreed    whether they have compared what they hold, since the start or the last load
-    explain   names one that is lost; set by the owner
+    agreed   whether they have compared what they hold, since the start or the last load
     """
 
-    def __init__(self, group: ControlGroup) -> None:
-        self.group, self.ending, self.agreed = group, JobErrors.of(group), False
-        self.explain: Explain = unnamed
-        self.watch(group)
+    group: ControlGroup | None
 
-    def watch(self, group: ControlGroup) -> None:
-        """Let waits in `group`, of the same ranks, be given up where one of them ends the job."""
-        ending = self.ending
-        group.settle = lambda work: wait_for(work, ending)
+    def __init__(self, group: ControlGroup, errors: JobErrors, liveness: Liveness | None) -> None:
+        self.group, self.rank, self.workers, self.agreed = group, group.rank, group.workers, False
+        self._control, self._errors, self._liveness = group, errors, liveness
+        self._stop_wanted = False
+
+    @property
+    def lost(self) -> WorkerLostError | None:
+        """What was raised for a rank that is lost."""
+        return None if self._liveness is None else self._liveness.lost
+
+    # ------------------------------------------------------------ waits
+
+    def wait(self, work: Any, what: str = "") -> None:
+        """`work.wait()` of a collective, given up where another rank ends the job.
+
+        what   it is for, in words: where it fails, a `WorkerLostError` then names the rank
+        """
+        try:
+            wait_for(work, self._errors)
+        except RuntimeError as error:
+            self._raise(error, what)
+
+    def wait_here(self, work: Any, what: str = "") -> None:
+        """`wait` for a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
+        try:
+            wait_here(work, self._errors)
+        except RuntimeError as error:
+            self._raise(error, what)
+
+    def wait_until(self, event: threading.Event) -> None:
+        """Until `event` is set by another thread of this process. Raises what another rank ends the job with."""
+        self._errors.wait(event)
+
+    def arrivals(self) -> Arrivals:
+        """The reductions of backward passes, which are waited for together."""
+        return Arrivals(self._errors)
+
+    # ------------------------------------------------------------ a rank that is lost
+
+    def naming(self, what: str) -> Naming:
+        """Inside, a failed collective becomes a `WorkerLostError` that names the rank: `what` it was for, in words."""
+        return Naming(self, what)
+
+    def explain(self, error: BaseException, what: str) -> WorkerLostError:
+        """What to raise where a collective, which was for `what`, has failed with `error`."""
+        return unnamed(error, what) if self._liveness is None else self._liveness.explain(error, what)
+
+    def _raise(self, error: RuntimeError, what: str) -> None:
+        """In the handler of `error`."""
+        if what and failed_collective(error):
+            raise self.explain(error, what) from error
+        raise error
+
+    # ------------------------------------------------------------ what all call
+
+    def rows(self, mine: Tensor, what: str) -> Any:
+        """Every rank's row `mine` (n,), as an array (W, n). A collective call."""
+        every = mine.new_zeros(self.workers, len(mine))
+        self.wait(self._control.all_gather(mine, every), what)
+        return every.numpy()
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Every rank's `value`, a plain object, by rank. A collective call, named `what`."""
+        self.wait_for_all(what)
+        return self._control.all_gather_object(value)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Compare `facts`, plain values by name. A collective call.
@@ -42,41 +106,161 @@ class Ranks:
         Raises `UsageError` on every rank, naming what differs, by rank.
         """
         self.agreed = True
-        self.ending.setup_goes_on()
-        self.ending.agreeing(FIRST_PASS)
-        what = "The ranks differ in what they are about to train"
-        require_same(facts, self.group, what, FIXES, self.ending, self.explain)
+        self._errors.setup_goes_on()
+        self._errors.agreeing(FIRST_PASS)
+        require_same(facts, self.rows, "The ranks differ in what they are about to train", FIXES)
+
+    def forget_agreement(self) -> None:
+        """What the ranks hold may differ from now on, until they `agree` again."""
+        self.agreed = False
 
     def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None:
         """Compare `facts`, whose digests were not alike. A collective call; raises as `agree`, which says the rest."""
-        self.ending.agreeing("a comparison of settings and of the place in the data, which have come to differ")
-        what = "The ranks have come to differ while they train"
-        require_same(facts, self.group, what, _PARTED, self.ending, self.explain, near)
+        self._errors.agreeing("a comparison of settings and of the place in the data, which have come to differ")
+        require_same(facts, self.rows, "The ranks have come to differ while they train", _PARTED, near)
 
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks are in the collective call `what`.
 
         Raises `UsageError` on every rank where some wait for something else instead: a later collective would not end.
         """
-        self.ending.agreeing(what)
+        self._errors.agreeing(what)
         # As long as the first row of `require_same`: what the others are in may be that comparison.
         mine = torch.tensor([zlib.crc32(what.encode()), -1])
-        every = mine.new_zeros(self.group.workers, len(mine))
-        try:
-            wait_for(self.group.all_gather(mine, every), self.ending)
-        except RuntimeError as error:
-            if isinstance(error, DynamixError):
-                raise
-            raise self.explain(error, f"not all ranks came to {what}") from error
-        if not bool((every == mine).all()):
-            raise self.ending.report(UsageError(f"this rank waits in {what}, another one in something else: {ALIKE}"))
+        if not bool((self.rows(mine, f"not all ranks came to {what}") == mine.numpy()).all()):
+            raise self.end(UsageError(f"this rank waits in {what}, another one in something else: {ALIKE}"))
+
+    # ------------------------------------------------------------ the end
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
         """An error inside ends the ranks that then wait for this one, unless it goes on."""
-        self.ending.setup_goes_on()
+        self._errors.setup_goes_on()
         try:
             yield
         except Exception as error:
-            self.ending.setup_failed(error)
+            self._errors.setup_failed(error)
             raise
+
+    def begin(self) -> None:
+        """The loop begins an epoch."""
+
+    def end(self, error: DynamixError) -> DynamixError:
+        """Tell the other ranks of `error`, which ends the job, stay until they know, and return it, to be raised."""
+        return self._errors.report(error)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after the same step, soon."""
+        self._stop_wanted = True
+        if self._liveness is not None:
+            self._liveness.stopping.wanted = True
+
+    def stop_after(self, steps: int) -> bool:
+        """An optimizer step is over, `steps` in all: whether the job stops after it."""
+        return self._stop_wanted if self._liveness is None else self._liveness.step_done(steps)
+
+    def leave(self, word: str = "its controller was closed") -> None:
+        """Say goodbye to the other ranks with `word`; safe to call twice."""
+        if self._liveness is not None:
+            self._liveness.leave(word)
+
+    def leave_with(self, error: BaseException) -> None:
+        """Tell the other ranks of `error`, with which this process is about to end."""
+        if self._liveness is not None:
+            self._liveness.leave_with(error)
+
+    def leave_unclosed(self) -> None:
+        """Nobody has closed the controller, and it is collected or its process ends: perhaps with an error."""
+        if self._liveness is not None:
+            self._liveness.leave_unclosed()
+
+    def close(self) -> None:
+        """Let go of the store, and end the threads that talk to it."""
+        self._errors.close()
+        self.leave()
+
+
+class Alone(Ranks):
+    """This process has nobody to wait for, and is asked all the same; each answer is there at once."""
+
+    def __init__(self) -> None:
+        self.group, self.rank, self.workers, self.agreed = None, 0, 1, True
+        self._stop_wanted = False
+
+    @property
+    def lost(self) -> None:
+        return None
+
+    def wait(self, work: Any, what: str = "") -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._raise(error, what)
+
+    def wait_here(self, work: Any, what: str = "") -> None:
+        self.wait(work, what)
+
+    def wait_until(self, event: threading.Event) -> None:
+        event.wait()
+
+    def arrivals(self) -> Arrivals:
+        return Arrivals(None)
+
+    def explain(self, error: BaseException, what: str) -> WorkerLostError:
+        return unnamed(error, what)
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        return [value]
+
+    def agree(self, facts: Mapping[str, Any]) -> None: ...
+
+    def forget_agreement(self) -> None: ...
+
+    def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None: ...
+
+    def wait_for_all(self, what: str) -> None: ...
+
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Raises `UsageError` where there are others by now."""
+        require_alone()
+        yield
+
+    def begin(self) -> None:
+        require_alone()
+
+    def end(self, error: DynamixError) -> DynamixError:
+        return error
+
+    def request_stop(self) -> None:
+        self._stop_wanted = True
+
+    def stop_after(self, steps: int) -> bool:
+        return self._stop_wanted
+
+    def leave(self, word: str = "") -> None: ...
+
+    def leave_with(self, error: BaseException) -> None: ...
+
+    def leave_unclosed(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Naming:
+    """Around collectives; see `Ranks.naming`. It may be entered again."""
+
+    def __init__(self, ranks: Ranks, what: str) -> None:
+        self._ranks, self._what = ranks, what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and failed_collective(error):
+            raise self._ranks.explain(error, self._what) from error
+
+
+ALONE = Alone()
+"""For what is made without ranks, and never asked when to stop."""

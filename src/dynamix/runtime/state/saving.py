@@ -18,12 +18,12 @@ from dynamix.policies import Policy
 from dynamix.policies.guard import as_written_now
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy, unfit
 from dynamix.projection import project
-from dynamix.runtime.decide.channel import DecisionChannel
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.hosts import remembered, shares_of, workers_of
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.state import random_state
 from dynamix.runtime.state.load_atomically import Taking, load_atomically
@@ -39,53 +39,52 @@ RANDOM_UP_TO = 64  # ranks whose random state a gathered state holds: 10 kB each
 class Resumable(Protocol):
     """What of a `TrainingJob` is saved."""
 
-    job: JobFacts
+    facts: JobFacts
     policy: Policy
     allocations: Allocations
     progress: Progress
     recorder: Recorder
     rates: Rates
-    accumulate: int
-    rank: int
+    ranks: Ranks
     source: BatchSampler | Stream | None
-    connected: list[ConnectedModel]
-    channel: DecisionChannel | PeerChannel
+    models: list[ConnectedModel]
+    windows: Any
 
 
 def save(job: Resumable, *, gather: bool = False) -> dict[str, Any]:
     """`Controller.state_dict`."""
-    pieces, workers = job.accumulate, job.allocations.workers
+    pieces, workers = job.facts.accumulate, job.allocations.workers
     ledger = job.allocations.state_dict()
-    shares = job.job.shares
-    if job.job.hosts:
-        shares = remembered(shares, workers_of(job.job.hosts), np.asarray(ledger["sizes"][-1]))
+    shares = job.facts.shares
+    if job.facts.hosts:
+        shares = remembered(shares, workers_of(job.facts.hosts), np.asarray(ledger["sizes"][-1]))
     source, iterable = source_state(None if job.source is None else job.source.state_dict(), workers, pieces)
     own = {"recorder": job.recorder.state_dict(), "rng": random_state.capture(), "iterable": iterable}
-    ranks = {job.rank: own}
+    ranks = {job.ranks.rank: own}
     if gather and workers > 1:
-        own |= {"policy": job.policy.state_dict()} if isinstance(job.channel, PeerChannel) else {}
+        own |= {"policy": job.policy.state_dict()} if isinstance(job.windows.channel, PeerChannel) else {}
         ranks = _gathered(job, own if workers <= RANDOM_UP_TO else {**own, "rng": None})
     return SavedState(
         world_size=workers,
-        rank=job.rank,
-        hosts={"names": list(job.job.hosts), "shares": shares},
+        rank=job.ranks.rank,
+        hosts={"names": list(job.facts.hosts), "shares": shares},
         accumulate=pieces,
-        base_batch=job.job.base_batch,
+        base_batch=job.facts.base_batch,
         progress=job.progress.state_dict(),
         ledger_rounds=[step // pieces for step in ledger["steps"]],
         ledger_sizes=[[pieces * size for size in sizes] for sizes in ledger["sizes"]],
         ledger_pieces=ledger.get("pieces", [0] * len(ledger["steps"])),
         source=source,
         policy=job.policy.state_dict(),
-        noise_scale=job.job.noise_scale.state_dict(),
+        noise_scale=job.facts.noise_scale.state_dict(),
         schedules=[schedule.state_dict() for schedule in job.rates.schedules],
-        hooks=[attached.state_dict() for attached in job.connected],
+        hooks=[attached.state_dict() for attached in job.models],
         ranks=ranks,
     ).write()
 
 
 def _gathered(job: Resumable, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    group = job.channel.group
+    group = job.ranks.group
     if group is None:
         raise UsageError("state_dict(gather=True) needs the ranks' control group: call it on every rank of a live job")
     every = group.all_gather_object(pack(own))
@@ -94,7 +93,7 @@ def _gathered(job: Resumable, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 def save_alike(job: Resumable) -> dict[str, Any]:
     """The first rank's state with every rank's own part in it, the same on all ranks. A collective call."""
-    state, group = save(job, gather=True), job.channel.group
+    state, group = save(job, gather=True), job.ranks.group
     alike: dict[str, Any] = state if group is None else group.broadcast_object(state)
     return alike
 
@@ -130,7 +129,7 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     takings: list[Taking] = []
     if policy:
         # Where every rank decides for itself, each goes on with what it remembers of itself.
-        known = saved.ranks.get(job.rank, {}).get("policy", saved.policy) if same else saved.policy
+        known = saved.ranks.get(job.ranks.rank, {}).get("policy", saved.policy) if same else saved.policy
         check_policy(job.policy, known, sizes[-1], facts.bounds, same=same)
         takings.append((job.policy, lambda: (load_policy if same else carry_over)(job.policy, known)))
     takings += _takings(job, parts)
@@ -138,13 +137,13 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     load_atomically(takings)
     # From here on nothing raises.
     job.progress.load_state_dict({**saved.progress, "opens": opens})
-    job.job.resume(saved.base_batch, saved.progress["steps"], saved.progress["samples"])
-    job.job.shares = saved.hosts["shares"]
-    job.job.noise_scale.load_state_dict(saved.noise_scale)
+    job.facts.resume(saved.base_batch, saved.progress["steps"], saved.progress["samples"])
+    job.facts.shares = saved.hosts["shares"]
+    job.facts.noise_scale.load_state_dict(saved.noise_scale)
     job.allocations.load_state_dict(
         {
-            "steps": [job.accumulate * r for r in rounds],
-            "sizes": [s // job.accumulate for s in sizes],
+            "steps": [job.facts.accumulate * r for r in rounds],
+            "sizes": [s // job.facts.accumulate for s in sizes],
             "pieces": apart,
         }
     )
@@ -153,11 +152,12 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
 
 def _say_what_is_overridden(job: Resumable, saved: SavedState) -> None:
     """Warn where the state brings another global batch than the script asks for. Other workers share the saved one."""
-    here, workers = job.job.base_batch, job.allocations.workers
-    if job.rank != 0 or saved.world_size != workers or saved.base_batch == here:
+    here, workers = job.facts.base_batch, job.allocations.workers
+    if job.ranks.rank != 0 or saved.world_size != workers or saved.base_batch == here:
         return
     why = f"the loaded state goes on with a global batch of {saved.base_batch} samples, as the job that saved it began"
-    mine = f"batch_size={here / workers / job.accumulate:g}, accumulate={job.accumulate} on {workers} workers"
+    pieces = job.facts.accumulate
+    mine = f"batch_size={here / workers / pieces:g}, accumulate={pieces} on {workers} workers"
     theirs = f"batch_size={saved.base_batch / workers / saved.accumulate:g}, accumulate={saved.accumulate}"
     fix = f"Write {theirs}, or leave load_state_dict out to begin with yours"
     said = f"{why}; this script asks for {here} ({mine}), which is not used. {fix}"
@@ -167,12 +167,12 @@ def _say_what_is_overridden(job: Resumable, saved: SavedState) -> None:
 def _stayed(job: Resumable, saved: SavedState) -> bool:
     """Whether every rank is on the host that it was on, as far as that is known."""
     before = saved.hosts["names"]
-    return not (job.job.hosts and before) or list(job.job.hosts) == before
+    return not (job.facts.hosts and before) or list(job.facts.hosts) == before
 
 
 def _facts_of(job: Resumable, saved: SavedState) -> JobFacts:
     """The job's facts as they will be. Raises what `JobFacts.resume` raises."""
-    trial = copy.copy(job.job)
+    trial = copy.copy(job.facts)
     trial.resume(saved.base_batch, saved.progress["steps"], saved.progress["samples"])
     return trial
 
@@ -194,11 +194,11 @@ def _ledger(
     if same:
         to_come = [project(of, facts.bounds_of(piece)) for of, piece in zip(sizes, apart, strict=True)][first:]
         fits = all(map(np.array_equal, to_come, sizes[first:]))
-        if fits and not any((of % job.accumulate).any() for of in sizes):
+        if fits and not any((of % job.facts.accumulate).any() for of in sizes):
             return rounds, sizes, apart, opens
         within, piece = to_come[-1], apart[-1]
     else:
-        known = job.job.hosts or ("",) * job.allocations.workers
+        known = job.facts.hosts or ("",) * job.allocations.workers
         shares, total = shares_of(saved.hosts["shares"], workers_of(known)), sizes[first].sum()
         piece = _part(apart[first] * saved.world_size, job.allocations.workers)
         within = project(shares * total / shares.sum(), facts.bounds_of(piece), total=total)
@@ -212,10 +212,10 @@ def _part(at_once: int, workers: int) -> int:
 
 def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:
     """What waits for its owner, each checked against the owner where there is one."""
-    own = saved.ranks.get(job.rank) if saved.world_size == job.allocations.workers else None
+    own = saved.ranks.get(job.ranks.rank) if saved.world_size == job.allocations.workers else None
     of_any = own or saved.ranks[saved.rank]
     iterable = of_any["iterable"] if own or not saved.source["sharded"] else None
-    source = own_source(saved.source, iterable, job.accumulate)
+    source = own_source(saved.source, iterable, job.facts.accumulate)
     if source is not None and job.source is not None:
         _same_order(source, job.source)
     parts: dict[str, Any] = {"source": source}
@@ -225,7 +225,7 @@ def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:
             _alike(f"schedules[{i}]", of, job.rates.schedules[i].state_dict())
     for i, of in enumerate(saved.hooks):
         parts[f"hook {i}"] = of
-        if of and i < len(job.connected) and (mine := job.connected[i].state_dict()):
+        if of and i < len(job.models) and (mine := job.models[i].state_dict()):
             _alike(f"hooks[{i}]", of, mine, also=("inner",))
     if same:
         notebook = of_any["recorder"]
@@ -243,7 +243,7 @@ def _takings(job: Resumable, parts: dict[str, Any]) -> list[Taking]:
     def load(owner: Any, part: Any) -> Taking:
         return owner, lambda: owner.load_state_dict(part)
 
-    owners: dict[str, Any] = {f"hook {i}": attached for i, attached in enumerate(job.connected)}
+    owners: dict[str, Any] = {f"hook {i}": attached for i, attached in enumerate(job.models)}
     owners |= {f"schedule {i}": schedule for i, schedule in enumerate(job.rates.schedules)}
     return [load(owner, parts.pop(name)) for name, owner in owners.items() if name in parts]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.ranks.errors import JobErrors, wait_for
+from dynamix.runtime.ranks.ranks import ALONE, Ranks
 
 _TOP = torch.iinfo(torch.int64).min
 BUCKET = 2**23  # elements of a payload: what is packed next travels while the one before does
@@ -52,11 +52,11 @@ def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup
 class Workers:
     """Those that meet, over `group`; None: one alone. What is begun is waited for together.
 
-    ending   raises what another worker ends the job with
+    ranks   how to wait for them
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ending: JobErrors | None = None) -> None:
-        self.group, self.ending = group, ending
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Ranks = ALONE) -> None:
+        self.group, self.ranks = group, ranks
         self._under_way: list[Any] = []
 
     @property
@@ -76,11 +76,15 @@ class Workers:
         dist.all_gather_object(found, mine, group=self.group)
         return found
 
+    def close(self) -> None:
+        """Let go of the group."""
+        self.group = None
+
     def wait(self) -> None:
         """Until all that was begun has arrived."""
         under_way, self._under_way = self._under_way, []
         for work in under_way:
-            wait_for(work, self.ending)
+            self.ranks.wait(work)
 
 
 class MaxReduce:
@@ -161,26 +165,24 @@ def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 @torch.no_grad()
-def average_(
-    tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup, ending: JobErrors | None = None
-) -> None:
+def average_(tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup, ranks: Ranks = ALONE) -> None:
     """Floating tensors become their sum over workers times each worker's `weight`, others the first rank's."""
     floating, others = list[Tensor](), list[Tensor]()
     for tensor in tensors:
         (floating if tensor.is_floating_point() else others).append(tensor)
     # Packed: a backend may reduce the wrong entries of a tensor whose entries do not follow each other in memory.
-    workers, payloads = Workers(group, ending), [Bucket(bucket, weight) for bucket in buckets(floating)]
+    workers, payloads = Workers(group, ranks), [Bucket(bucket, weight) for bucket in buckets(floating)]
     for payload in payloads:
         workers.add(payload.flat)
     workers.wait()
     for payload in payloads:
         for tensor, total in payload.sums():
             tensor.copy_(total)
-    broadcast_(others, group, ending)
+    broadcast_(others, group, ranks)
 
 
 @torch.no_grad()
-def broadcast_(tensors: Iterable[Tensor], group: dist.ProcessGroup, ending: JobErrors | None) -> None:
+def broadcast_(tensors: Iterable[Tensor], group: dist.ProcessGroup, ranks: Ranks = ALONE) -> None:
     """Tensors become the first rank's."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -188,6 +190,6 @@ def broadcast_(tensors: Iterable[Tensor], group: dist.ProcessGroup, ending: JobE
     for alike in by_type.values():
         flat = _flatten_dense_tensors(alike)
         sent = flat.view(torch.uint8)  # as bytes: gloo knows not all types
-        wait_for(dist.broadcast(sent, src=dist.get_global_rank(group, 0), group=group, async_op=True), ending)
+        ranks.wait(dist.broadcast(sent, src=dist.get_global_rank(group, 0), group=group, async_op=True))
         for tensor, told in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
             tensor.copy_(told)

@@ -65,6 +65,8 @@ class ConnectedModel(Part):
         self.piece = piece
         if self.hook is not None:
             self.hook.hand(piece, kept)
+        if self.averaging is not None:
+            self.averaging.hand(piece)
 
     def before_forward(self, piece: Piece) -> None:
         """A forward pass of training begins. Raises `UsageError` where DDP would fail later without a reason."""
@@ -104,7 +106,7 @@ class ConnectedModel(Part):
 
     @torch.no_grad()
     def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
-        """After a batch that is not the last of its optimizer step: bring what has accumulated to the next one's weight.
+        """After a batch that is not the last of its optimizer step: bring what has accumulated to the next weight.
 
         The hook sees only the sum over micro-batches, so where an epoch's tail makes them unequal they are brought to
         the next one's weight: this rank's own gradient by its counts, and what all ranks have reduced already, where
@@ -134,7 +136,13 @@ class ConnectedModel(Part):
 
         mean_of   by how many batches the loop divides its losses
         """
-        if self.hook is None and self.averaging is None and piece.last and piece.samples and self._finished is not piece:
+        if (
+            self.hook is None
+            and self.averaging is None
+            and piece.last
+            and piece.samples
+            and self._finished is not piece
+        ):
             self._finished = piece
             self._scale_by(mean_of * piece.samples / piece.share)
 
@@ -230,8 +238,16 @@ class Around:
         return self.recorder if self.measured else Unmeasured(self.recorder)
 
 
-def attach(model: nn.Module, options: Options, around: Around) -> ConnectedModel:
-    """Connect `model`, whose gradients meet. Raises `UsageError` naming what the model needs."""
+def attach(
+    model: nn.Module,
+    options: Options,
+    around: Around,
+    averaging: Callable[[], ParameterAveraging | None] = lambda: None,
+) -> ConnectedModel:
+    """Connect `model`, whose gradients meet. If parameters do in some rounds, `averaging` makes what averages them.
+
+    Raises `UsageError` naming what the model needs.
+    """
     group, recorder = around.group, around.recorder
     if options.weighting == "hook" and not around.alone and (reason := _needs_loss_side(model)) is not None:
         fix = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
@@ -242,20 +258,18 @@ def attach(model: nn.Module, options: Options, around: Around) -> ConnectedModel
         if not around.alone:
             recorder.sees_no_communication()
         around.watch(reduces=False, hooked=False)
-        return ConnectedModel(model, recorder)
+        return ConnectedModel(model, recorder, averaging=averaging())
     hook = hook_on(model, options, around, group)
     name = "all-reduce" if options.hook is None else getattr(options.hook, "__qualname__", type(options.hook).__name__)
     settings = {option: getattr(model, option, None) for option in _ALIKE_IN_DDP}
     settings |= {"losses scaled": options.scaler is not None, **hook_settings(options.hook_state)}
     exchanges = f"{name}, buffers {options.batchnorm}"
-    connected = ConnectedModel(model, recorder, hook, exchanges=exchanges, settings=settings)
+    connected = ConnectedModel(model, recorder, hook, averaging=averaging(), exchanges=exchanges, settings=settings)
     exchange_buffers(model, connected, around.ranks, averaged=options.batchnorm == "weighted")
     return connected
 
 
-def hook_on(
-    model: DistributedDataParallel, options: Options, around: Around, group: dist.ProcessGroup
-) -> GradientHook:
+def hook_on(model: DistributedDataParallel, options: Options, around: Around, group: dist.ProcessGroup) -> GradientHook:
     """The communication hook of `model`, in which gradients are weighted; it is watched from now on."""
     device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
     inner = InnerHook(group, options.hook, options.hook_state, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +12,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.ranks.errors import JobErrors
 from dynamix.runtime.ranks.process_groups import new_gloo_group
 from dynamix.runtime.sync.collectives import Workers, broadcast_
 from dynamix.runtime.sync.compare import require_alike
-from dynamix.runtime.sync.connected_model import ConnectedModel, attach
-from dynamix.runtime.sync.gradients import GradientWeight
+from dynamix.runtime.sync.connected_model import Around, ConnectedModel, Options, attach
 from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
 
 _PIECE = (
@@ -27,101 +24,63 @@ _PIECE = (
 )
 
 
-def attach_apart(
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-    recorder: Recorder,
-    ending: JobErrors | None,
-    *,
-    averaging: Averaging | None,
-    scaler: Any,
-    **options: Any,
-) -> ConnectedModel:
+def attach_apart(model: nn.Module, options: Options, around: Around) -> ConnectedModel:
     """Connect a model whose workers step apart, plain or under DDP; all begin as the first rank's. A collective call.
 
-    `options` are the others of `Controller.wrap`, of which none fits. Raises `UsageError` naming what the model needs.
+    Raises `UsageError` naming what the model needs, and for options that are about gradients.
     """
     for name, usual in (("hook", None), ("weighting", "hook"), ("batchnorm", "rank0")):
-        if options.get(name, usual) != usual:
-            given = f"wrap({name}={options[name]!r}) is about meeting over gradients"
+        if (value := getattr(options, name)) != usual:
+            given = f"wrap({name}={value!r}) is about meeting over gradients"
             fix = "leave it out: with meet='parameters' moves and buffers are averaged by samples; see averaging="
             raise UsageError(f"{given}: {fix}")
-    return _meeting(_silent(model, recorder), group, recorder, ending, averaging or Averaging(), scaler)
+    if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+        first = "pass a batch through it before controller.wrap(model, optimizer)"
+        raise UsageError(f"the model has parameters whose shapes are not known yet: {first}")
+    if isinstance(model, DistributedDataParallel):
+        _keep_silent(model, around.recorder)
+    averaging = _averaging(model, options, around)
+    around.watch(reduces=False, hooked=False)
+    return ConnectedModel(model, around.recorder, averaging=averaging, exchanges="parameters")
 
 
-def attach_both(
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-    share: Callable[[], GradientWeight],
-    recorder: Recorder,
-    ending: JobErrors | None,
-    *,
-    averaging: Averaging | None,
-    scaler: Any,
-    weighting: str,
-    **options: Any,
-) -> ConnectedModel:
+def attach_both(model: nn.Module, options: Options, around: Around) -> ConnectedModel:
     """Connect a model whose workers meet over gradients or over parameters, as each round's plan says.
 
-    The arguments are `Controller.wrap`'s. A collective call. Raises `UsageError` naming what the model needs.
+    A collective call. Raises `UsageError` naming what the model needs.
     """
-    how = averaging or Averaging()
-    if weighting != "hook":
+    if options.weighting != "hook":
         fix = "leave it out, or say meet='gradients'"
-        raise UsageError(f"wrap(weighting={weighting!r}) weighs losses, which workers that step apart do not do: {fix}")
-    alone = group is None or group.size() == 1
-    if not alone and not isinstance(model, DistributedDataParallel):
+        weighs = f"wrap(weighting={options.weighting!r}) weighs losses, which workers that step apart do not do"
+        raise UsageError(f"{weighs}: {fix}")
+    if not around.alone and not isinstance(model, DistributedDataParallel):
         fix = "controller.wrap(DistributedDataParallel(net), optimizer)"
         raise UsageError(f"meet='auto' needs DDP, because gradients meet in some rounds: write {fix}")
     if isinstance(model, DistributedDataParallel) and model.static_graph:
         fix = "leave static_graph out, or say meet='gradients'"
         raise UsageError(f"DDP(static_graph=True) expects the same in every pass, but rounds differ: {fix}")
-    attached = attach(model, group, share, recorder, scaler=scaler, weighting="hook", **options)
-    return _meeting(attached, group, recorder, ending, how, scaler, at_times=True)
+    return attach(model, options, around, averaging=lambda: _averaging(model, options, around, at_times=True))
 
 
-def _silent(model: nn.Module, recorder: Recorder) -> ConnectedModel:
-    """A model, perhaps under DDP, in whose passes nothing crosses ranks."""
-    if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
-        first = "pass a batch through it before controller.wrap(model, optimizer)"
-        raise UsageError(f"the model has parameters whose shapes are not known yet: {first}")
-    attached = ConnectedModel(model, recorder, None)
-    if isinstance(model, DistributedDataParallel):
-        _keep_silent(model, attached)
-    attached.exchanges = "parameters"
-    return attached
-
-
-def _meeting(
-    attached: ConnectedModel,
-    group: dist.ProcessGroup | None,
-    recorder: Recorder,
-    ending: JobErrors | None,
-    how: Averaging,
-    scaler: Any,
-    *,
-    at_times: bool = False,
-) -> ConnectedModel:
-    """Let the model of `attached` be averaged; it begins as the first rank's."""
-    model = attached.model
-    own: list[dist.ProcessGroup] = []
-    on_cpu = group is None or recorder.device.type == "cpu"
-    workers = beside = Workers(group, ending)
-    if not on_cpu:
-        own.append(new_gloo_group(dist.get_process_group_ranks(group)))
-        beside = Workers(own[-1], ending)
-    if group is not None and group.size() > 1:
+def _averaging(model: nn.Module, options: Options, around: Around, *, at_times: bool = False) -> ParameterAveraging:
+    """What makes the workers' models one; they begin as the first rank's. A collective call."""
+    group, ranks = around.group, around.ranks
+    own = None
+    workers = beside = Workers(group, ranks)
+    if group is not None and around.recorder.device.type != "cpu":
+        own = new_gloo_group(dist.get_process_group_ranks(group))
+        beside = Workers(own, ranks)
+    if group is not None and not around.alone:
         tensors = (*model.named_parameters(), *model.named_buffers())
         kinds = (f"{t.dtype}{'' if t.requires_grad else ', not trained'}" for _, t in tensors)
         words = [f"{name} {list(t.shape)} {kind}" for (name, t), kind in zip(tensors, kinds, strict=True)]
         require_alike(words, beside)
-        broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ending)
-    attached.meeting = ParameterAveraging(model, how, workers, beside, scaler=scaler, at_times=at_times)
-    attached.meeting.groups = own
-    return attached
+        broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ranks)
+    how = options.averaging or Averaging()
+    return ParameterAveraging(model, how, workers, beside, scaler=options.scaler, at_times=at_times, own=own)
 
 
-def _keep_silent(model: DistributedDataParallel, attached: ConnectedModel) -> None:
+def _keep_silent(model: DistributedDataParallel, recorder: Recorder) -> None:
     """Nothing crosses ranks in the model's own passes, of which ranks have unlike numbers."""
     if model.static_graph:
         fix = "leave static_graph out, or pass the module without DDP: workers that meet over parameters need none"
@@ -129,7 +88,7 @@ def _keep_silent(model: DistributedDataParallel, attached: ConnectedModel) -> No
     model.broadcast_buffers = False
 
     def refuse(state: Any, bucket: Any) -> Any:
-        if attached.recorder.muted:  # passes that are discarded
+        if recorder.muted:  # passes that are discarded
             future: torch.futures.Future[Tensor] = torch.futures.Future()
             future.set_result(bucket.buffer())
             return future

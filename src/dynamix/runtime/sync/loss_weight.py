@@ -1,9 +1,9 @@
 """Weighting on the loss side: what carries a weight, who puts it there, and what N is where only the loop knows it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,8 @@ from torch.autograd import Variable
 
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.ranks.errors import Explain, JobErrors, unnamed, wait_for
-from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.process_groups import new_gloo_group
+from dynamix.runtime.ranks.ranks import ALONE, Ranks
 from dynamix.runtime.sync.shards import gradients_of
 
 
@@ -25,13 +24,13 @@ class LossWeight:
     when backward has ended, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, accumulate: int) -> None:
-        self.group, self.accumulate = group, accumulate
-        self.explain: Explain = unnamed
-        self.ending: JobErrors | None = None  # set by the owner
+    def __init__(self, group: dist.ProcessGroup | None, accumulate: int, ranks: Ranks = ALONE) -> None:
+        self.group, self.accumulate, self._ranks = group, accumulate, ranks
         self.workers = 1 if group is None else dist.get_world_size(group)
         self.applied: float | Tensor | None = None
         self.weighting, self._paused = "hook", False
+        self.required = False  # the loop weights its losses by `Controller.weight`
+        self.given = False  # losses carry their weights without the controller
         self._model: nn.Module | None = None
         self._counts_group: dist.ProcessGroup | None = None
         self.held: float | Tensor = 1.0  # what the gradient of this rank's pieces so far is over its mean
@@ -40,17 +39,9 @@ class LossWeight:
         self._counted: list[tuple[Tensor, Any]] = []
 
     def bind(self, model: nn.Module, weighting: str) -> None:
+        """`wrap` connects `model`, whose losses carry their weights as `weighting` says."""
         self._model, self.weighting = model, weighting
-
-    @property
-    def required(self) -> bool:
-        """Whether the loop weights its losses by `Controller.weight`."""
-        return self.weighting == "loss"
-
-    @property
-    def given(self) -> bool:
-        """Whether losses carry their weights without the controller."""
-        return self.weighting == "given"
+        self.required, self.given = weighting == "loss", weighting == "given"
 
     def in_gradient(self, piece: Piece) -> float | Tensor | None:
         """This rank's gradient of the round so far over its mean; None where the hook is to weight it."""
@@ -58,17 +49,19 @@ class LossWeight:
             return piece.share * (piece.number + 1) / piece.of * self.workers / piece.plan.samples
         return None if self.applied is None else self.held
 
-    def misfit(self, source: BatchSampler | Stream, kwargs: dict[str, Any]) -> str | None:
-        """What is wrong with a forward pass that begins, of such arguments; None if nothing is."""
+    def require_fit(
+        self, source: BatchSampler | Stream, kwargs: dict[str, Any], fail: Callable[[str], NoReturn]
+    ) -> None:
+        """A forward pass begins, of such arguments: let `fail` raise what is wrong with it."""
         if not self.given:
             if kwargs.get("num_items_in_batch") is None:
-                return None
+                return
             why = "the model divides its loss by num_items_in_batch, so the loss carries its weight already"
-            return f"{why}: write controller.wrap(..., weighting='given'), or take dynamix.integrations.transformers"
+            fail(f"{why}: write controller.wrap(..., weighting='given'), or take dynamix.integrations.transformers")
         if source.placeholder is not None or source.plan().group.all():
-            return None
+            return
         why = "some rank has no samples in this step, and a loss with weighting='given' would count its placeholder"
-        return f"{why}: say what becomes of it, controller.loader(..., placeholder=lambda batch: ...)"
+        fail(f"{why}: say what becomes of it, controller.loader(..., placeholder=lambda batch: ...)")
 
     def in_loss(self, piece: Piece) -> float:
         """A loss as the loop shows it, over its mean."""
@@ -81,7 +74,7 @@ class LossWeight:
         if values.device.type == "cpu" and self._counts_group is None:
             self._counts_group = new_gloo_group(dist.get_process_group_ranks(self.group))
         group = self._counts_group if values.device.type == "cpu" else self.group
-        return _Sum(dist.all_reduce(values, group=group, async_op=True), self)
+        return _Sum(dist.all_reduce(values, group=group, async_op=True), self._ranks)
 
     def apply(self, loss: Tensor, piece: Piece, count: float | Tensor | None) -> Tensor:
         """The weighted loss of this micro-batch; see `Controller.weight`."""
@@ -157,7 +150,7 @@ class LossWeight:
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the group that counts travel in, and return it."""
-        group, self._counts_group, self.ending = self._counts_group, None, None
+        group, self._counts_group, self._model = self._counts_group, None, None
         self._counted.clear()
         return [] if group is None else [group]
 
@@ -181,14 +174,9 @@ class LossWeight:
 class _Sum:
     """A sum over ranks under way."""
 
-    def __init__(self, work: Any, owner: LossWeight) -> None:
-        self._work, self._owner = work, owner
+    def __init__(self, work: Any, ranks: Ranks) -> None:
+        self._work, self._ranks = work, ranks
 
     def wait(self) -> None:
         """Raises what another rank ends the job with meanwhile, and `WorkerLostError` where one is lost."""
-        try:
-            wait_for(self._work, self._owner.ending)
-        except RuntimeError as error:
-            if not failed_collective(error):
-                raise
-            raise self._owner.explain(error, "the ranks could not add their counts") from error
+        self._ranks.wait(self._work, "the ranks could not add their counts")

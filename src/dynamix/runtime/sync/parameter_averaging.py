@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dynamix.data import Piece
 from dynamix.errors import ConfigError, UsageError, spelling
 from dynamix.removed import message, refuses_averaging
 from dynamix.runtime.sync.collectives import Bucket, MaxReduce, Workers, broadcast_, buckets, require_sums
@@ -68,6 +69,7 @@ class ParameterAveraging:
 
     workers   those that meet; payloads on the model's device
     beside    the same, for payloads on CPUs
+    own       the group of `beside`, if it was made for this
     scaler    AMP's, if there is one: the smallest scale of all workers is the one to go on with
 
     It keeps a copy of the parameters and floating buffers: moves are counted from there, so what did not move stays as
@@ -87,23 +89,36 @@ class ParameterAveraging:
         *,
         scaler: Any,
         at_times: bool = False,
+        own: dist.ProcessGroup | None = None,
     ) -> None:
         self.model, self.how, self.workers, self.beside, self.scaler = model, how, workers, beside, scaler
         self.optimizers: list[Optimizer] = []
         self._in_groups: list[GroupMemory] = []  # of each of them
         self.weight = 1.0  # its part of the round before; as much as others' where there was none
         self._begun = False  # a round
-        self.groups: list[dist.ProcessGroup] = []  # its own
+        self._groups = [] if own is None else [own]
         self._changed = False  # since the last meeting, what moves are counted from
         self._anchors: list[ReferenceWeights] = []
         self._untrained = Untrained(model)
         self._outer: Optimizer | None = None
         self._means: OptimizerMeans | None = None
         self._at_times, self._own = at_times, False  # whether what optimizers remember is each worker's own
-        self.before_step: Callable[[], None] = self.begin  # of one of the optimizers
+        self._piece: Piece | None = None  # of the passes under way
         if not at_times or how.outer is not None:
             self.begin()
         self._begun = self._changed = False
+
+    def hand(self, piece: Piece) -> None:
+        """Passes begin of `piece`."""
+        self._piece = piece
+
+    def _before_step(self) -> None:
+        """One of the optimizers is about to step."""
+        if not self._at_times or (self._piece is not None and self._piece.plan.apart):
+            self.begin()
+        elif self._piece is not None:
+            with self.workers.ranks.naming("the ranks could not average the state of their optimizers"):
+                self.together()
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -146,7 +161,7 @@ class ParameterAveraging:
         self.optimizers.append(optimizer)
         self._in_groups.append(GroupMemory(optimizer))
         self._means = OptimizerMeans(self.optimizers, self._in_groups, self.workers, self.beside)
-        optimizer.register_step_pre_hook(lambda *_: self.before_step())
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
     def meet(self, weight: float) -> None:
         """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
@@ -264,7 +279,7 @@ class ParameterAveraging:
             named = (name for name, p in self.model.named_parameters() if p is parameter)
             raise differ(next(named, f"a parameter of shape {list(parameter.shape)} beside the model"))
         if anchors:  # buffers, which passes of a rank's own may change
-            broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ending)
+            broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ranks)
 
     def _take_along(self, moved: dict[str, bool]) -> Iterator[None]:
         """What is not trained and was `moved` on some rank travels from now on: this time whole, as there is no copy of
@@ -340,8 +355,9 @@ class ParameterAveraging:
 
     def close(self) -> list[dist.ProcessGroup]:
         """Hands over its own groups."""
-        groups, self.groups = self.groups, []
-        self.workers.group = self.beside.group = None
+        groups, self._groups = self._groups, []
+        self.workers.close()
+        self.beside.close()
         return groups
 
     def facts(self) -> dict[str, Any]:

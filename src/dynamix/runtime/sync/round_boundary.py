@@ -13,7 +13,7 @@ from dynamix.data import Piece
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Observation, Part
-from dynamix.runtime.ranks.ranks import Alone, Ranks
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.parameter_averaging import ParameterAveraging
 
@@ -32,12 +32,18 @@ class RoundBoundary(Part):
         self,
         models: Sequence[ConnectedModel],
         recorder: Recorder,
-        ranks: Ranks | Alone,
+        ranks: Ranks,
         fail: Callable[[DynamixError], DynamixError],
         *,
         steps_apart: bool,
     ) -> None:
-        self.models, self.recorder, self.ranks, self.steps_apart, self._fail = models, recorder, ranks, steps_apart, fail
+        self.models, self.recorder, self.ranks, self.steps_apart, self._fail = (
+            models,
+            recorder,
+            ranks,
+            steps_apart,
+            fail,
+        )
         self.met = True
         self._between = False  # this rank has stepped apart since the last meeting
         self._payload: float | None = None

@@ -182,7 +182,9 @@ class ShardedHook(GradientHook):
             factor = getattr(group, "gradient_divide_factor", None)
             if factor not in (None, workers):
                 told = f"set_gradient_divide_factor({factor}) makes FSDP divide by that, and not by its {workers} ranks"
-                self.check.fail(f"{told}, so a weighted gradient would be {workers / factor:g} times the mean: leave it out")
+                self.check.fail(
+                    f"{told}, so a weighted gradient would be {workers / factor:g} times the mean: leave it out"
+                )
 
 
 class _ReduceScatter:
@@ -313,9 +315,7 @@ def attach_sharded(model: nn.Module, options: Options, around: Around) -> Connec
         return _unhooked(model, shards, around)
     inner = InnerHook(group, None, None, device=shards.device.type)
     check = around.watch(reduces=True, hooked=False, shards=shards)
-    entry = ShardedHook(
-        inner, around.weights, around.meter, check, around.ranks, shards=shards, scaler=options.scaler
-    )
+    entry = ShardedHook(inner, around.weights, around.meter, check, around.ranks, shards=shards, scaler=options.scaler)
     entry.require_mean()
     entry.attach()
     shards.time_exchanges(recorder.timer)

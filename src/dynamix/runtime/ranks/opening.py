@@ -1,0 +1,108 @@
+"""How the ranks of a job come together: they meet, make a group of their own, and compare what they were given."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynamix.errors import UsageError
+from dynamix.runtime.ranks.compare import VERSION, require_same
+from dynamix.runtime.ranks.errors import JobErrors
+from dynamix.runtime.ranks.group import ControlGroup, open_control
+from dynamix.runtime.ranks.liveness import Liveness
+from dynamix.runtime.ranks.ranks import Alone, Ranks
+from dynamix.runtime.ranks.rendezvous import meet, refuse
+
+
+class Same(dict[str, Any]):
+    """Plain values by name, and once they were compared the ranks that hold the same."""
+
+    ranks: Ranks
+
+
+@contextmanager
+def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
+    """What is put in must be the same on all ranks of `group`, and an error inside is raised on all of them.
+
+    A collective call; leaves those ranks in the answer's `ranks`. Raises `UsageError` on every rank when values differ
+    or only some ranks failed, the error itself where all failed alike.
+    """
+    same, error = Same(error=None), None
+    try:
+        yield same
+    except Exception as caught:
+        error = caught
+        same.clear()
+        same["error"] = str(caught)
+    if group is None:
+        if error is not None:
+            raise error
+        same.ranks = Alone()
+        return
+    same.ranks = open_ranks(group, same)
+    if error is not None:
+        same.ranks.close()
+        raise error
+
+
+def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
+    """Those of `group`, who were all `given` the same: plain values by name. A collective call.
+
+    Raises `UsageError` on every rank where they were not, or wait for each other to make different groups.
+    """
+    ranks, timeout, name = dist.get_process_group_ranks(group), timeout_of(group), str(group.group_name)
+    meet(ranks, timeout_s=1800.0 if timeout is None else timeout.total_seconds())
+    errors = JobErrors.open(name, ranks)
+    control = open_control(ranks, timeout, name=name, settle=errors.settle)
+    fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
+    fixes = {"": fix, VERSION: "Install one and the same version of dynamix for every rank"}
+    facts = {VERSION: sys.modules["dynamix"].__version__, **given}
+    what = "Controller(...) got other arguments on some ranks"
+    require_same(facts, Ranks(control, errors, None).rows, what, fixes)
+    return Ranks(control, errors, Liveness.open(control) if control.workers > 1 else None)
+
+
+def open_another(group: dist.ProcessGroup, ranks: Ranks) -> ControlGroup:
+    """One more group for messages between `ranks`, those of `group`. A collective call."""
+    members = dist.get_process_group_ranks(group)
+    return open_control(members, timeout_of(group), name=str(group.group_name), settle=ranks.wait)
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This rank's number in `group`, 0 without one. Raises `UsageError` where it is not a member."""
+    rank = 0 if group is None else dist.get_rank(group)
+    if rank < 0:
+        fix = "pass the group that this rank trains in, or make a Controller only on the ranks of that group"
+        why = f"rank {dist.get_rank()} is not in process_group: {fix}"
+        refuse(why)
+        raise UsageError(why)
+    return rank
+
+
+def require_no_launcher() -> None:
+    """Raise `UsageError` in one of several processes of a job whose process group does not exist yet.
+
+    torchrun and its like say how many they started in WORLD_SIZE.
+    """
+    started = os.environ.get("WORLD_SIZE", "")
+    if started.isdigit() and int(started) > 1:
+        alone = f"this is one of {started} processes (WORLD_SIZE={started}), but there is no process group yet"
+        why = "every process would train alone"
+        fix = "move torch.distributed.init_process_group(...) above dynamix.Controller(...)"
+        raise UsageError(f"{alone}, so {why}: {fix}")
+
+
+def timeout_of(group: dist.ProcessGroup) -> Any:
+    """The timeout of `group`, None where it has none to read."""
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None
