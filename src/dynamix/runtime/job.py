@@ -80,13 +80,14 @@ class TrainingJob:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
         self._decider = decider
         self._exit_note: ExitNote | None = None
+        ways = self.ways
         self.loss_weight, self.paced = loss_weight, window_length_of(policy) is not None
-        self.micro_batch, self.apart = micro_batch if self.ways is None else NO_LIMIT, apart
+        self.micro_batch, self.apart = micro_batch if ways is None else NO_LIMIT, apart
         self.whole_piece = micro_batch  # what learning rates are for; a rank's memory may hold less
-        self.steps_apart = apart = apart or self.ways is not None
+        self.steps_apart = apart = apart or ways is not None
         # Samples of all workers' optimizer steps that are taken at the same time, if that is not a round.
         at_once = start.size * micro_batch if apart and micro_batch else None
-        self.rates = Rates(job, lr_rule, at_once=at_once if self.ways is None else job.base_batch)
+        self.rates = Rates(job, lr_rule, at_once=at_once if ways is None else job.base_batch)
         self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
         # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
         self.allocations, self.progress = Allocations(start // self.accumulate), Progress()
@@ -103,7 +104,7 @@ class TrainingJob:
         self.loop = LoopCheck(
             self.accumulate, self.fail, lambda: self.recorder.muted, self.gather, rank=rank, workers=workers
         )
-        self.loop.needs_piece = self.ways is not None and workers > 1
+        self.loop.needs_piece = ways is not None and workers > 1
         alone = self.allocations.workers == 1
         self.own_gradients = SingleWorkerSync(self, every=64 if apart else 2 if alone else 0)
         self.liveness: Liveness | None = None  # None: nobody else is there
