@@ -120,24 +120,21 @@ class JobConfig:
     @property
     def facts(self) -> dict[str, Any]:
         """What every rank must have been given alike, plain values by name."""
-        limits, pieces = self.limits, {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
+        pieces = {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
         return {
             "policy": self.policy if isinstance(self.policy, str) else type(self.policy).__name__,
             "batch_size": self.batch_size,
             "accumulate": self.accumulate,
-            "quantum": limits.quantum,
             **pieces,
             "interval": self.interval,
             "guard": self.guard,
             "lr_rule": self.lr_rule,
             "replay": self.replayed,
-            "max_change": limits.max_change,
             "global_batch": self.global_batch,
             "meet": self.meet,
+            **vars(self.limits),
             "min_batch_size": self.bounds.low,
             "max_batch_size": self.bounds.high,
-            "min_global_batch": limits.min_global_batch,
-            "max_global_batch": limits.max_global_batch,
             "shape of the policy's state": shape_of(self.own_policy.state_dict()),
         }
 

@@ -16,24 +16,16 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from dynamix.data import StepPlan
-from dynamix.data.lengths import Lengths
+from dynamix.data.lengths import Lengths, costs_by_length
 from dynamix.errors import ConfigError
 from dynamix.events.records import EventLog
-from dynamix.model.rounds import RoundSize
-from dynamix.model.ways import Ways
 from dynamix.policies import Policy
-from dynamix.policies.protocol import boundary
-from dynamix.runtime.arguments import (
-    check_counts,
-    check_interval,
-    costs_by_length,
-    paced,
-    policy_of,
-)
+from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.channel import DecisionChannel, Message
-from dynamix.runtime.decide.decision import Decider, recorded
+from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.job import TrainingJob
+from dynamix.runtime.limits import check_counts
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.state import random_state
@@ -44,11 +36,10 @@ from dynamix_lab.simulator.clusters import Clusters
 from dynamix_lab.simulator.env import ClusterEnv
 from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.virtual.arguments import (
-    bounds_apart,
-    bounds_of_job,
     check_meeting,
     check_model,
     costs_of,
+    limits_of,
     loader_of,
 )
 from dynamix_lab.virtual.replicas import Replicas
@@ -135,20 +126,28 @@ class VirtualCluster:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             fix = "read an iterable data set into a list first"
             raise ConfigError("dataset", type(dataset).__name__, "one with a length and indices", fix)
-        asked = policy_of(policy)
-        check_interval(interval, asked)
-        (self.policy, first), self.world = paced(asked, interval), one_world(clusters, seed)
+        check_meeting(meet, rounds, averaging)
+        self.world, apart = one_world(clusters, seed), meet == "parameters"
+        adaptive = meet == "gradients" or rounds == "adaptive"  # over gradients bounds say how the global batch moves
+        config = JobConfig(
+            self.world.clusters.shape[1],
+            policy,
+            batch_size,
+            "adaptive" if adaptive else "fixed",
+            limits_of(bounds, self.world.clusters, batch_size, apart=apart, adaptive=adaptive),
+            interval,
+            micro_batch=micro_batch if apart else None,
+            meet=meet,
+            lr_rule=lr_rule,
+            replay=replay,
+            guard=False,
+        )
+        self.policy = config.served
         self._sample_costs = None if sample_costs is None else costs_of(sample_costs, len(dataset))
         self._workers = VirtualWorkers(self.world)
         self.model, self.optimizer, self.interval = model, optimizer, interval
-        check_meeting(meet, rounds, averaging, self.policy)
-        apart, either, stays = meet == "parameters", meet == "auto", meet != "gradients" and rounds == "fixed"
-        load, piece = loader_of(dataset, collate_fn), micro_batch if apart else batch_size
+        load, piece = loader_of(dataset, collate_fn), config.micro_batch or batch_size
         self._piece = piece
-        if apart:
-            limits, start = bounds_apart(bounds, self._workers.count, batch_size, micro_batch, rounds)
-        else:
-            limits, start = bounds_of_job(bounds, self.world.clusters, batch_size, fixed=either and stays)
         self._union = None if apart else UnionGradient(model, loss, load, micro_batch=micro_batch)
         self._replicas: Replicas | None = None
         if meet != "gradients":
@@ -162,31 +161,25 @@ class VirtualCluster:
                 most=most,
                 whole=piece,
                 averaging=how,
-                at_times=either,
+                at_times=meet == "auto",
             )
-        per_epoch = boundary(self.policy) == "epoch"
-        slack = 0 if per_epoch else min(self.world.delay, 1)
-        size: RoundSize | Ways | None = None
-        if meet != "gradients" and (either or rounds == "adaptive"):
-            size = Ways(start.size) if either else RoundSize(float(micro_batch))
-        job = JobFacts(limits, int(start.sum()), slack=slack, fixed=stays, rounds=size)
+        job = JobFacts.of(config, slack=min(config.slack, self.world.delay))
         job.limit_to(len(dataset))
         # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
-        self._ahead = 0 if per_epoch else max(self.world.delay - 1, 0)
-        replayed = None if replay is None else recorded(replay, start.size)
+        self._ahead = max(self.world.delay - 1, 0) if config.slack else 0
         self._events = None if events is None else EventLog(events)
-        decider = _ForAll(self.policy, job, replay=replayed, events=self._events, clock=self._workers.time.mark)
-        channel = DecisionChannel(None, start.size, decider)
+        decider = _ForAll(self.policy, job, replay=config.replayed, events=self._events, clock=self._workers.time.mark)
+        channel = DecisionChannel(None, config.workers, decider)
         self._coordinator = coordinator = TrainingJob(
             job,
             self.policy,
             channel,
-            start,
+            config.start,
             LossWeight(None, 1),
-            interval=first,
+            interval=config.first_interval,
             lr_rule=lr_rule,
-            micro_batch=micro_batch if apart else None,
-            apart=apart,
+            micro_batch=config.micro_batch,
+            apart=config.apart,
         )
         for each in (optimizer,) if self._replicas is None else self._replicas.optimizers:
             coordinator.rates.add(each)
@@ -194,7 +187,7 @@ class VirtualCluster:
             self._replicas.follow_piece = coordinator.rates.follow_piece
             coordinator.payload = lambda: self._replicas.payload if self._replicas is not None else 1.0
         coordinator.recorder = self._recorder = _AllRecorders(self._workers, job)
-        one_total = bool(limits.total_low == limits.total_high)
+        one_total = bool(config.bounds.total_low == config.bounds.total_high)
         costs = costs_by_length(lengths, padded, len(dataset), apart=meet != "gradients", fixed=one_total)
         self._sampler = coordinator.sampler(len(dataset), seed=seed, costs=costs)
         self._sampler.micro_batch = None  # all workers' shares of a round at once
