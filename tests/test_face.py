@@ -66,8 +66,8 @@ def test_the_public_names_are_these() -> None:
     """Taking one away breaks users: it needs a line in CHANGELOG."""
     assert set(dynamix.__all__) == {
         *("Averaging", "Bounds", "CompressionState", "ConfigError", "Controller", "DynamixError", "EmulationError"),
-        *("Guard", "Limits", "MemoryLimitError", "Policy", "PolicyFileError", "ScenarioError", "Settings", "StateError"),
-        *("UsageError", "weighted", "weighted_average"),
+        *("Guard", "Limits", "MemoryLimitError", "Policy", "PolicyFileError", "ScenarioError", "Settings"),
+        *("StateError", "UsageError", "weighted", "weighted_average"),
         *("Window", "WorkerLostError", "__version__", "features", "make_policy", "policy_names", "project"),
     }
 

@@ -17,7 +17,7 @@ from dynamix.model.ways import Ways
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.protocol import boundary
 from dynamix.policies.wrappers import peers_of
-from dynamix.runtime.limits import Limits, check_counts, fixed_at, per_rank, starting_sizes, whole
+from dynamix.runtime.limits import Limits, check_counts, per_rank, starting_sizes, whole
 from dynamix.runtime.ranks.compare import shape_of
 from dynamix.runtime.rate.scaling import rule
 from dynamix.window import Bounds, Ints
@@ -35,6 +35,7 @@ class JobConfig:
     Opens nothing but the file of `replay`, which it reads. Raises `ConfigError` for what is impossible, and
     `StateError` for a file that cannot be replayed.
 
+    fixed       the global batch stays what it is at the start
     bounds      what batch sizes are kept within, samples per round, on a grid that pieces divide
     start       samples per round of every worker at the start, int64 (W,)
     own_policy  what `policy` stands for
@@ -61,6 +62,7 @@ class JobConfig:
     replay: str | os.PathLike[str] | None = None
     guard: bool | None = None
 
+    fixed: bool = field(init=False, repr=False, compare=False)
     bounds: Bounds = field(init=False, repr=False, compare=False)
     start: Ints = field(init=False, repr=False, compare=False)
     own_policy: Policy = field(init=False, repr=False, compare=False)
@@ -69,11 +71,12 @@ class JobConfig:
     replayed: dict[int, dict[str, Any]] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        keep = partial(object.__setattr__, self)  # frozen once it is made
+        keep("fixed", self.global_batch == "fixed")
         rule(self.lr_rule)  # raises for one that does not exist
         check_counts(batch_size=self.batch_size, accumulate=self.accumulate, quantum=self.limits.quantum)
         self._check_pieces()
         self._check_totals()
-        keep = partial(object.__setattr__, self)  # frozen from here on
         bounds, start = self._sizes()
         keep("bounds", bounds)
         keep("start", start)
@@ -85,11 +88,6 @@ class JobConfig:
         keep("replayed", None if self.replay is None else recorded(self.replay, self.workers))
 
     # ------------------------------------------------------------ what follows
-
-    @property
-    def fixed(self) -> bool:
-        """The global batch stays what it is at the start."""
-        return self.global_batch == "fixed"
 
     @property
     def apart(self) -> bool:
@@ -109,14 +107,9 @@ class JobConfig:
     @property
     def shares_only(self) -> bool:
         """The global batch may move, but the policy will not move it."""
-        adapts = getattr(self.own_policy, "adapts", True) or self.watched
-        return not (self.fixed or self._sizes_rounds or adapts)
-
-    @property
-    def watched(self) -> bool:
-        """The policy is asked under a `Guard` that this job puts around it."""
-        wanted = getattr(self.own_policy, "net", None) is not None if self.guard is None else self.guard
-        return wanted and not getattr(self.own_policy, "guarded", False)
+        if self.fixed or self._sizes_rounds:
+            return False
+        return not (self._watched or getattr(self.own_policy, "adapts", True))
 
     @property
     def loop_batches(self) -> dict[str, int]:
@@ -127,24 +120,21 @@ class JobConfig:
     @property
     def facts(self) -> dict[str, Any]:
         """What every rank must have been given alike, plain values by name."""
-        limits, pieces = self.limits, {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
+        pieces = {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
         return {
             "policy": self.policy if isinstance(self.policy, str) else type(self.policy).__name__,
             "batch_size": self.batch_size,
             "accumulate": self.accumulate,
-            "quantum": limits.quantum,
             **pieces,
             "interval": self.interval,
             "guard": self.guard,
             "lr_rule": self.lr_rule,
             "replay": self.replayed,
-            "max_change": limits.max_change,
             "global_batch": self.global_batch,
             "meet": self.meet,
+            **vars(self.limits),
             "min_batch_size": self.bounds.low,
             "max_batch_size": self.bounds.high,
-            "min_global_batch": limits.min_global_batch,
-            "max_global_batch": limits.max_global_batch,
             "shape of the policy's state": shape_of(self.own_policy.state_dict()),
         }
 
@@ -157,12 +147,18 @@ class JobConfig:
             return Ways(self.workers)
         return RoundSize(float(self.micro_batch)) if self.micro_batch and self._sizes_rounds else None
 
-    # ------------------------------------------------------------ what is possible
+    @property
+    def _watched(self) -> bool:
+        """The policy is asked under a `Guard` that this job puts around it."""
+        wanted = getattr(self.own_policy, "net", None) is not None if self.guard is None else self.guard
+        return wanted and not getattr(self.own_policy, "guarded", False)
 
     @property
     def _sizes_rounds(self) -> bool:
         """Whether something else than the policy chooses the samples of a round."""
-        return self.meet == "auto" or (self.apart and not self.fixed)
+        return self.meet == "auto" or (not self.fixed and self.apart)
+
+    # ------------------------------------------------------------ what is possible
 
     def _check_pieces(self) -> None:
         """Raise `ConfigError` where pieces do not go together with the way in which workers meet."""
@@ -181,11 +177,11 @@ class JobConfig:
             if pieces is not None:
                 fix = "leave micro_batch out: where workers step apart their steps are of batch_size samples"
                 raise ConfigError("micro_batch", pieces, "None with meet='auto'", fix)
-        if self.apart:
+        if self.meet == "parameters":
             if given > 1:
                 fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
                 raise ConfigError("accumulate", given, "1 with meet='parameters'", fix)
-            if not self.fixed and pieces is None:
+            if pieces is None and not self.fixed:
                 fix = "say how many samples an optimizer step has: micro_batch="
                 raise ConfigError("micro_batch", None, "1 or more where rounds of local steps are adaptive", fix)
 
@@ -219,10 +215,14 @@ class JobConfig:
             quantum = quantum if quantum > 1 else usual
             if moves:  # and every worker takes one at least, or nobody would know how fast it is
                 least, most = self.micro_batch, max(most, 8 * int(MOST) * self.micro_batch)
-        low = least if limits.min_batch_size is None else limits.min_batch_size
-        high = most if limits.max_batch_size is None else limits.max_batch_size
-        low, high = (per_rank(f"{end}_batch_size", of, self.workers) for end, of in (("min", low), ("max", high)))
-        piece = Bounds.of(self.workers, low, high, quantum=quantum, max_change=limits.max_change)
+        low, high = limits.min_batch_size, limits.max_batch_size
+        piece = Bounds.of(
+            self.workers,
+            least if low is None else per_rank("min_batch_size", low, self.workers),
+            most if high is None else per_rank("max_batch_size", high, self.workers),
+            quantum=quantum,
+            max_change=limits.max_change,
+        )
         start, reach = pieces * starting_sizes(self.batch_size, piece), pieces * int(piece.high.sum())
         total_low, total_high = limits.min_global_batch, limits.max_global_batch
         if total_low is not None and total_low > min(reach, reach if total_high is None else total_high):
@@ -232,12 +232,12 @@ class JobConfig:
             self.workers,
             pieces * piece.low,
             pieces * piece.high,
-            total_low=total_low,
-            total_high=total_high,
+            total_low=start.sum() if self.fixed else total_low,
+            total_high=start.sum() if self.fixed else total_high,
             quantum=pieces * quantum,
             max_change=limits.max_change,
         )
-        return (fixed_at(bounds, int(start.sum())) if self.fixed else bounds), start
+        return bounds, start
 
     def _check_policy(self) -> None:
         """Raise `ConfigError` for an impossible `interval` or `guard`, and for what the policy does not go with."""
@@ -246,8 +246,7 @@ class JobConfig:
         elif self.interval != "auto":
             fix = spelling(self.interval, ("auto",), "check the argument")
             raise ConfigError("interval", self.interval, "a whole number, 1 or more, or 'auto'", fix)
-        in_one_place = peers_of(self.own_policy) is None
-        if self.interval == "auto" and not in_one_place:
+        elif peers_of(self.own_policy) is not None:
             fix = f"give it a number, or {ONE_PLACE}"
             raise ConfigError("interval", "auto", "a whole number with this policy", fix)
         if self.fixed and getattr(self.own_policy, "even", False):
@@ -257,7 +256,7 @@ class JobConfig:
         if self.guard not in (None, True, False):
             fix = "leave it out: learned policies are then watched"
             raise ConfigError("guard", self.guard, "True, False, None", fix)
-        if self._sizes_rounds and not in_one_place:
+        if self._sizes_rounds and peers_of(self.own_policy) is not None:
             if self.meet == "auto":
                 raise ConfigError("meet", "auto", "'gradients' or 'parameters' with this policy", ONE_PLACE)
             allowed, fix = "'fixed' with meet='parameters' and this policy", f"say global_batch='fixed', or {ONE_PLACE}"
@@ -266,7 +265,7 @@ class JobConfig:
     def _served(self) -> tuple[Policy, int]:
         """`served` and `first_interval`."""
         policy = self.own_policy
-        if self.watched:
+        if self._watched:
             from dynamix.policies.guard import Guard
 
             policy = Guard(policy)

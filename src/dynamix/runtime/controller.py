@@ -128,13 +128,13 @@ class Controller(Feeding):
         chosen_policy, chosen_meet = from_outside(policy, meet)
         named = Limits(min_batch_size, max_batch_size, min_global_batch, max_global_batch, quantum, max_change)
         with store_is_there():
-            with one_for_all(self.group) as same:
+            with one_for_all(self.group) as facts:
                 self._config = config = JobConfig(
                     self.world_size,
                     chosen_policy,
                     batch_size,
                     global_batch,
-                    named.beside(limits),
+                    named if limits is None else named.beside(limits),
                     interval,
                     accumulate,
                     micro_batch,
@@ -145,16 +145,13 @@ class Controller(Feeding):
                     guard=guard,
                 )
                 log = background_log(events) if self.rank == 0 else None
-                same.update(config.facts)
-            self._job = open_job(config, self.group, same.ranks, log)
+                facts.update(config.facts)
+            self._job = open_job(config, self.group, facts.ranks, log)
         self.policy = config.own_policy
         self.overhead_s, self._closed = 0.0, False
         self._end_with_the_process(writes=log is not None)
         if self.rank == 0:  # last: where warnings are errors, the other ranks notice
-            if config.shares_only:
-                _warn_of_shares_only(chosen_policy)
-            if unsaid:
-                _warn_of_unsaid()
+            _warn(config, unsaid=unsaid)
 
     def _end_with_the_process(self, *, writes: bool) -> None:
         """For loops that do not close their controller."""
@@ -370,14 +367,13 @@ class Controller(Feeding):
                 raise UsageError(short)
 
 
-def _warn_of_shares_only(policy: str | Policy) -> None:
-    name = policy if isinstance(policy, str) else type(policy).__name__
-    why = f"the policy {name} moves shares only, so global_batch='adaptive' leaves the global batch as it is"
-    fix = "Leave global_batch out, or take a policy that adapts it: goodput, dynamix or stigmergic"
-    warnings.warn(f"{why}. {fix}", RuntimeWarning, stacklevel=4)
-
-
-def _warn_of_unsaid() -> None:
-    fix = "Write Controller(batch_size=...) with what a worker trains on today"
-    said = f"no batch_size was given, so every worker begins with {UNSAID} samples. {fix}"
-    warnings.warn(said, RuntimeWarning, stacklevel=4)
+def _warn(config: JobConfig, *, unsaid: bool) -> None:
+    if config.shares_only:
+        name = config.policy if isinstance(config.policy, str) else type(config.policy).__name__
+        why = f"the policy {name} moves shares only, so global_batch='adaptive' leaves the global batch as it is"
+        fix = "Leave global_batch out, or take a policy that adapts it: goodput, dynamix or stigmergic"
+        warnings.warn(f"{why}. {fix}", RuntimeWarning, stacklevel=4)
+    if unsaid:
+        fix = "Write Controller(batch_size=...) with what a worker trains on today"
+        said = f"no batch_size was given, so every worker begins with {UNSAID} samples. {fix}"
+        warnings.warn(said, RuntimeWarning, stacklevel=4)

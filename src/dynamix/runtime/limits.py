@@ -17,9 +17,9 @@ Each = int | Sequence[int] | None  # of every worker
 
 @dataclass(frozen=True)
 class Limits:
-    """What batch sizes may be, for `Controller(limits=...)`, which raises `ConfigError` where they are impossible.
+    """What batch sizes may be, for `Controller(limits=...)`. That checks them: `ConfigError` for what is impossible.
 
-    Sizes of a worker are samples per micro-batch; with `Controller(micro_batch=...)` they are samples per round, what
+    Sizes of a worker are samples per micro-batch. With `Controller(micro_batch=...)` they are samples per round, what
     lies between two optimizer steps.
 
     min_batch_size, max_batch_size   of a worker; one number, or one per rank; None: 1 and 8 * batch_size. A worker for
@@ -45,10 +45,8 @@ class Limits:
             if (as_plain := getattr(getattr(self, name), "tolist", None)) is not None:  # of NumPy and torch
                 object.__setattr__(self, name, as_plain())
 
-    def beside(self, limits: Limits | None) -> Limits:
+    def beside(self, limits: Limits) -> Limits:
         """These, which were given by their own names, and `limits`. Raises `ConfigError` for what both say."""
-        if limits is None:
-            return self
         if not isinstance(limits, Limits):
             raise ConfigError("limits", limits, "a dynamix.Limits", "write limits=dynamix.Limits(max_batch_size=64)")
         own = {field.name: getattr(self, field.name) for field in fields(self)}

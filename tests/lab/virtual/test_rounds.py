@@ -263,7 +263,7 @@ def test_memory_bounds_pieces_not_shares() -> None:
         ({"rounds": "often"}, ["rounds='often'"]),
         ({"meet": "gradients", "averaging": None, "rounds": "adaptive"}, ["rounds='adaptive'", "meet='parameters'"]),
         ({"meet": "gradients"}, ["averaging", "None where workers meet over gradients"]),
-        ({"policy": "pollux"}, ["policy", "lb_bsp"]),
+        ({"policy": "pollux"}, ["global_batch='fixed'", "pollux", "lb_bsp"]),
         ({"micro_batch": 0}, ["micro_batch=0"]),
         ({"bounds": Bounds.of(3, 1, 64)}, ["shape of bounds=(3,)"]),
         ({"batch_size": 600, "bounds": None}, ["1200", "1000"]),

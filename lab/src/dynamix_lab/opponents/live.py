@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from dynamix.policies.registry import OtherFactory
 from dynamix.runtime.controller import Controller
+from dynamix.runtime.limits import Limits
 from dynamix.window import Ints
 from dynamix_lab.opponents.local import EndlessOrder, LocalWorker, RoundBook, ScheduledRate, tell_cost, train_step
 from dynamix_lab.opponents.runs import HELD_OUT, HeldOut, RunLimits, RunLog, TrialRun
@@ -268,8 +269,8 @@ class _LivePolicy:
 
 def settings_of(trial: Trial, workload: Workload, workers: int, samples: int) -> dict[str, Any]:
     """What a trial says to `Controller`: how much a worker does, and how workers meet."""
-    low, high = bounds_of_trial(trial, workload)
-    local, whole = trial.local, {"batch_size": trial.batch_size, "min_batch_size": low, "max_batch_size": high}
+    limits = Limits(*bounds_of_trial(trial, workload))
+    local, whole = trial.local, {"batch_size": trial.batch_size, "limits": limits}
     if local is None:
         return {**whole, "global_batch": trial.global_batch}
     if trial.meets_in_both_ways:

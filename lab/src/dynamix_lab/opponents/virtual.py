@@ -14,7 +14,7 @@ from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.registry import OtherFactory
-from dynamix.runtime.decide.job_facts import fixed_at
+from dynamix.runtime.limits import fixed_at
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Floats, Ints

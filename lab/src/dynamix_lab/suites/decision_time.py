@@ -13,7 +13,7 @@ import torch
 
 from dynamix.events.records import EventLog
 from dynamix.policies import make_policy
-from dynamix.runtime.arguments import watched
+from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.channel import Message
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
@@ -41,7 +41,7 @@ def decision_times(policy: str, *, workers: int, decisions: int = DECISIONS) -> 
 
     Raises `ConfigError` for unknown policies.
     """
-    chosen = watched(make_policy(policy), None)
+    chosen = JobConfig(workers, policy, global_batch="adaptive").served
     env = ClusterEnv(sample_family(FAMILY, 1, workers, SEED), seed=SEED)
     bounds, window = _bounds_of_one(env.bounds), env.reset()
     job = JobFacts(bounds, int(_first(window).batch_size.sum()))

@@ -89,7 +89,7 @@ class _Run:
                     return
                 noise_scale.update(*NoiseScale.estimate(np.array(squares), whole, np.full(PARTS, batch / PARTS)))
                 noise, signal = noise_scale.noise, noise_scale.signal
-                learning_rate.factor = learning_rate.rule(batch / base, noise, signal, base_batch=base)
+                learning_rate.set_factor(learning_rate.rule(batch / base, noise, signal, base_batch=base))
                 self.phis.append(noise / signal if signal > 0 else np.nan)
             optimizer.step()
             optimizer.zero_grad()

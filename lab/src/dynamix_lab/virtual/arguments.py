@@ -12,11 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError
-from dynamix.policies import Policy
-from dynamix.runtime.arguments import job_bounds, starting_sizes
-from dynamix.runtime.decide.job_facts import fixed_at
+from dynamix.runtime.limits import Limits
 from dynamix.runtime.sync.parameter_averaging import Averaging
-from dynamix.window import Bounds, Floats, Ints
+from dynamix.window import Bounds, Floats
 from dynamix_lab.simulator.clusters import Clusters
 from dynamix_lab.virtual.union_gradient import Indices, Load
 
@@ -35,10 +33,8 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
         raise ConfigError("optimizer", type(optimizer).__name__, "one that holds the model's parameters", fix)
 
 
-def check_meeting(meet: str, rounds: str, averaging: Averaging | None, policy: Policy) -> None:
-    """Raise `ConfigError` for an unknown way to meet, and for what does not go with the one that is given."""
-    if meet not in ("gradients", "parameters", "auto"):
-        raise ConfigError("meet", meet, "'gradients', 'parameters' or 'auto'", "check the spelling")
+def check_meeting(meet: str, rounds: str, averaging: Averaging | None) -> None:
+    """Raise `ConfigError` for what does not go with the way to meet, beyond what `JobConfig` checks."""
     if rounds not in ("fixed", "adaptive"):
         raise ConfigError("rounds", rounds, "'fixed' or 'adaptive'", "check the spelling")
     if rounds == "adaptive" and meet == "gradients":
@@ -47,50 +43,24 @@ def check_meeting(meet: str, rounds: str, averaging: Averaging | None, policy: P
     if averaging is not None and meet == "gradients":
         fix = "say meet='parameters', or leave averaging out"
         raise ConfigError("averaging", averaging, "None where workers meet over gradients", fix)
-    if meet != "gradients" and rounds == "fixed" and getattr(policy, "even", False):
-        fix = "take lb_bsp or goodput"
-        raise ConfigError("policy", type(policy).__name__, "one that moves shares in rounds of a fixed size", fix)
 
 
-def bounds_apart(
-    bounds: Bounds | None, workers: int, batch_size: int, micro_batch: int, rounds: str
-) -> tuple[Bounds, Ints]:
-    """Bounds and first allocation of a round, on the grid of a live job's pieces."""
-    _check_width(bounds, workers)
-    each: tuple[Any, Any] = (None, None)
-    total: tuple[int | None, int | None] = (None, None)
-    known: dict[str, Any] = {"micro_batch": micro_batch, "apart": True}
-    if bounds is not None:
-        each = bounds.low.tolist(), bounds.high.tolist()
-        total = total if rounds == "fixed" else (int(bounds.total_low), int(bounds.total_high))
-        known |= {"quantum": bounds.quantum, "max_change": bounds.max_change}
-    return job_bounds(workers, batch_size, each, total, rounds, **known)
+def limits_of(bounds: Bounds | None, clusters: Clusters, batch_size: int, *, apart: bool, adaptive: bool) -> Limits:
+    """The limits that say `bounds` (W,), of the global batch too if it is `adaptive`.
 
-
-def _check_width(bounds: Bounds | None, workers: int) -> None:
-    if bounds is not None and bounds.low.shape != (workers,):
+    None: what the simulated memory holds, or for workers that step `apart` the limits of a live job.
+    """
+    workers, most = clusters.shape[1], 8 * batch_size
+    if bounds is None and apart:
+        return Limits()
+    if bounds is None:
+        cap = clusters.memory_cap
+        bounds = Bounds.of(workers, 1, most if cap is None else np.minimum(most, cap[0]))
+    if bounds.low.shape != (workers,):
         fix = "make them with Bounds.of(workers, ...)"
         raise ConfigError("shape of bounds", bounds.low.shape, f"({workers},), one per worker", fix)
-
-
-def bounds_of_job(
-    bounds: Bounds | None, clusters: Clusters, batch_size: int, *, fixed: bool = False
-) -> tuple[Bounds, Ints]:
-    """The given or default bounds of workers that meet over gradients, and their first allocation.
-
-    fixed   the global batch stays what it is at the start
-    """
-    given = _given_or_usual(bounds, clusters, batch_size)
-    start = starting_sizes(batch_size, given)
-    return (fixed_at(given, int(start.sum())) if fixed else given), start
-
-
-def _given_or_usual(bounds: Bounds | None, clusters: Clusters, batch_size: int) -> Bounds:
-    workers, cap = clusters.shape[1], clusters.memory_cap
-    _check_width(bounds, workers)
-    if bounds is None:
-        return Bounds.of(workers, 1, 8 * batch_size if cap is None else np.minimum(8 * batch_size, cap[0]))
-    return bounds
+    least, largest = (int(bounds.total_low), int(bounds.total_high)) if adaptive else (None, None)
+    return Limits(bounds.low.tolist(), bounds.high.tolist(), least, largest, bounds.quantum, bounds.max_change)
 
 
 def costs_of(sample_costs: ArrayLike, samples: int) -> Floats:

@@ -15,27 +15,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from dynamix.data import StepPlan
-from dynamix.data.lengths import Lengths
+from dynamix.data import BatchSampler, StepPlan
+from dynamix.data.lengths import Lengths, costs_by_length
 from dynamix.errors import ConfigError
 from dynamix.events.records import EventLog
-from dynamix.model.rounds import RoundSize
-from dynamix.model.ways import Ways
 from dynamix.policies import Policy
-from dynamix.policies.protocol import boundary
-from dynamix.runtime.arguments import (
-    check_counts,
-    check_interval,
-    costs_by_length,
-    paced,
-    policy_of,
-)
+from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.channel import DecisionChannel, Message
-from dynamix.runtime.decide.decision import Decider, recorded
+from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.job import TrainingJob
+from dynamix.runtime.limits import check_counts
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.ranks.ranks import ALONE, Alone
+from dynamix.runtime.ranks.ranks import Alone
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.loss_weight import LossWeight
@@ -45,11 +37,10 @@ from dynamix_lab.simulator.clusters import Clusters
 from dynamix_lab.simulator.env import ClusterEnv
 from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.virtual.arguments import (
-    bounds_apart,
-    bounds_of_job,
     check_meeting,
     check_model,
     costs_of,
+    limits_of,
     loader_of,
 )
 from dynamix_lab.virtual.replicas import Replicas
@@ -136,70 +127,64 @@ class VirtualCluster:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             fix = "read an iterable data set into a list first"
             raise ConfigError("dataset", type(dataset).__name__, "one with a length and indices", fix)
-        asked = policy_of(policy)
-        check_interval(interval, asked)
-        (self.policy, first), self.world = paced(asked, interval), one_world(clusters, seed)
+        check_meeting(meet, rounds, averaging)
+        self.world, apart = one_world(clusters, seed), meet == "parameters"
+        adaptive = meet == "gradients" or rounds == "adaptive"  # over gradients bounds say how the global batch moves
+        config = JobConfig(
+            self.world.clusters.shape[1],
+            policy,
+            batch_size,
+            "adaptive" if adaptive else "fixed",
+            limits_of(bounds, self.world.clusters, batch_size, apart=apart, adaptive=adaptive),
+            interval,
+            micro_batch=micro_batch if apart else None,
+            meet=meet,
+            lr_rule=lr_rule,
+            replay=replay,
+            guard=False,
+        )
+        self.policy = config.served
         self._sample_costs = None if sample_costs is None else costs_of(sample_costs, len(dataset))
         self._workers = VirtualWorkers(self.world)
         self.model, self.optimizer, self.interval = model, optimizer, interval
-        check_meeting(meet, rounds, averaging, self.policy)
-        apart, either, stays = meet == "parameters", meet == "auto", meet != "gradients" and rounds == "fixed"
-        load, piece = loader_of(dataset, collate_fn), micro_batch if apart else batch_size
-        self._piece = piece
-        if apart:
-            limits, start = bounds_apart(bounds, self._workers.count, batch_size, micro_batch, rounds)
-        else:
-            limits, start = bounds_of_job(bounds, self.world.clusters, batch_size, fixed=either and stays)
+        load, self._piece = loader_of(dataset, collate_fn), config.micro_batch or batch_size
         self._union = None if apart else UnionGradient(model, loss, load, micro_batch=micro_batch)
         self._replicas: Replicas | None = None
         if meet != "gradients":
-            most, recorders, how = self._workers.most(piece), self._workers.recorders, averaging or Averaging()
+            recorders, how = self._workers.recorders, averaging or Averaging()
             self._replicas = Replicas(
                 model,
                 optimizer,
                 loss,
                 load,
                 recorders=recorders,
-                most=most,
-                whole=piece,
                 averaging=how,
-                at_times=either,
+                at_times=meet == "auto",
             )
-        per_epoch = boundary(self.policy) == "epoch"
-        slack = 0 if per_epoch else min(self.world.delay, 1)
-        size: RoundSize | Ways | None = None
-        if meet != "gradients" and (either or rounds == "adaptive"):
-            size = Ways(start.size) if either else RoundSize(float(micro_batch))
-        job = JobFacts(limits, int(start.sum()), slack=slack, fixed=stays, rounds=size)
-        job.limit_to(len(dataset))
         # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
-        self._ahead = 0 if per_epoch else max(self.world.delay - 1, 0)
-        replayed = None if replay is None else recorded(replay, start.size)
+        ahead = max(self.world.delay - 1, 0) if config.slack else 0
+        facts = JobFacts.of(config, slack=min(config.slack, self.world.delay), ahead=ahead)
+        facts.limit_to(len(dataset))
         self._events = None if events is None else EventLog(events)
-        decider = _ForAll(self.policy, job, replay=replayed, events=self._events, clock=self._workers.time.mark)
-        channel = DecisionChannel(ALONE, start.size, decider)
-        self._coordinator = coordinator = TrainingJob(
-            job,
-            self.policy,
-            channel,
-            start,
+        clock = self._workers.time.mark
+        decider = _ForAll(self.policy, facts, replay=config.replayed, events=self._events, clock=clock)
+        self._recorder, alone = _AllRecorders(self._workers, facts), Alone()
+        self._job = TrainingJob(
+            config,
+            facts,
+            DecisionChannel(alone, config.workers, decider),
             LossWeight(None, 1),
-            ranks=Alone(),
-            interval=first,
-            lr_rule=lr_rule,
-            micro_batch=micro_batch if apart else None,
-            apart=apart,
+            alone,
+            recorder=self._recorder,
+            payload=lambda: 1.0 if self._replicas is None else self._replicas.payload,
         )
         for each in (optimizer,) if self._replicas is None else self._replicas.optimizers:
-            coordinator.rates.add(each)
-        if self._replicas is not None:
-            self._replicas.follow_piece = coordinator.rates.follow_piece
-            coordinator.payload = lambda: self._replicas.payload if self._replicas is not None else 1.0
-        coordinator.recorder = self._recorder = _AllRecorders(self._workers, job)
-        one_total = bool(limits.total_low == limits.total_high)
+            self._job.rates.add(each)
+        one_total = bool(config.bounds.total_low == config.bounds.total_high)
         costs = costs_by_length(lengths, padded, len(dataset), apart=meet != "gradients", fixed=one_total)
-        self._sampler = coordinator.sampler(len(dataset), seed=seed, costs=costs)
-        self._sampler.limit_pieces(None)  # all workers' shares of a round at once
+        whole = {**self._job.of_source(), "micro_batch": None}  # all workers' shares of a round at once
+        self._sampler = BatchSampler(len(dataset), self._job.allocations, seed=seed, costs=costs, **whole)
+        self._job.feed(self._sampler)
         self._rng = random_state.capture()
         with self._own_random():
             random.seed(seed)
@@ -209,12 +194,12 @@ class VirtualCluster:
     @property
     def bounds(self) -> Bounds:
         """What batch sizes are kept within, samples per step or round."""
-        return self._coordinator.job.bounds
+        return self._job.facts.bounds
 
     @property
     def base_batch(self) -> int:
         """Samples per optimizer step of all workers at the start."""
-        return self._coordinator.job.base_batch
+        return self._job.facts.base_batch
 
     @property
     def time_s(self) -> float:
@@ -224,21 +209,21 @@ class VirtualCluster:
     @property
     def steps(self) -> int:
         """Optimizer steps done."""
-        return self._coordinator.progress.steps
+        return self._job.progress.steps
 
     @property
     def samples_seen(self) -> int:
         """Samples trained on so far, by all workers."""
-        return self._coordinator.progress.samples
+        return self._job.progress.samples
 
     @property
     def batch_sizes(self) -> Ints:
         """Samples of every worker in the coming step, int64 (W,)."""
-        return self._coordinator.batch_sizes
+        return self._job.windows.batch_sizes
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
         """Drive a torch learning-rate scheduler by samples, as `Controller.scheduler` does."""
-        return self._coordinator.schedule(scheduler, nominal_batch_size)
+        return self._job.schedule(scheduler, nominal_batch_size)
 
     def run(
         self,
@@ -276,10 +261,10 @@ class VirtualCluster:
 
     def close(self) -> None:
         """Close the events file and take the hooks off the optimizer, as the end of `with` does. Safe to repeat."""
-        self._coordinator.decisions.settle()
+        self._job.windows.settle()
         if self._events is not None:
             self._events.close()
-        self._coordinator.rates.remove()
+        self._job.rates.job_ends()
 
     def __enter__(self) -> VirtualCluster:
         return self
@@ -293,22 +278,23 @@ class VirtualCluster:
             yield from map(self._step, self._sampler)
 
     def _step(self, placeholder: Indices) -> Step:
-        plan, coordinator = self._sampler.plan(), self._coordinator
-        coordinator.follow_batch(plan)
+        of_round, job = self._sampler.piece(), self._job
+        plan = of_round.plan
+        job.rates.follow(plan)
         shares = self._sampler.shares()
         apart: RoundApart | None = None
         global_sq: float | None = None
+        piece = (plan.piece or self._piece) if plan.apart else 0
         with self._own_random():
             if plan.apart and self._replicas is not None:
-                if plan.piece:
-                    self._replicas.most, self._replicas.whole = self._workers.most(plan.piece), plan.piece
-                seen, apart = self._replicas(shares)
+                most = self._workers.most(piece)
+                seen, apart = self._replicas(shares, most=most, whole=piece, follow=job.rates.follow_piece)
             elif self._union is not None:
                 norms = self._workers.norms_due()
                 seen = self._union(shares, placeholder=placeholder, norms=norms)
                 global_sq = self._union.norm_sq() if norms else None
                 if self._workers.count == 1:
-                    coordinator.own_gradients.observe_pair(self._union.parameters, plan.samples)
+                    job.own_gradients.observe_pair(self._union.parameters, plan.samples)
                 if self._replicas is not None:
                     self._replicas.together()
                 self.optimizer.step()
@@ -316,13 +302,12 @@ class VirtualCluster:
         costs = self._sample_costs
         charged = None if costs is None else np.array([costs[share].sum() for share in shares])
         busy_s, whole_s = self._workers.spend(plan, charged, apart)
-        self._recorder.of_step = plan, busy_s, whole_s, seen, global_sq
+        self._recorder.saw(plan, busy_s, whole_s, seen, global_sq)
         self._sampler.consume()
-        coordinator.step_done(plan, ahead=self._ahead)
-        if coordinator.channel.pending:  # this step closed a window
+        job.round_done(of_round)
+        if job.windows.pending:  # this step closed a window
             self.world.decided()
         loss = sum(piece.loss * piece.samples for pieces in seen for piece in pieces) / float(plan.counts.sum())
-        piece = (plan.piece or self._piece) if plan.apart else 0
         return Step(self.time_s, whole_s, busy_s, plan.counts, loss, piece)
 
     def _snapshot(self, score: Callable[[nn.Module], float] | None) -> Snapshot:
@@ -353,26 +338,30 @@ class VirtualCluster:
 class _AllRecorders(Recorder):
     """All workers' recorders as one; its row is the rows (W, n) of all."""
 
-    def __init__(self, workers: VirtualWorkers, job: JobFacts) -> None:
+    def __init__(self, workers: VirtualWorkers, facts: JobFacts) -> None:
         super().__init__(torch.device("meta"))
-        self.workers, self.job = workers, job
-        self.of_step: tuple[StepPlan, Floats, float, Shares, float | None]  # what `VirtualWorkers.record` takes
+        self._workers, self._facts = workers, facts
+        self._of_step: tuple[StepPlan, Floats, float, Shares, float | None]  # what `VirtualWorkers.record` takes
+
+    def saw(self, plan: StepPlan, busy_s: Floats, whole_s: float, seen: Shares, global_sq: float | None) -> None:
+        """What all workers have seen of the step that is about to be done."""
+        self._of_step = plan, busy_s, whole_s, seen, global_sq
 
     def add(self, name: str, value: Tensor | float, *, part: int = 0, weight: float = 1.0) -> None:
-        self.workers.recorders[0].add(name, float(value), part=part, weight=weight)
+        self._workers.recorders[0].add(name, float(value), part=part, weight=weight)
 
     def step_done(
         self, *, keep: bool, first_of_epoch: bool, scale: float = 1.0, dealt: tuple[float, float] | None = None
     ) -> None:
-        self.workers.record(*self.of_step, keep=keep, first_of_epoch=first_of_epoch)
-        self.steps = self.workers.recorders[0].steps
+        self._workers.record(*self._of_step, keep=keep, first_of_epoch=first_of_epoch)
+        self.steps = self._workers.recorders[0].steps
 
     def row(self, *, issued: int, **of_one_rank: Any) -> Floats:
-        return self.workers.rows(self.job.closing.sizes, issued=issued)
+        return self._workers.rows(self._facts.closing.sizes, issued=issued)
 
     def reset(self) -> None:
         self.steps = 0
-        self.workers.reset()
+        self._workers.reset()
 
 
 class _ForAll(Decider):

@@ -46,18 +46,15 @@ class Replicas:
         load: Load,
         *,
         recorders: Sequence[Recorder],
-        most: Sequence[int],
-        whole: int,
         averaging: Averaging,
         at_times: bool = False,
     ) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:
             raise ConfigError("model", type(model).__name__, "a model with parameters to train", "set requires_grad")
-        self.loss, self.load, self.most, self.whole = loss, load, most, whole
+        self.loss, self.load = loss, load
         self.device = trained[0].device
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
-        self.follow_piece: Callable[[float], None] = lambda scale: None  # lets rates fit a part of a piece
         self._hall = Hall(len(recorders))
         pairs = [(model, optimizer), *(copy.deepcopy((model, optimizer)) for _ in recorders[1:])]
         self._all = [
@@ -83,20 +80,26 @@ class Replicas:
         """Of all workers."""
         return [replica.optimizer for replica in self._all]
 
-    def __call__(self, shares: Sequence[Indices]) -> tuple[list[list[ShareSeen]], RoundApart]:
-        """A round on the workers' `shares`: what each saw of its pieces, and what it takes a simulated cluster."""
+    def __call__(
+        self, shares: Sequence[Indices], *, most: Sequence[int], whole: int, follow: Callable[[float], None]
+    ) -> tuple[list[list[ShareSeen]], RoundApart]:
+        """A round on the workers' `shares`: what each saw of its pieces, and what it takes a simulated cluster.
+
+        most     samples of a worker's piece, at most; of a `whole` one as many as it has where memory allows
+        follow   lets learning rates fit a part of a whole piece
+        """
         first = self._all[0].optimizer
         if self._together:
             for replica in self._all[1:]:
                 replica.go_on_from(self._all[0])
             self._together = False
         seen = []
-        for replica, share, most in zip(self._all, shares, self.most, strict=True):
+        for replica, share, cap in zip(self._all, shares, most, strict=True):
             replica.follow(first)
             replica.meeting.begin()
             of_worker = []
-            for piece in _cut(share, most):
-                self.follow_piece(len(piece) / self.whole)
+            for piece in _cut(share, cap):
+                follow(len(piece) / whole)
                 of_worker.append(self._step(replica, piece))
             seen.append(of_worker)
         total = sum(len(share) for share in shares)
@@ -135,8 +138,6 @@ class _Replica:
     ) -> None:
         self.model, self.optimizer, self.recorder = model, optimizer, recorder
         self.meeting = ParameterAveraging(model, how, workers, workers, scaler=None, at_times=at_times)
-        if at_times:  # which steps are apart is known by who trains
-            self.meeting.before_step = lambda: None
         self.meeting.add_optimizer(optimizer)
         self._pairs = ConsecutiveNoise(NOISE_EVERY)
 

@@ -64,7 +64,9 @@ class JobFacts:
     at_once: int | None = field(init=False)
 
     @classmethod
-    def of(cls, config: JobConfig, *, hosts: tuple[str, ...] = (), slack: int | None = None) -> JobFacts:
+    def of(
+        cls, config: JobConfig, *, hosts: tuple[str, ...] = (), slack: int | None = None, ahead: int = 0
+    ) -> JobFacts:
         """At the start of the job of `config`. None: the slack of a live job."""
         return cls(
             config.bounds,
@@ -76,6 +78,7 @@ class JobFacts:
             rounds=config.rounds(),
             piece=config.micro_batch,
             per_epoch=boundary(config.own_policy) == "epoch",
+            ahead=ahead,
             hosts=hosts,
         )
 

@@ -20,9 +20,9 @@ from torch.utils.data import TensorDataset
 import dynamix
 from dynamix.errors import DynamixError, StateError
 from dynamix.events.records import EventLog, read_events
+from dynamix.events.replay import recorded
 from dynamix.policies import make_policy
 from dynamix.probes.timing import CpuClock
-from dynamix.events.replay import recorded
 from dynamix.runtime.state.packing import checksum, pack, unpack
 from dynamix.window import Window
 from dynamix_lab import emulator, papers

@@ -1,0 +1,290 @@
+"""`JobConfig`: what is refused, what follows from the arguments, what ranks compare; and `Limits`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dynamix
+from dynamix.errors import ConfigError, StateError
+from dynamix.model.rounds import RoundSize
+from dynamix.model.ways import Ways
+from dynamix.policies import make_policy
+from dynamix.policies.guard import Guard
+from dynamix.policies.paced import FIRST, Paced
+from dynamix.runtime.config import JobConfig
+from dynamix.runtime.limits import Limits, fixed_at
+from dynamix.runtime.ranks.compare import plain
+from dynamix.window import Bounds
+from tests.ranks import run_ranks
+
+ADAPTIVE: dict[str, Any] = {"global_batch": "adaptive"}
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"lr_rule": "linaer"}, "lr_rule='linaer' .* did you mean 'linear'"),
+        ({"batch_size": 0}, "batch_size=0 .* a whole number, 1 or more; give a larger one"),
+        ({"accumulate": 2, "micro_batch": 4}, "accumulate=2 .* allowed is 1 beside micro_batch; leave accumulate out"),
+        ({"meet": "parameters", "accumulate": 2}, "accumulate=2 .* 1 with meet='parameters'; .* micro_batch= says"),
+        ({"meet": "auto", "accumulate": 2}, "accumulate=2 .* 1 with meet='auto'; leave accumulate out: every batch"),
+        ({"meet": "auto", "micro_batch": 4}, "micro_batch=4 .* None with meet='auto'; leave micro_batch out"),
+        ({"meet": "parameters", **ADAPTIVE}, "micro_batch=None .* 1 or more where rounds of local steps are adaptive"),
+        ({"limits": Limits(max_global_batch=64)}, "max_global_batch=64 .* None with global_batch='fixed'.*leave max_"),
+        ({"limits": Limits(quantum=0)}, "quantum=0 .* a whole number, 1 or more"),
+        ({"limits": Limits(quantum=3)}, "batch_size=32 .* 3 to 255 in steps of 3 on rank 0; change batch_size or the"),
+        ({"limits": Limits(max_change=1.0)}, "max_change=1.0 .* more than 1"),
+        (
+            {"limits": Limits(max_batch_size=[64])},
+            r"max_batch_size=\[64\] .* a list of 2, one per rank; match the",
+        ),
+        ({"limits": Limits(min_batch_size=[1, 40])}, "batch_size=32 .* 40 to 256 on rank 1"),
+        ({"interval": "often"}, "interval='often' .* 'auto'"),
+        ({"interval": "auto", "policy": "stigmergic"}, "interval='auto' .* decides in one place, such as goodput"),
+        (
+            {"policy": "stigmergic", "meet": "auto"},
+            "meet='auto' .* 'gradients' or 'parameters' with this policy; take",
+        ),
+        (
+            {"policy": "stigmergic", "meet": "parameters", "micro_batch": 4, **ADAPTIVE},
+            "global_batch='adaptive' .* and this policy; say global_batch='fixed', or take a policy that decides",
+        ),
+        ({"policy": "pollux"}, "global_batch='fixed' .* 'adaptive' with 'pollux', .* or take lb_bsp or goodput"),
+        ({"guard": "yes"}, "guard='yes' .* True, False, None; leave it out: learned policies are then watched"),
+    ],
+)
+def test_what_cannot_be_is_refused_as_a_whole(told: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        JobConfig(2, **{"policy": "lb_bsp", "batch_size": 32, **told})
+
+
+def test_what_is_wrong_twice_is_named_in_the_order_of_the_documentation() -> None:
+    with pytest.raises(ConfigError, match="accumulate=0"):
+        JobConfig(2, "no such policy", 32, accumulate=0)
+
+
+def test_a_config_cannot_be_changed_but_another_be_made_of_it() -> None:
+    config = JobConfig(2, "lb_bsp", 32)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.batch_size = 16  # type: ignore[misc]
+    other = dataclasses.replace(config, batch_size=16)
+    assert (other.start.tolist(), other.base_batch, config.base_batch) == ([16, 16], 32, 64)
+    assert config == JobConfig(2, "lb_bsp", 32) != other
+    with pytest.raises(ConfigError, match="micro_batch"):
+        dataclasses.replace(config, micro_batch=0)
+
+
+def test_a_config_opens_no_events_file(tmp_path: Path) -> None:
+    JobConfig(2, "lb_bsp", 32, events=tmp_path / "events.jsonl")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_replayed_is_read_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    line = {"schema": 2, "window_index": 0, "decision": "keep", "allocation": [32, 32], "noise": None, "signal": None}
+    path.write_text(json.dumps(line | {"from_step": 0}) + "\n")
+    replayed = JobConfig(2, "lb_bsp", 32, replay=path).replayed
+    assert replayed is not None
+    assert replayed[0]["allocation"] == [32, 32]
+    with pytest.raises(ConfigError, match=r"replay='2 workers' .* allowed is 3"):
+        JobConfig(3, "lb_bsp", 32, replay=path)
+    path.write_text("")
+    with pytest.raises(StateError, match="no decision to replay"):
+        JobConfig(2, "lb_bsp", 32, replay=path)
+
+
+# ---------------------------------------------------------------- what follows
+
+
+def test_a_policy_is_asked_under_a_guard_and_a_pace_where_that_was_said() -> None:
+    plain_one = JobConfig(2, "lb_bsp", 32)
+    assert plain_one.served is plain_one.own_policy
+    assert plain_one.first_interval == 10
+    guarded = JobConfig(2, "lb_bsp", 32, guard=True)
+    assert isinstance(guarded.served, Guard)
+    assert not isinstance(guarded.own_policy, Guard)
+    own = make_policy("guarded:lb_bsp")
+    assert JobConfig(2, own, 32, guard=True).served is own  # a watch over a watch would see nothing new
+    paced = JobConfig(2, "dynamix", 32, interval="auto")
+    assert isinstance(paced.served, Paced)
+    assert paced.first_interval == FIRST
+    assert isinstance(JobConfig(2, "dynamix", 32).served, Guard)
+    assert not isinstance(JobConfig(2, "dynamix", 32, guard=False).served, Guard)
+
+
+@pytest.mark.parametrize(
+    ("told", "kind"),
+    [
+        ({}, type(None)),
+        ({"meet": "parameters", "micro_batch": 4}, type(None)),
+        ({"meet": "parameters", "micro_batch": 4, **ADAPTIVE}, RoundSize),
+        ({"meet": "auto"}, Ways),
+        ({"meet": "auto", **ADAPTIVE}, Ways),
+    ],
+)
+def test_who_chooses_a_round_learns_for_one_job_only(told: dict[str, Any], kind: type) -> None:
+    config = JobConfig(2, "lb_bsp", 32, **told)
+    one, other = config.rounds(), config.rounds()
+    assert isinstance(one, kind)
+    assert one is None or one is not other
+    assert config.apart == (config.meet == "parameters")
+    assert config.fixed == (config.global_batch == "fixed")
+
+
+def test_a_window_leaves_a_round_for_its_answer_unless_it_is_an_epoch() -> None:
+    assert (JobConfig(2, "lb_bsp", 32).slack, JobConfig(2, "dbs", 32).slack) == (1, 0)
+
+
+SIZES = st.integers(1, 256)
+WORLDS = st.integers(1, 5).flatmap(
+    lambda workers: st.fixed_dictionaries(
+        {
+            "workers": st.just(workers),
+            "batch_size": SIZES,
+            "global_batch": st.sampled_from(["fixed", "adaptive"]),
+            "accumulate": st.integers(1, 4),
+            "micro_batch": st.none() | SIZES,
+            "meet": st.sampled_from(["gradients", "parameters", "auto"]),
+            "limits": st.builds(
+                Limits,
+                min_batch_size=st.none() | SIZES | st.lists(SIZES, min_size=workers, max_size=workers),
+                max_batch_size=st.none() | SIZES | st.lists(SIZES, min_size=workers, max_size=workers),
+                quantum=st.integers(1, 8),
+                min_global_batch=st.none() | SIZES,
+                max_global_batch=st.none() | st.integers(256, 2048),
+            ),
+        }
+    )
+)
+
+
+@given(told=WORLDS)
+def test_a_job_begins_within_its_bounds_or_is_refused(told: dict[str, Any]) -> None:
+    try:
+        config = JobConfig(policy="goodput", **told)
+    except ConfigError:
+        return
+    bounds, start = config.bounds, config.start
+    assert start.dtype == np.int64
+    assert start.shape == bounds.low.shape == (config.workers,)
+    assert (bounds.low <= start).all()
+    assert (start <= bounds.high).all()
+    assert not (start % bounds.quantum).any()
+    assert not bounds.quantum % config.accumulate
+    assert bounds.low.sum() <= bounds.total_high
+    assert bounds.total_low <= bounds.high.sum()
+    if config.fixed:
+        assert int(bounds.total_low) == int(bounds.total_high) == config.base_batch == int(start.sum())
+        assert int(fixed_at(bounds, config.base_batch).total_high) == config.base_batch
+    # What a job is told in other words is the same job.
+    low, high = bounds.low // config.accumulate, bounds.high // config.accumulate
+    total = (None, None) if config.fixed else (int(bounds.total_low), int(bounds.total_high))
+    limits = Limits(low.tolist(), high.tolist(), *total, bounds.quantum // config.accumulate)
+    again = dataclasses.replace(config, limits=limits)
+    assert (again.start == start).all()
+    assert str(again.bounds) == str(bounds)
+
+
+# ---------------------------------------------------------------- what ranks compare
+
+
+def test_ranks_compare_what_they_were_given_and_what_follows_as_plain_values() -> None:
+    def told(**other: Any) -> dict[str, str]:
+        given = {"policy": "lb_bsp", "batch_size": 32, **other}
+        return {name: json.dumps(value, default=plain) for name, value in JobConfig(2, **given).facts.items()}
+
+    usual = told()
+    assert {"policy", "batch_size", "interval", "max_batch_size", "shape of the policy's state"} <= usual.keys()
+    for other in ({"interval": 5}, {"accumulate": 2}, {"lr_rule": "none"}, {"guard": False}, {"meet": "auto"}):
+        assert {name for name in other if told(**other)[name] != usual[name]} == other.keys()
+    assert told(limits=Limits(max_batch_size=[64, 32]))["max_batch_size"] == "[64, 32]"
+    assert told(limits=Limits(max_batch_size=[256, 256])) == usual  # in other words the same
+    assert told(policy=make_policy("lb_bsp"))["policy"] == '"LBBSP"'
+    assert told(events="mine.jsonl") == usual  # the first rank's own affair
+
+
+# ---------------------------------------------------------------- limits
+
+NAMED: dict[str, Any] = {
+    "min_batch_size": 8,
+    "max_batch_size": 64,
+    "min_global_batch": 16,
+    "max_global_batch": 48,
+    "quantum": 8,
+    "max_change": 2.0,
+}
+
+
+def test_limits_say_what_the_names_say() -> None:
+    by_name = dynamix.Controller("goodput", 32, **ADAPTIVE, **NAMED)
+    at_once = dynamix.Controller("goodput", 32, **ADAPTIVE, limits=dynamix.Limits(**NAMED))
+    assert str(by_name.bounds) == str(at_once.bounds)
+    some = {name: NAMED[name] for name in ("quantum", "max_change")}
+    others = {name: value for name, value in NAMED.items() if name not in some}
+    mixed = dynamix.Controller("goodput", 32, **ADAPTIVE, **some, limits=Limits(**others))
+    assert str(mixed.bounds) == str(by_name.bounds)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_limits_say_is_not_said_again_by_name(name: str) -> None:
+    given = {name: NAMED[name]}
+    with pytest.raises(ConfigError, match=f"{name}=.* not to give it beside limits, which say .*; leave {name} out"):
+        dynamix.Controller("goodput", 32, **ADAPTIVE, **given, limits=Limits(**given))
+
+
+@pytest.mark.parametrize("limits", [64, {"max_batch_size": 64}, Bounds.of(1, 1, 64)])
+def test_what_are_no_limits_is_named(limits: Any) -> None:
+    with pytest.raises(ConfigError, match=r"allowed is a dynamix\.Limits; write limits=dynamix\.Limits\("):
+        dynamix.Controller("goodput", 32, limits=limits)
+
+
+def test_limits_are_values() -> None:
+    of_numpy: Any = {"min_batch_size": np.int64(4), "max_batch_size": np.array([64, 32]), "max_global_batch": 80.0}
+    limits = Limits(**of_numpy)
+    assert limits == Limits(4, [64, 32], max_global_batch=80) == pickle.loads(pickle.dumps(limits))
+    assert limits != Limits(4, [64, 33], max_global_batch=80)
+    assert Limits(max_batch_size=torch.tensor([8, 16])) == Limits(max_batch_size=[8, 16])  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        limits.quantum = 8  # type: ignore[misc]
+
+
+def test_settings_keep_limits_for_later() -> None:
+    settings = pickle.loads(pickle.dumps(dynamix.Settings("static", limits=Limits(max_batch_size=16))))
+    controller = settings.bind(batch_size=8)
+    assert controller.bounds.high.tolist() == [16]
+
+
+def _unlike(rank: int) -> str:
+    try:
+        dynamix.Controller("goodput", 8, limits=Limits(max_batch_size=16 if rank == 0 else 32))
+    except dynamix.UsageError as error:
+        return str(error)
+    return ""
+
+
+def _impossible_here(rank: int) -> str:
+    try:
+        dynamix.Controller("goodput", 8, quantum=1 if rank == 0 else 2, limits=Limits(quantum=2 if rank else 1))
+    except dynamix.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(120)
+def test_limits_that_differ_between_ranks_are_named_on_all() -> None:
+    for said in run_ranks(_unlike, 2):
+        assert "max_batch_size is [16, 16] on rank 0, [32, 32] on rank 1" in said
+    for said in run_ranks(_impossible_here, 2):
+        assert "error is null on rank 0" in said
+        assert "not to give it beside limits" in said
