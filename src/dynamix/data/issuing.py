@@ -4,15 +4,16 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynamix.data.allocations import Allocations
-from dynamix.data.owner import SourceOwner
 from dynamix.data.plan import Cursor, Group, Piece, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of
 from dynamix.errors import DynamixError, UsageError
+
+if TYPE_CHECKING:
+    from dynamix.data.order import SampleOrder
 
 
 class Consumption:
@@ -134,26 +135,6 @@ class Consumption:
         self.issued = self.consumed = now.index
 
 
-class Planned(Protocol):
-    """What an `Issuer` knows of its source: how rounds are planned and samples read, and the job's figures."""
-
-    allocations: Allocations
-    rank: int
-    accumulate: int
-    micro_batch: int | None
-    apart: bool
-    owner: SourceOwner
-    goes_on_ahead: bool
-
-    def plan_group(self, now: Cursor) -> Group | None:
-        """The optimizer step that begins at `now`; None when the epoch turns out to be empty."""
-
-    def read(self, piece: Piece, before: Cursor) -> Any:
-        """The batch of a piece, whose micro-step begins at `before`."""
-
-    def most_of_piece(self, apart: int) -> int | None: ...
-
-
 class Issuer:
     """Plans round after round ahead of the loop, and cuts this rank's share of each into pieces.
 
@@ -161,15 +142,15 @@ class Issuer:
     ahead      where the next micro-step begins
     thread     that asked for the newest batch
     reader     who iterates
-    began      batches consumed when the iteration under way began
+    began      batches issued when the iteration under way began
 
     A thread that reads ahead of the loop may come to the end of an epoch, and begin the next, before the loop has
     consumed the last steps. They stay issued then, and the next epoch's follow them.
     """
 
-    def __init__(self, of: Planned, consumption: Consumption) -> None:
-        self._of, self._loop = of, consumption
-        self.ahead, self.begun, self.began = consumption.place, 0, 0
+    def __init__(self, of: "SampleOrder") -> None:
+        self._of = of
+        self.ahead, self.begun, self.began = of.place, 0, 0
         self.thread: threading.Thread | None = None
         self.reader = BatchReader()
         self.loaded = False  # a state, and no batch was asked for since
@@ -178,13 +159,13 @@ class Issuer:
 
     def load(self, now: Cursor) -> None:
         """Go on at `now`, as a state says."""
-        self._loop.move_to(now)
+        self._of.move_to(now)
         self._go_back()
         self.loaded, self._hold = True, False
 
     def set_epoch(self, epoch: int) -> None:
         """As `SampleOrder.set_epoch`."""
-        now = self._loop.place
+        now = self._of.place
         if now.finished and self.ahead.epoch == epoch != now.epoch:
             return  # a thread that reads ahead has begun it
         try:
@@ -201,39 +182,37 @@ class Issuer:
 
     def begin(self) -> int:
         """A new iteration begins: go on where consumption stands, or with the next epoch. Returns its number."""
-        loop = self._loop
-        self._refused = None
+        of, self._refused = self._of, None
         try:
-            reader = reader_of(self._of)
+            reader = reader_of(of)
         except UsageError as error:  # raised with the first batch: a loader that is half made could not be cleaned up
             self._refused, reader = error, BatchReader()
         try:
             reads_on = self._reads_on()
         except UsageError as error:  # what the loop was given stays issued until it is told
             self._refused = error
-            loop.iterate_on()
-            return loop.iteration
+            of.iterate_on()
+            return of.iteration
         if reads_on:
+            of.iterate_on()
             if self.ahead.finished:
                 self.ahead = self._following(self.ahead, self.ahead.epoch + 1)
-            loop.iterate_on()
-            self.reader, self.began = reader, loop.batches_issued
-            return loop.iteration
-        self._of.owner.iteration_begins()
-        if loop.place.finished and not self._hold:
-            self._begin_epoch(loop.place.epoch + 1)
         else:
-            loop.rewind()
-            self._go_back()
-        self.reader, self.began = reader, loop.batches_consumed
-        return loop.iteration
+            of.owner.iteration_begins()
+            if of.place.finished and not self._hold:
+                self._begin_epoch(of.place.epoch + 1)
+            else:
+                of.rewind()
+                self._go_back()
+        self.reader, self.began = reader, of.batches_issued
+        return of.iteration
 
     def _begin_epoch(self, epoch: int) -> None:
-        self._loop.begin_epoch(self._following(self._loop.place, epoch))
+        self._of.begin_epoch(self._following(self._of.place, epoch))
         self._go_back()
 
     def _go_back(self) -> None:
-        self.ahead = self._loop.place
+        self.ahead = self._of.place
         self.begun = self.ahead.index
 
     def _following(self, now: Cursor, epoch: int) -> Cursor:
@@ -247,14 +226,14 @@ class Issuer:
         Raises `UsageError` where it cannot be known whether the loop is to go on with what was given, or with what will
         be.
         """
-        if threading.current_thread() is not self.thread or self._loop.consumed_here:
+        if threading.current_thread() is not self.thread or self._of.consumed_here:
             return False
-        consumed, newest = self._loop.newest()
-        given = min(self.began + self.reader.has_handed_on, self._loop.batches_issued)
+        consumed, newest = self._of.newest()
+        given = min(self.began + self.reader.has_handed_on, self._of.batches_issued)
         if given <= consumed:
             return False  # nothing that is not consumed
         chosen = newest.finished and not self.ahead.finished
-        if self._of.goes_on_ahead and (chosen or (self.ahead.finished and given == self._loop.batches_issued)):
+        if self._of.goes_on_ahead and (chosen or (self.ahead.finished and given == self._of.batches_issued)):
             return True
         why = "a thread that reads ahead began a new iteration while batches of the one before were not stepped"
         fix = "let it wait until the loop has called controller.step() for all of them (queue.Queue has join())"
@@ -267,12 +246,12 @@ class Issuer:
             if (plan := self._issue(number)) is None:
                 return
             pieces = self._cut(plan)
-            self._loop.add(pieces, before, self.ahead)
+            self._of.add(pieces, before, self.ahead)
             for piece in pieces:
-                if number != self._loop.iteration:
+                if number != self._of.iteration:
                     raise self._abandoned()
                 if piece is not pieces[0]:
-                    self._loop.hand_out()
+                    self._of.hand_out()
                 yield self._of.read(piece, before)
 
     def _abandoned(self) -> DynamixError:
@@ -282,7 +261,7 @@ class Issuer:
 
     def _issue(self, number: int) -> StepPlan | None:
         """The next micro-step, or None at the end of the epoch."""
-        if number != self._loop.iteration:
+        if number != self._of.iteration:
             raise self._abandoned()
         owner = self._of.owner
         if self.loaded:
@@ -306,7 +285,7 @@ class Issuer:
                         break
                 owner.settle()
             if (group := self._of.plan_group(now)) is None:
-                self._loop.end_epoch(replace(now, finished=True))
+                self._of.end_epoch(replace(now, finished=True))
                 self._go_back()
                 return None
         return self._next_of(now, group)

@@ -67,7 +67,7 @@ class SampleOrder(Consumption, ABC):
         self.owner: SourceOwner = Nobody() if owner is None else owner
         self.draws_alike, self.goes_on_ahead = draws_alike, goes_on_ahead
         self._told = set[int]()  # batches of an epoch, as somebody was told who asked at the beginning of one
-        self._issuer = Issuer(self, self)
+        self._issuer = Issuer(self)
 
     def __iter__(self) -> Iterator[Any]:
         number = self._issuer.begin()
