@@ -440,6 +440,35 @@ def test_the_owner_hears_of_a_resumed_job_once_when_the_iterator_exists() -> Non
     assert owner.resumes == 1
 
 
+def test_what_is_in_hand_is_the_first_batch_that_waits() -> None:
+    sampler = BatchSampler(40, Allocations([4, 6]), rank=1, world_size=2, micro_batch=4)
+    assert sampler.current is None
+    batches = iter(sampler)
+    next(batches)
+    first = sampler.current
+    assert first is not None and first is sampler.piece() and (first.number, first.of, first.last) == (0, 2, False)
+    next(batches)
+    assert sampler.current is first and sampler.issued == sampler.begun == 1
+    next(batches)
+    sampler.consume()
+    assert sampler.current is not None and sampler.current.last and sampler.consumed == 0
+    sampler.consume()
+    assert sampler.current is not None and sampler.current.plan.index == 1 and sampler.consumed == 1
+    assert (sampler.batches_issued, sampler.batches_consumed) == (3, 2)
+    iter(sampler)
+    assert sampler.current is None and sampler.issued == sampler.consumed == 1 and sampler.batches_issued == 2
+
+
+def test_bounds_that_are_found_later_hold_from_the_next_round_on() -> None:
+    sampler = BatchSampler(31, Allocations([4, 6]), rank=1, world_size=2)  # in the last round there is one over
+    assert [len(batch) for batch in sampler] == [6, 6, 7]
+    batches = iter(sampler)
+    next(batches)
+    sampler.limit_pieces(3)
+    sampler.limit([5, 6])
+    assert [len(batch) for batch in batches] == [3, 3, 3, 3]
+
+
 def test_consuming_without_a_batch_says_what_to_do() -> None:
     sampler = BatchSampler(100, Allocations([10]), rank=0, world_size=1)
     with pytest.raises(UsageError, match="iterate the loader"):

@@ -1,7 +1,7 @@
 """The batch sampler: one seeded order per epoch, cut anew for every step by the allocation in force."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,8 +16,8 @@ from dynamix.data.cutting import RULES_VERSION, enough, next_group, whole_epoch
 from dynamix.data.lengths import SampleCosts
 from dynamix.data.order import SampleOrder, require_equal
 from dynamix.data.owner import SourceOwner
-from dynamix.data.plan import Cursor, Group, StepPlan, pieces_of
-from dynamix.data.reader import Asking, BatchReader, reader_of
+from dynamix.data.plan import Cursor, Group, Piece, StepPlan, pieces_of
+from dynamix.data.reader import BatchReader, reader_of
 from dynamix.data.selection import SELECTED, Selection
 from dynamix.errors import ConfigError, StateError, UsageError, spelling
 from dynamix.window import Ints
@@ -115,6 +115,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             either=either,
             placeholder=placeholder,
             owner=owner,
+            draws_alike=costs is None or not costs.padded,
+            goes_on_ahead=partition == "stream",  # regions are those of the epoch being consumed
         )
         if costs is not None and partition != "stream":
             fix = "leave lengths out, or use partition='stream'"
@@ -138,7 +140,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             fix = "leave it out for 0, or give one number on all ranks"
             raise ConfigError("seed", seed, "a whole number", fix) from None
         self.size_now = size_now
-        self.costs, self.draws_alike = costs, costs is None or not costs.padded
+        self.costs = costs
         self.selection = selection
         self._selected = dict.fromkeys(SELECTED, "") if selection is None else selection.digests
         self._cuts: list[dict[str, list[int]]] = []  # of this epoch, at earlier world sizes
@@ -147,16 +149,11 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         # A loaded job goes on with the order that it had. A subset or weights take as much memory as a drawn one.
         self._order_name = COMPUTED if dataset_size >= LARGE and selection is None else ""
         self._usual: Usual | None = None
-        self.goes_on_ahead = partition == "stream"  # regions are those of the epoch being consumed
 
     @property
     def compares(self) -> bool:
         """Whether all ranks' batches are drawn alike, and cut alike, so that figures of theirs can be compared."""
         return self.shuffle and self.draws_alike and self.partition == "stream" and self.micro_batch is None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        number = self._begin()
-        return Asking(self._batches(number), self._reader)
 
     def __len__(self) -> int:
         """Batches left in this epoch (of the next, after a finished one) if the current allocation stays.
@@ -164,7 +161,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         An estimate: policies change the allocation, and with it the number of steps.
         """
         left = self._batches_left()
-        if self._behind.position == 0 or self._behind.finished:
+        if self.place.position == 0 or self.place.finished:
             self._told.add(left)
         return left
 
@@ -173,7 +170,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         return self.accumulate * self._whole_epoch(0, sizes)[0]
 
     def _batches_left(self) -> int:
-        now = self._behind
+        now = self.place
         position, rest = 0 if now.finished else now.position, 0
         if now.group is not None:
             rest = self.accumulate - now.micro
@@ -199,7 +196,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where consumption stands, plain numbers and lists; the same on all ranks, at the last optimizer step."""
-        return self._position_state(self._saved) | {
+        return self._position_state() | {
             "dataset_size": self.dataset_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -280,7 +277,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         if reader.resumes.get("_steps_since_snapshot"):
             fix = "write StatefulDataLoader(..., snapshot_every_n_steps=1), or leave the loader's state out"
             raise self.owner.fail(UsageError(f"a loader that skips to where it was would leave samples out: {fix}"))
-        if self._loaded or self._position_state().items() <= state.items():
+        if self._issuer.loaded or self._position_state().items() <= state.items():
             return True
         if reader.ahead:
             why = "a loader's own state was saved when it had asked for batches ahead, so samples would be dealt again"
@@ -289,23 +286,21 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             raise self.owner.fail(UsageError(f"{why}: {fix}. {kept}"))
         return False
 
-    def _start_epoch(self, epoch: int) -> None:
-        super()._start_epoch(epoch)
+    def begin_epoch(self, now: Cursor) -> None:
+        super().begin_epoch(now)
         self._cuts, self._regions, self._order = [], None, None
 
-    def _batches(self, number: int) -> Iterator[list[int]]:
-        for piece, before in self._pieces(number):
-            plan = piece.plan
-            order, first = self._dealt(plan)
-            if self._regions is not None:
-                first = int(self._regions.starts[self.rank] + before.taken[self.rank])
-            else:
-                first += int(plan.counts[: self.rank].sum())
-            first += piece.offset
-            if piece.samples:
-                yield order[first : first + piece.samples].tolist()
-            else:
-                yield order[np.clip([first, first + 1], 0, order.size - 1)].tolist()
+    def read(self, piece: Piece, before: Cursor) -> list[int]:
+        plan = piece.plan
+        order, first = self._dealt(plan)
+        if self._regions is not None:
+            first = int(self._regions.starts[self.rank] + before.taken[self.rank])
+        else:
+            first += int(plan.counts[: self.rank].sum())
+        first += piece.offset
+        at = slice(first, first + piece.samples) if piece.samples else np.clip([first, first + 1], 0, order.size - 1)
+        indices: list[int] = order[at].tolist()
+        return indices
 
     def _dealt(self, plan: StepPlan) -> tuple[Order, int]:
         """Indices in which the samples of `plan` follow each other rank by rank, and where they begin."""
@@ -314,10 +309,10 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         known = self._order
         return (known[1] if known is not None and known[0] == plan.epoch else self._epoch_order(plan.epoch)), plan.start
 
-    def _epoch_length(self) -> int:
+    def epoch_length(self) -> int:
         return self.dataset_size
 
-    def _plan_group(self, now: Cursor) -> Group:
+    def plan_group(self, now: Cursor) -> Group:
         usual = self._usual
         same = usual is not None and usual.entries is self.allocations.entries and now.index in usual.steps
         if usual is not None and same and self.dataset_size - now.position >= usual.least:

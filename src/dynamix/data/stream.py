@@ -1,6 +1,6 @@
 """The streaming form: unequal batches cut in the main process from an iterable data set."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,8 +13,7 @@ from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import enough, next_group
 from dynamix.data.order import SampleOrder, require_equal
 from dynamix.data.owner import SourceOwner
-from dynamix.data.plan import Cursor, Group, StepPlan
-from dynamix.data.reader import Asking
+from dynamix.data.plan import Cursor, Group, Piece, StepPlan
 from dynamix.data.source import Source
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.window import Ints
@@ -102,14 +101,10 @@ class Stream(SampleOrder):
         self._offer: tuple[Tensor, Handle | None] | None = None
         self._resume: dict[str, Any] | None = None
 
-    def __iter__(self) -> Iterator[Any]:
-        number = self._begin()
-        return Asking(self._batches(number), self._reader)
-
     def consume(self) -> StepPlan:
         """As `SampleOrder.consume`; the samples of the step leave memory."""
         plan = super().consume()
-        self._source.drop(self._own(self._behind))
+        self._source.drop(self._own(self.place))
         return plan
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,7 +134,7 @@ class Stream(SampleOrder):
         self._resume = state["source"]
         self._source.stop()
 
-    def _epoch_length(self) -> int | None:
+    def epoch_length(self) -> int | None:
         if self.sharded:
             return None
         try:
@@ -151,35 +146,32 @@ class Stream(SampleOrder):
         """This rank's position in what it reads."""
         return int(cursor.taken[self.rank]) if self.sharded else cursor.position
 
-    def _rewind(self) -> None:
-        super()._rewind()
+    def rewind(self) -> None:
+        super().rewind()
         if self._offer is not None:  # a collective under way must end before it is forgotten
             self._settle()
 
-    def _start_epoch(self, epoch: int) -> None:
-        super()._start_epoch(epoch)
+    def begin_epoch(self, now: Cursor) -> None:
+        super().begin_epoch(now)
         self._resume = None
         self._source.stop()
 
-    def _batches(self, number: int) -> Iterator[Any]:
-        for piece, before in self._pieces(number):
-            if self.issued - self.consumed > MAX_UNCONSUMED:
-                kept = f"{MAX_UNCONSUMED} batches were issued and none consumed, and their samples stay in memory"
-                fix = "call controller.step() once per batch, or iterate the data set itself where you only evaluate"
-                raise self.owner.fail(UsageError(f"{kept}: {fix}"))
-            first = self._own(before) + piece.offset
-            if not self.sharded:
-                first += int(piece.plan.counts[: self.rank].sum())
-            yield self.collate_fn(
-                self._source.take(first, piece.samples) if piece.samples else self._placeholder(before)
-            )
+    def read(self, piece: Piece, before: Cursor) -> Any:
+        if self.issued - self.consumed > MAX_UNCONSUMED:
+            kept = f"{MAX_UNCONSUMED} batches were issued and none consumed, and their samples stay in memory"
+            fix = "call controller.step() once per batch, or iterate the data set itself where you only evaluate"
+            raise self.owner.fail(UsageError(f"{kept}: {fix}"))
+        first = self._own(before) + piece.offset
+        if not self.sharded:
+            first += int(piece.plan.counts[: self.rank].sum())
+        return self.collate_fn(self._source.take(first, piece.samples) if piece.samples else self._placeholder(before))
 
     def _placeholder(self, before: Cursor) -> list[Any]:
         at = self._own(before)
         samples = self._source.take(at, 2) or self._source.before(at)
         return (samples * 2)[:2]
 
-    def _plan_group(self, now: Cursor) -> Group | None:
+    def plan_group(self, now: Cursor) -> Group | None:
         if not self._source.started:
             self._source.start(now.epoch, self._own(now), self._resume)
             self._resume = None

@@ -1,0 +1,338 @@
+"""What of an epoch's rounds is issued to the loop, and what of that the loop has consumed."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynamix.data.plan import Cursor, Group, Piece, StepPlan, pieces_of
+from dynamix.data.reader import BatchReader, reader_of
+from dynamix.errors import DynamixError, UsageError
+
+if TYPE_CHECKING:
+    from dynamix.data.order import SampleOrder
+
+
+class Consumption:
+    """Where a rank's loop stands in the data, and the batches that it has yet to consume.
+
+    `issued` returns to `consumed` when an iteration begins anew: batches that an abandoned iterator prefetched are
+    lost, and their samples are issued again.
+
+    current        the batch in hand: issued, not consumed, the first such; None if there is none
+    issued, consumed   micro-steps so far (counters over the job)
+    batches_issued, batches_consumed   pieces of this rank so far
+    iteration      another number for every iteration, so that an abandoned iterator cannot go on
+    place          where the loop stands; moved by what is consumed, and where an epoch begins
+    opened         batches consumed when the epoch under way began
+
+    Batches may be added in another thread than the loop's.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.place = self._saved = Cursor(0, 0, 0, np.zeros(workers, dtype=np.int64))
+        self.current: Piece | None = None
+        self.issued = self.consumed = self.batches_issued = self.batches_consumed = self.iteration = self.opened = 0
+        self._pending: deque[tuple[Piece, Cursor]] = deque()  # where the loop stands once the piece is consumed
+        self._lock = threading.Lock()  # of what is pending
+        self._thread = threading.current_thread()  # consumed last, or made this
+
+    @property
+    def consumed_here(self) -> bool:
+        """Whether this is the loop's thread: the one that consumed last, or made the sampler."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def epoch(self) -> int:
+        """The epoch being consumed."""
+        return self.place.epoch
+
+    @property
+    def finished(self) -> bool:
+        """Whether the epoch being consumed is done, and no other begun."""
+        return self.place.finished
+
+    def plan(self) -> StepPlan:
+        """The plan of the micro-step being consumed now: issued, not yet consumed. Raises `UsageError` if none is."""
+        return self.piece().plan
+
+    def piece(self) -> Piece:
+        """The batch being consumed now: issued, not yet consumed. Raises `UsageError` if there is none."""
+        if self.current is None:
+            raise UsageError(
+                "no batch was issued that is not consumed yet: iterate the loader (or stream) made from this "
+                "controller, and call controller.step() once per batch, inside the loop. itertools.cycle(loader) and "
+                "a list of batches give what was trained already: iterate the loader anew in each epoch"
+            )
+        return self.current
+
+    def waiting(self) -> list[Piece]:
+        """The batches that are planned and not consumed, in order."""
+        return [piece for piece, _ in list(self._pending)]  # a thread that reads ahead may add to them meanwhile
+
+    def consume(self) -> StepPlan:
+        """Count the current batch as done and return its plan; only whole optimizer steps are ever saved."""
+        piece = self.current or self.piece()
+        self._thread = threading.current_thread()
+        with self._lock:
+            _, self.place = self._pending.popleft()
+            self.current = self._pending[0][0] if self._pending else None
+            self.consumed = self.place.index
+            self.batches_consumed += 1
+        if piece.last:
+            self._saved = self.place
+        return piece.plan
+
+    # ------------------------------------------------------------ told by who issues
+
+    def add(self, pieces: list[Piece], before: Cursor, after: Cursor) -> None:
+        """This rank's pieces of a micro-step from `before` to `after` wait; the first goes to who asked for it."""
+        with self._lock:
+            for piece in pieces[:-1]:
+                self._pending.append((piece, before))  # a round of which not all is consumed is not begun
+            self._pending.append((pieces[-1], after))
+            self.current, self.issued = self._pending[0][0], after.index
+            self.batches_issued += 1
+
+    def hand_out(self) -> None:
+        """So does the next of them."""
+        self.batches_issued += 1
+
+    def newest(self) -> tuple[int, Cursor]:
+        """Batches consumed, and where the loop will stand once it has consumed all that wait."""
+        with self._lock:
+            return self.batches_consumed, self._pending[-1][1] if self._pending else self.place
+
+    def iterate_on(self) -> None:
+        """Another iteration begins, whose batches follow those that wait."""
+        self.iteration += 1
+
+    def rewind(self) -> None:
+        """Forget what waits: it is issued anew."""
+        with self._lock:
+            self._pending.clear()
+            self.current = None
+        self.issued = self.consumed = self.place.index
+        self.batches_issued = self.batches_consumed
+        self.iteration += 1
+
+    def move_to(self, now: Cursor) -> None:
+        """Go on at `now`; what waits is forgotten."""
+        self.place = self._saved = now
+        self.rewind()
+
+    def begin_epoch(self, now: Cursor) -> None:
+        """An epoch begins at `now`."""
+        self.opened = self.batches_consumed
+        self.move_to(now)
+
+    def end_epoch(self, now: Cursor) -> None:
+        """The epoch ends at `now`: it turned out to have no more samples."""
+        self.place = self._saved = now
+        self.issued = self.consumed = now.index
+
+
+class Issuer:
+    """Plans round after round ahead of the loop, and cuts this rank's share of each into pieces.
+
+    begun      micro-steps that were begun to be issued, the one that another thread plans just now included
+    ahead      where the next micro-step begins
+    thread     that asked for the newest batch
+    reader     who iterates
+    began      batches issued when the iteration under way began
+
+    A thread that reads ahead of the loop may come to the end of an epoch, and begin the next, before the loop has
+    consumed the last steps. They stay issued then, and the next epoch's follow them.
+    """
+
+    def __init__(self, of: "SampleOrder") -> None:
+        self._of = of
+        self.ahead, self.begun, self.began = of.place, 0, 0
+        self.thread: threading.Thread | None = None
+        self.reader = BatchReader()
+        self.loaded = False  # a state, and no batch was asked for since
+        self._refused: UsageError | None = None
+        self._hold = False  # a finished epoch that the user asked for by name is not run again
+
+    def load(self, now: Cursor) -> None:
+        """Go on at `now`, as a state says."""
+        self._of.move_to(now)
+        self._go_back()
+        self.loaded, self._hold = True, False
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `SampleOrder.set_epoch`."""
+        now = self._of.place
+        if now.finished and self.ahead.epoch == epoch != now.epoch:
+            return  # a thread that reads ahead has begun it
+        try:
+            reads_on = self._reads_on()
+        except UsageError as error:
+            raise self._of.owner.fail(error) from None
+        if reads_on:
+            self.ahead = self._following(self.ahead, epoch)
+            return
+        self._of.owner.iteration_begins()
+        self._hold = epoch == now.epoch and now.finished and self.loaded
+        if epoch != now.epoch or (now.finished and not self.loaded):
+            self._begin_epoch(epoch)
+
+    def begin(self) -> int:
+        """A new iteration begins: go on where consumption stands, or with the next epoch. Returns its number."""
+        of, self._refused = self._of, None
+        try:
+            reader = reader_of(of)
+        except UsageError as error:  # raised with the first batch: a loader that is half made could not be cleaned up
+            self._refused, reader = error, BatchReader()
+        try:
+            reads_on = self._reads_on()
+        except UsageError as error:  # what the loop was given stays issued until it is told
+            self._refused = error
+            of.iterate_on()
+            return of.iteration
+        if reads_on:
+            of.iterate_on()
+            if self.ahead.finished:
+                self.ahead = self._following(self.ahead, self.ahead.epoch + 1)
+        else:
+            of.owner.iteration_begins()
+            if of.place.finished and not self._hold:
+                self._begin_epoch(of.place.epoch + 1)
+            else:
+                of.rewind()
+                self._go_back()
+        self.reader, self.began = reader, of.batches_issued
+        return of.iteration
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._of.begin_epoch(self._following(self._of.place, epoch))
+        self._go_back()
+
+    def _go_back(self) -> None:
+        self.ahead = self._of.place
+        self.begun = self.ahead.index
+
+    def _following(self, now: Cursor, epoch: int) -> Cursor:
+        """The beginning of `epoch`, after `now`."""
+        begin = -(-now.index // self._of.accumulate) * self._of.accumulate  # an abandoned optimizer step counts as one
+        return Cursor(epoch, 0, begin, np.zeros_like(now.taken))
+
+    def _reads_on(self) -> bool:
+        """Whether who begins now is ahead of the loop, which has yet to consume what this one was given.
+
+        Raises `UsageError` where it cannot be known whether the loop is to go on with what was given, or with what will
+        be.
+        """
+        if threading.current_thread() is not self.thread or self._of.consumed_here:
+            return False
+        consumed, newest = self._of.newest()
+        given = min(self.began + self.reader.has_handed_on, self._of.batches_issued)
+        if given <= consumed:
+            return False  # nothing that is not consumed
+        chosen = newest.finished and not self.ahead.finished
+        if self._of.goes_on_ahead and (chosen or (self.ahead.finished and given == self._of.batches_issued)):
+            return True
+        why = "a thread that reads ahead began a new iteration while batches of the one before were not stepped"
+        fix = "let it wait until the loop has called controller.step() for all of them (queue.Queue has join())"
+        raise UsageError(f"{why}, so that their samples would be dealt twice: {fix}")
+
+    def batches(self, number: int) -> Iterator[Any]:
+        """What this rank is to load in iteration `number`, batch after batch until the epoch ends."""
+        while True:
+            before = self.ahead
+            if (plan := self._issue(number)) is None:
+                return
+            pieces = self._cut(plan)
+            self._of.add(pieces, before, self.ahead)
+            for piece in pieces:
+                if number != self._of.iteration:
+                    raise self._abandoned()
+                if piece is not pieces[0]:
+                    self._of.hand_out()
+                yield self._of.read(piece, before)
+
+    def _abandoned(self) -> DynamixError:
+        left = "this iterator was abandoned: a newer one was made, a state was loaded, or set_epoch was called"
+        why = "its samples were issued again, so going on would repeat them; iterate the newest one"
+        return self._of.owner.fail(UsageError(f"{left}; {why}"))
+
+    def _issue(self, number: int) -> StepPlan | None:
+        """The next micro-step, or None at the end of the epoch."""
+        if number != self._of.iteration:
+            raise self._abandoned()
+        owner = self._of.owner
+        if self.loaded:
+            self.loaded = False
+            owner.resumed()
+        if self._refused is not None:
+            raise owner.fail(self._refused)
+        self.thread = threading.current_thread()
+        now = self.ahead
+        if now.finished:
+            # One that goes on from the end of an epoch begins twice, and has asked here for batches ahead.
+            self._hold = self._hold and bool(self.reader.resumes.get("_iterator_finished"))
+            return None
+        group = now.group
+        if group is None:
+            index = now.index // self._of.accumulate
+            while True:
+                with owner.lock:
+                    if index < owner.horizon:
+                        self.begun = now.index + 1
+                        break
+                owner.settle()
+            if (group := self._of.plan_group(now)) is None:
+                self._of.end_epoch(replace(now, finished=True))
+                self._go_back()
+                return None
+        return self._next_of(now, group)
+
+    def _next_of(self, now: Cursor, group: Group) -> StepPlan:
+        """The micro-step at `now` of the optimizer step `group`, behind which the next begins."""
+        counts, done = group.counts[now.micro], now.micro == self._of.accumulate - 1
+        plan = StepPlan(
+            index=now.index,
+            epoch=now.epoch,
+            start=now.position,
+            counts=counts,
+            group=group.counts,
+            micro=now.micro,
+            regular=group.regular[now.micro],
+            samples=group.samples,
+            first=now.position == (sum(group.total[: now.micro]) if now.micro else 0),
+            last=done and group.final,
+            apart=self._of.apart or group.piece > 0,
+            piece=group.piece,
+            work=group.work,
+            order=None if group.cuts is None else group.cuts[now.micro].samples,
+        )
+        self.ahead = Cursor(
+            epoch=now.epoch,
+            position=now.position + group.total[now.micro],
+            index=now.index + 1,
+            taken=now.taken + counts,
+            group=None if done else group,
+            micro=0 if done else now.micro + 1,
+            finished=plan.last,
+        )
+        self.begun = now.index + 1
+        return plan
+
+    def _cut(self, plan: StepPlan) -> list[Piece]:
+        """This rank's pieces of a micro-step."""
+        rank, steps = self._of.rank, self._of.accumulate
+        mine = int(plan.counts[rank])
+        if self._of.micro_batch is None or (most := self._of.most_of_piece(plan.piece)) is None:
+            micro, group = plan.micro, plan.group[:, rank]
+            following = int(group[micro + 1]) if micro + 1 < steps else 0
+            share = mine if steps == 1 else int(group.sum())
+            return [Piece(plan, micro, steps, micro + 1 == steps, mine, 0, following, share, by_size=False)]
+        sizes = pieces_of(mine, most)
+        ends = np.cumsum(sizes).tolist()
+        return [
+            Piece(plan, k, len(sizes), k + 1 == len(sizes), n, end - n, more, mine, by_size=True)
+            for k, (n, end, more) in enumerate(zip(sizes, ends, [*sizes[1:], 0], strict=True))
+        ]
