@@ -442,21 +442,17 @@ def test_the_owner_hears_of_a_resumed_job_once_when_the_iterator_exists() -> Non
 
 def test_what_is_in_hand_is_the_first_batch_that_waits() -> None:
     sampler = BatchSampler(40, Allocations([4, 6]), rank=1, world_size=2, micro_batch=4)
-    assert sampler.current is None
-    batches = iter(sampler)
-    next(batches)
-    first = sampler.current
-    assert first is not None and first is sampler.piece() and (first.number, first.of, first.last) == (0, 2, False)
-    next(batches)
-    assert sampler.current is first and sampler.issued == sampler.begun == 1
-    next(batches)
-    sampler.consume()
-    assert sampler.current is not None and sampler.current.last and sampler.consumed == 0
-    sampler.consume()
-    assert sampler.current is not None and sampler.current.plan.index == 1 and sampler.consumed == 1
-    assert (sampler.batches_issued, sampler.batches_consumed) == (3, 2)
+    batches, hands = iter(sampler), [sampler.current]
+    for ask in (True, True, True, False, False):
+        next(batches) if ask else sampler.consume()
+        hands.append(sampler.current)
+    assert [None if piece is None else (piece.plan.index, piece.number, piece.last) for piece in hands] == [
+        *(None, (0, 0, False), (0, 0, False), (0, 0, False)),
+        *((0, 1, True), (1, 0, False)),
+    ]
+    assert (sampler.issued, sampler.consumed, sampler.batches_issued, sampler.batches_consumed) == (2, 1, 3, 2)
     iter(sampler)
-    assert sampler.current is None and sampler.issued == sampler.consumed == 1 and sampler.batches_issued == 2
+    assert (sampler.current, sampler.issued, sampler.consumed, sampler.batches_issued) == (None, 1, 1, 2)
 
 
 def test_bounds_that_are_found_later_hold_from_the_next_round_on() -> None:

@@ -118,12 +118,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             draws_alike=costs is None or not costs.padded,
             goes_on_ahead=partition == "stream",  # regions are those of the epoch being consumed
         )
-        if costs is not None and partition != "stream":
-            fix = "leave lengths out, or use partition='stream'"
-            raise ConfigError("partition", partition, "'stream' where lengths are given", fix)
-        if partition not in ("stream", "contiguous"):
-            fix = spelling(partition, ("stream", "contiguous"))
-            raise ConfigError("partition", partition, "'stream' or 'contiguous'", fix)
+        _require_partition(partition, costs)
         needed = accumulate * int(allocations.at(allocations.begin).sum())
         if needed > dataset_size:
             raise ConfigError(
@@ -133,15 +128,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
                 "lower batch_size or accumulate, or use a larger data set",
             )
         self.dataset_size, self.shuffle, self.partition = dataset_size, shuffle, partition
-        try:
-            # What torch's generators take; without a shuffle nobody asks.
-            self.seed = operator.index(0 if seed is None and not shuffle else seed)
-        except TypeError:
-            fix = "leave it out for 0, or give one number on all ranks"
-            raise ConfigError("seed", seed, "a whole number", fix) from None
-        self.size_now = size_now
-        self.costs = costs
-        self.selection = selection
+        self.seed = _seed(seed, shuffle=shuffle)
+        self.size_now, self.costs, self.selection = size_now, costs, selection
         self._selected = dict.fromkeys(SELECTED, "") if selection is None else selection.digests
         self._cuts: list[dict[str, list[int]]] = []  # of this epoch, at earlier world sizes
         self._regions: Regions | None = None
@@ -381,3 +369,21 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
                 left = [*trained, *left, (ends[-1], order.size)]
             order = Spliced(order, left)
         return order
+
+
+def _require_partition(partition: str, costs: SampleCosts | None) -> None:
+    if costs is not None and partition != "stream":
+        fix = "leave lengths out, or use partition='stream'"
+        raise ConfigError("partition", partition, "'stream' where lengths are given", fix)
+    if partition not in ("stream", "contiguous"):
+        fix = spelling(partition, ("stream", "contiguous"))
+        raise ConfigError("partition", partition, "'stream' or 'contiguous'", fix)
+
+
+def _seed(seed: Any, *, shuffle: bool) -> int:
+    """As torch's generators take it; without a shuffle nobody asks."""
+    try:
+        return operator.index(0 if seed is None and not shuffle else seed)
+    except TypeError:
+        fix = "leave it out for 0, or give one number on all ranks"
+        raise ConfigError("seed", seed, "a whole number", fix) from None
