@@ -32,8 +32,7 @@ def main() -> None:
     controller = dynamix.Controller(
         policy=args.policy,
         batch_size=16,
-        min_batch_size=workload.min_batch,
-        max_batch_size=workload.max_batch,
+        limits=dynamix.Limits(workload.min_batch, workload.max_batch),
         interval=5,
     )
     sampler = controller.batch_sampler(data.train, seed=0)

@@ -188,8 +188,11 @@ def test_a_job_begins_within_its_bounds_or_is_refused(told: dict[str, Any]) -> N
         assert int(fixed_at(bounds, config.base_batch).total_high) == config.base_batch
     # What a job is told in other words is the same job.
     low, high = bounds.low // config.accumulate, bounds.high // config.accumulate
-    total = (None, None) if config.fixed else (int(bounds.total_low), int(bounds.total_high))
-    limits = Limits(low.tolist(), high.tolist(), *total, bounds.quantum // config.accumulate)
+    limits = Limits(low.tolist(), high.tolist(), quantum=bounds.quantum // config.accumulate)
+    if not config.fixed:
+        limits = dataclasses.replace(
+            limits, min_global_batch=int(bounds.total_low), max_global_batch=int(bounds.total_high)
+        )
     again = dataclasses.replace(config, limits=limits)
     assert (again.start == start).all()
     assert str(again.bounds) == str(bounds)
