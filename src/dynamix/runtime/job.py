@@ -221,8 +221,8 @@ class TrainingJob:
         Those that wait in a collective of their own (DDP's buffers, FSDP2) do not look for an error, and find this
         rank's last word once that fails.
         """
-        self.ranks.leave(str(error))
         self.fail(error)
+        self.ranks.leave(str(error))
 
     def agree_once(self) -> None:
         """Compare with the other ranks what is about to be trained, if that was not done since the start or a load.
