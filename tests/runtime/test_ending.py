@@ -17,9 +17,10 @@ from torch.distributed import HashStore, TCPStore
 
 import dynamix
 from dynamix.errors import ConfigError, DynamixError, StateError, UsageError, WorkerLostError
-from dynamix.runtime.ranks import errors as ending
 from dynamix.runtime.ranks import rendezvous as meeting
-from dynamix.runtime.ranks.errors import JobErrors
+from dynamix.runtime.ranks import waits
+from dynamix.runtime.ranks.waits import wait_until
+from dynamix.runtime.ranks.watch import RankWatch
 from tests.ranks import refusal, run_ranks
 from tests.runtime.loops import Job, Loops, data
 
@@ -27,68 +28,69 @@ LOOPS = Loops()
 wrong, right, right_with = LOOPS.wrong, LOOPS.right, LOOPS.right_with
 
 
-def _both() -> tuple[JobErrors, JobErrors]:
+def _both() -> tuple[RankWatch, RankWatch]:
     store = HashStore()
-    first, second = (JobErrors(store, "job", rank=rank, workers=2) for rank in range(2))
+    first, second = (RankWatch(store, rank, 2) for rank in range(2))
     return first, second
 
 
 def test_who_waits_raises_what_another_rank_reports() -> None:
     first, second = _both()
-    reporting = threading.Thread(target=first.report, args=(UsageError("write this line"),))
+    reporting = threading.Thread(target=first.end, args=(UsageError("write this line"),))
     reporting.start()
     with pytest.raises(UsageError, match="rank 0 ended the job: write this line"):
-        second.wait(threading.Event())
+        wait_until(threading.Event(), second)
     began = time.monotonic()
     reporting.join()
     assert time.monotonic() - began < 1.0  # it stays no longer than the other needs to know
     for one in (first, second):
-        one.close()
+        one.leave()
 
 
 def test_an_error_before_training_ends_who_waits_unless_the_rank_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "SETUP_ERROR_S", 0.5)
+    monkeypatch.setattr(waits, "SETUP_ERROR_S", 0.5)
     first, second = _both()
     first.setup_failed(StateError("damaged"))
-    first.setup_goes_on()
+    first.errors.setup_goes_on()
     arrived = threading.Event()
     threading.Timer(2.0, arrived.set).start()
-    second.wait(arrived)
+    wait_until(arrived, second)
     first.setup_failed(StateError("damaged again"))
     with pytest.raises(StateError, match="rank 0 ended the job: damaged again"):
-        second.wait(threading.Event())
+        wait_until(threading.Event(), second)
     for one in (first, second):
-        one.close()
+        one.leave()
 
 
 def test_ranks_that_all_had_an_error_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "SETUP_ERROR_S", 0.5)
+    monkeypatch.setattr(waits, "SETUP_ERROR_S", 0.5)
     first, second = _both()
     for one in (first, second):
         one.setup_failed(StateError("damaged"))
-    second.setup_goes_on()
+    second.errors.setup_goes_on()
     arrived = threading.Event()
     threading.Timer(2.0, arrived.set).start()
-    second.wait(arrived)
+    wait_until(arrived, second)
     for one in (first, second):
-        one.close()
+        one.leave()
 
 
 def test_a_store_that_hangs_keeps_nobody_waiting(store_server: tuple[int, int]) -> None:
     process, port = store_server
-    one = JobErrors(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), "job", rank=1, workers=2)
+    one = RankWatch(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2)
+    one.all_have_come()
     assert one.told() is None
     os.kill(process, signal.SIGSTOP)
     try:
         arrived, began = threading.Event(), time.monotonic()
         threading.Timer(1.0, arrived.set).start()
-        one.wait(arrived)
+        wait_until(arrived, one)
         assert one.told() is None
-        one.report(UsageError("said to nobody"))
+        one.end(UsageError("said to nobody"))
         assert time.monotonic() - began < 8.0
     finally:
         os.kill(process, signal.SIGCONT)
-        one.close()
+        one.leave()
 
 
 # ------------------------------------------------------------ before training, on one rank

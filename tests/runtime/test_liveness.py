@@ -20,8 +20,8 @@ from torch import nn
 
 import dynamix
 from dynamix.errors import WorkerLostError
-from dynamix.runtime.ranks.liveness import Liveness
 from dynamix.runtime.ranks.process_groups import _kept
+from dynamix.runtime.ranks.watch import RankWatch
 from tests.ranks import Ok, run_ranks
 from tests.runtime.jobs import Training, adaptive, classes
 
@@ -188,25 +188,27 @@ class _Cable:
             other.shutdown(socket.SHUT_RDWR)
 
 
-def _heard(one: Liveness, seconds: float) -> list[int]:
+def _heard(one: RankWatch, seconds: float) -> list[int]:
     """How many beats of rank 0 `one` had read, every half a second."""
-    return [(time.sleep(0.5), one._news)[1] for _ in range(int(2 * seconds))]
+    return [(time.sleep(0.5), one.alive.news)[1] for _ in range(int(2 * seconds))]
 
 
 @pytest.mark.timeout(60)
 def test_a_broken_connection_to_the_store_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cable = _Cable(store.port)
-    first = Liveness(store, 0, 2)
-    second = Liveness(dist.TCPStore("127.0.0.1", cable.port, is_master=False), 1, 2)
+    first = RankWatch(store, 0, 2)
+    second = RankWatch(dist.TCPStore("127.0.0.1", cable.port, is_master=False), 1, 2)
+    first.all_have_come()
+    second.all_have_come()
     try:
         _heard(second, 2.0)
         cable.pull()
         heard = _heard(second, 6.0)
         assert heard[-1] > heard[6], heard
-        assert not first.silent
-        assert not second.silent
-        assert not first._left
+        assert not first.alive.silent
+        assert not second.alive.silent
+        assert not first.alive.left
         assert not caplog.records
         cable.pull(for_good=True)
         _heard(second, 1.5)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dynamix
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.ranks import errors as ending
+from dynamix.runtime.ranks import waits
 from dynamix.runtime.state.packing import checksum
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, classes
@@ -267,7 +267,7 @@ def test_a_controller_made_too_early_in_a_launched_process_is_an_error(monkeypat
 
 
 def _warm_up_on_one(rank: int) -> str:
-    ending.BESIDE_S = 0.5
+    waits.BESIDE_S = 0.5
     job = Training(dynamix.Controller("static", 4), classes(60))
     try:
         if rank:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dynamix
-from dynamix.runtime.ranks import liveness, opening, store
+from dynamix.runtime.ranks import opening, store
 from tests.ranks import _CONTEXT
 
 pytestmark = pytest.mark.multiproc
@@ -97,21 +97,15 @@ def _first_is_killed_inside(rank: int) -> None:
     _make()
 
 
-def _late_beyond_patience(rank: int) -> None:
-    """Rank 1 is late in the middle of its constructor, after all were compared: the store is gone when it connects."""
-    liveness.LINGER_S = 0.5
-    if rank:
-        opened = liveness.Liveness.open
-        liveness.Liveness.open = lambda group: (time.sleep(BEHIND_S), opened(group))[1]  # type: ignore[method-assign]
-    controller = _make()
-    if rank == 0:
-        _no_data()
-    controller.close()
+def _be_late() -> None:
+    """In the middle of this rank's constructor, before it has begun its watch."""
+    begin = opening.RankWatch
+    opening.RankWatch = lambda *of, **by: (time.sleep(BEHIND_S), begin(*of, **by))[1]  # type: ignore[misc,assignment]
 
 
 @pytest.mark.parametrize(
     ("case", "ranks"),
-    [(_first_fails_before, 2), (_first_fails_before, 3), (_first_is_killed_inside, 2), (_late_beyond_patience, 2)],
+    [(_first_fails_before, 2), (_first_fails_before, 3), (_first_is_killed_inside, 2)],
 )
 def test_who_comes_when_the_first_ranks_store_is_gone_says_so(case: Case, ranks: int, tmp_path: Path) -> None:
     said, seconds = _start(case, ranks, tmp_path)
@@ -123,10 +117,9 @@ def test_who_comes_when_the_first_ranks_store_is_gone_says_so(case: Case, ranks:
 
 
 def _late(rank: int) -> None:
-    """The last one is late in the middle of its constructor, within the patience of rank 0, which has failed."""
+    """The last one is late in the middle of its constructor, and the others wait there."""
     if rank == dist.get_world_size() - 1:
-        opened = liveness.Liveness.open
-        liveness.Liveness.open = lambda group: (time.sleep(BEHIND_S), opened(group))[1]  # type: ignore[method-assign]
+        _be_late()
     controller = _make()
     if rank == 0:
         _no_data()
@@ -218,7 +211,7 @@ def test_a_process_group_of_one_rank_changes_nothing(tmp_path: Path) -> None:
     assert _start(functools.partial(_early, ranks=1), 1, tmp_path, meet=False) == ([""], [0.0])
 
 
-# ------------------------------------------------------------ what still hangs
+# ------------------------------------------------------------ a rank that is lost before it can say so
 
 
 def _last_fails_before(rank: int) -> None:
@@ -241,39 +234,16 @@ def _first_stands_still(rank: int) -> None:
     _make()
 
 
-_WATCH = "It takes a watch with a clock of its own, which begins with the process group and hears rendezvous too"
-
-
 @pytest.mark.parametrize(
-    "case",
+    ("case", "said"),
     [
-        pytest.param(
-            _last_fails_before,
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=AssertionError,
-                reason=f"nobody hears of a rank that ends before its controller. {_WATCH}",
-            ),
-        ),
-        pytest.param(
-            _last_is_killed_between,
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=AssertionError,
-                reason=f"torch makes a group in a call that cannot be given up. {_WATCH}",
-            ),
-        ),
-        pytest.param(
-            _first_stands_still,
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=AssertionError,
-                reason=f"a store that stands still keeps who asks it, without a timeout. {_WATCH}",
-            ),
-        ),
+        (_last_fails_before, "rank 1 has ended before it made a Controller"),
+        (_last_is_killed_between, "not all ranks have made a Controller: rank 1"),
+        (_first_stands_still, "not all ranks have made a Controller: the job's store has been silent"),
     ],
 )
-def test_a_rank_that_is_lost_while_others_set_up_keeps_nobody_waiting(case: Case, tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_while_others_set_up_keeps_nobody_waiting(case: Case, said: str, tmp_path: Path) -> None:
     odd = 0 if case is _first_stands_still else 1
-    said, _ = _start(case, 2, tmp_path, most_s=BEHIND_S + WITHIN_S)
-    assert "hung" not in said[1 - odd]
+    told, _ = _start(case, 2, tmp_path, most_s=BEHIND_S + WITHIN_S)
+    assert "hung" not in told[1 - odd]
+    assert f"WorkerLostError: {said}" in told[1 - odd]

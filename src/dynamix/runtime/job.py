@@ -328,8 +328,8 @@ class TrainingJob:
         Those that wait in a collective of their own (DDP's buffers, FSDP2) do not look for an error, and find this
         rank's last word once that fails.
         """
-        self.ranks.leave(str(error))
         self.windows.fail(error)
+        self.ranks.leave(str(error))
 
     # ------------------------------------------------------------ what others ask
 

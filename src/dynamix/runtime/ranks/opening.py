@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,14 @@ import torch.distributed as dist
 
 from dynamix.errors import UsageError
 from dynamix.runtime.ranks.compare import VERSION, require_same
-from dynamix.runtime.ranks.errors import JobErrors
 from dynamix.runtime.ranks.group import ControlGroup, open_control
-from dynamix.runtime.ranks.liveness import Liveness
 from dynamix.runtime.ranks.ranks import Alone, Ranks
-from dynamix.runtime.ranks.rendezvous import meet, refuse
+from dynamix.runtime.ranks.rendezvous import beside, meet, refuse
+from dynamix.runtime.ranks.store import job_store
+from dynamix.runtime.ranks.waits import AbortableWait, wait_for
+from dynamix.runtime.ranks.watch import RankWatch
+
+_opened: Counter[str] = Counter()  # controllers of this process, by the name of their group
 
 
 class Same(dict[str, Any]):
@@ -54,18 +58,30 @@ def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
 def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
     """Those of `group`, who were all `given` the same: plain values by name. A collective call.
 
-    Raises `UsageError` on every rank where they were not, or wait for each other to make different groups.
+    Raises `UsageError` on every rank where they were not, or wait for each other to make different groups, and
+    `WorkerLostError` in seconds where one is lost meanwhile.
     """
-    ranks, timeout, name = dist.get_process_group_ranks(group), timeout_of(group), str(group.group_name)
-    meet(ranks, timeout_s=1800.0 if timeout is None else timeout.total_seconds())
-    errors = JobErrors.open(name, ranks)
-    control = open_control(ranks, timeout, name=name, settle=errors.settle)
-    fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
-    fixes = {"": fix, VERSION: "Install one and the same version of dynamix for every rank"}
-    facts = {VERSION: sys.modules["dynamix"].__version__, **given}
-    what = "Controller(...) got other arguments on some ranks"
-    require_same(facts, Ranks(control, errors, None).rows, what, fixes)
-    return Ranks(control, errors, Liveness.open(control) if control.workers > 1 else None)
+    members, timeout, name = dist.get_process_group_ranks(group), timeout_of(group), str(group.group_name)
+    meet(group, timeout_s=1800.0 if timeout is None else timeout.total_seconds())
+    _opened[name] += 1  # one group may have several controllers
+    prefix = f"dynamix/watch/{name}/{_opened[name]}"
+    watch = RankWatch(job_store(), members.index(dist.get_rank()), len(members), prefix=prefix)
+    try:
+        wait = AbortableWait(watch)
+
+        def make() -> ControlGroup:
+            return open_control(members, timeout, name=name, settle=lambda work: wait_for(work, watch))
+
+        ranks = Ranks(beside(make, wait.look), watch)
+        fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
+        fixes = {"": fix, VERSION: "Install one and the same version of dynamix for every rank"}
+        facts = {VERSION: sys.modules["dynamix"].__version__, **given}
+        require_same(facts, ranks.rows, "Controller(...) got other arguments on some ranks", fixes)
+    except Exception as error:
+        watch.leave_with(error)
+        raise
+    watch.all_have_come()
+    return ranks
 
 
 def open_another(group: dist.ProcessGroup, ranks: Ranks) -> ControlGroup:

@@ -5,9 +5,11 @@ import sys
 import time
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 MOST_PATIENCE_S = 2.0  # a backend's thread needs milliseconds
+_UNASKED = 0x64796E  # a tag of messages that nobody else has
 _kept: list[dist.ProcessGroup] = []  # for ever: the last reference was somebody else's
 
 
@@ -37,6 +39,20 @@ def on_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
     """
     each = dict(one.split(":", 1) for one in str(dist.get_backend_config(group)).split(","))
     return each.get(device) == "gloo"
+
+
+def has_ended(rank: int, group: dist.ProcessGroup) -> bool:
+    """Whether the process of `rank` (of the job) has closed its connection in `group`, as far as gloo knows.
+
+    Only a message shows it. Nobody asks for this one, so it never leaves, and is forgotten with its buffer.
+    """
+    if not on_gloo(group):
+        return False
+    try:
+        dist.isend(torch.zeros(1), dst=rank, group=group, tag=_UNASKED)
+    except RuntimeError:
+        return True
+    return False
 
 
 def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from dynamix.errors import DynamixError, UsageError, WorkerLostError
 from dynamix.runtime.ranks.compare import FIXES, GROUPS, PLACE, require_same
-from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS, Arrivals, JobErrors, unnamed, wait_for, wait_here
+from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS, unnamed
 from dynamix.runtime.ranks.group import ControlGroup
-from dynamix.runtime.ranks.liveness import Liveness, failed_collective
+from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.rendezvous import require_alone
+from dynamix.runtime.ranks.waits import Arrivals, wait_for, wait_here, wait_until
+from dynamix.runtime.ranks.watch import RankWatch
 
 _PARTED = {
     "": "Set what optimizers use alike on every rank, by the optimizer step and not by what one rank measures",
@@ -34,15 +36,14 @@ class Ranks:
 
     group: ControlGroup | None
 
-    def __init__(self, group: ControlGroup, errors: JobErrors, liveness: Liveness | None) -> None:
+    def __init__(self, group: ControlGroup, watch: RankWatch) -> None:
         self.group, self.rank, self.workers, self.agreed = group, group.rank, group.workers, False
-        self._control, self._errors, self._liveness = group, errors, liveness
-        self._stop_wanted = False
+        self._control, self._watch = group, watch
 
     @property
     def lost(self) -> WorkerLostError | None:
         """What was raised for a rank that is lost."""
-        return None if self._liveness is None else self._liveness.lost
+        return self._watch.lost
 
     # ------------------------------------------------------------ waits
 
@@ -52,24 +53,24 @@ class Ranks:
         what   it is for, in words: where it fails, a `WorkerLostError` then names the rank
         """
         try:
-            wait_for(work, self._errors)
+            wait_for(work, self._watch)
         except RuntimeError as error:
             self._raise(error, what)
 
     def wait_here(self, work: Any, what: str = "") -> None:
         """`wait` for a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
         try:
-            wait_here(work, self._errors)
+            wait_here(work, self._watch)
         except RuntimeError as error:
             self._raise(error, what)
 
     def wait_until(self, event: threading.Event) -> None:
         """Until `event` is set by another thread of this process. Raises what another rank ends the job with."""
-        self._errors.wait(event)
+        wait_until(event, self._watch)
 
     def arrivals(self) -> Arrivals:
         """The reductions of backward passes, which are waited for together."""
-        return Arrivals(self._errors)
+        return Arrivals(self._watch)
 
     # ------------------------------------------------------------ a rank that is lost
 
@@ -79,7 +80,7 @@ class Ranks:
 
     def explain(self, error: BaseException, what: str) -> WorkerLostError:
         """What to raise where a collective, which was for `what`, has failed with `error`."""
-        return unnamed(error, what) if self._liveness is None else self._liveness.explain(error, what)
+        return self._watch.explain(error, what)
 
     def _raise(self, error: RuntimeError, what: str) -> None:
         """In the handler of `error`."""
@@ -106,8 +107,8 @@ class Ranks:
         Raises `UsageError` on every rank, naming what differs, by rank.
         """
         self.agreed = True
-        self._errors.setup_goes_on()
-        self._errors.agreeing(FIRST_PASS)
+        self._watch.errors.setup_goes_on()
+        self._watch.errors.agreeing(FIRST_PASS)
         require_same(facts, self.rows, "The ranks differ in what they are about to train", FIXES)
 
     def forget_agreement(self) -> None:
@@ -116,7 +117,7 @@ class Ranks:
 
     def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None:
         """Compare `facts`, whose digests were not alike. A collective call; raises as `agree`, which says the rest."""
-        self._errors.agreeing("a comparison of settings and of the place in the data, which have come to differ")
+        self._watch.errors.agreeing("a comparison of settings and of the place in the data, which have come to differ")
         require_same(facts, self.rows, "The ranks have come to differ while they train", _PARTED, near)
 
     def wait_for_all(self, what: str) -> None:
@@ -124,7 +125,7 @@ class Ranks:
 
         Raises `UsageError` on every rank where some wait for something else instead: a later collective would not end.
         """
-        self._errors.agreeing(what)
+        self._watch.errors.agreeing(what)
         # As long as the first row of `require_same`: what the others are in may be that comparison.
         mine = torch.tensor([zlib.crc32(what.encode()), -1])
         if not bool((self.rows(mine, f"not all ranks came to {what}") == mine.numpy()).all()):
@@ -135,11 +136,11 @@ class Ranks:
     @contextmanager
     def setting_up(self) -> Iterator[None]:
         """An error inside ends the ranks that then wait for this one, unless it goes on."""
-        self._errors.setup_goes_on()
+        self._watch.errors.setup_goes_on()
         try:
             yield
         except Exception as error:
-            self._errors.setup_failed(error)
+            self._watch.setup_failed(error)
             raise
 
     def begin(self) -> None:
@@ -147,37 +148,31 @@ class Ranks:
 
     def end(self, error: DynamixError) -> DynamixError:
         """Tell the other ranks of `error`, which ends the job, stay until they know, and return it, to be raised."""
-        return self._errors.report(error)
+        return self._watch.end(error)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after the same step, soon."""
-        self._stop_wanted = True
-        if self._liveness is not None:
-            self._liveness.stopping.wanted = True
+        self._watch.stopping.wanted = True
 
     def stop_after(self, steps: int) -> bool:
         """An optimizer step is over, `steps` in all: whether the job stops after it."""
-        return self._stop_wanted if self._liveness is None else self._liveness.step_done(steps)
+        return self._watch.stop_after(steps)
 
     def leave(self, word: str = "its controller was closed") -> None:
         """Say goodbye to the other ranks with `word`; safe to call twice."""
-        if self._liveness is not None:
-            self._liveness.leave(word)
+        self._watch.leave(word)
 
     def leave_with(self, error: BaseException) -> None:
         """Tell the other ranks of `error`, with which this process is about to end."""
-        if self._liveness is not None:
-            self._liveness.leave_with(error)
+        self._watch.leave_with(error)
 
     def leave_unclosed(self) -> None:
         """Nobody has closed the controller, and it is collected or its process ends: perhaps with an error."""
-        if self._liveness is not None:
-            self._liveness.leave_unclosed()
+        self._watch.leave_unclosed()
 
     def close(self) -> None:
         """Let go of the store, and end the threads that talk to it."""
-        self._errors.close()
-        self.leave()
+        self._watch.leave()
 
 
 class Alone(Ranks):

@@ -12,14 +12,20 @@ import json
 import logging
 import math
 import random
+import threading
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from dynamix.errors import DynamixError, UsageError, WorkerLostError
-from dynamix.runtime.ranks.store import LINGER_S, held_here, job_store
+from dynamix.runtime.ranks.liveness import BEAT_S, LATE_S, Silence
+from dynamix.runtime.ranks.process_groups import has_ended
+from dynamix.runtime.ranks.store import LINGER_S, held_here, job_store, own_connection
+
+Result = TypeVar("Result")
 
 LOOK_AFTER_S = 2.0  # of waiting, and between looks at where others are
 ELSEWHERE_S = 5.0  # another rank has said that it waits for another group, or cannot make its own
@@ -31,35 +37,58 @@ _FIX = "pass the same process_group to Controller(...) on all of its ranks"
 _log = logging.getLogger("dynamix")
 
 
-def meet(ranks: list[int], *, timeout_s: float, store: Any = None) -> None:
-    """Wait until all of `ranks` (numbers in the job) are here to make a group of them. A collective call of these.
+def meet(group: dist.ProcessGroup, *, timeout_s: float) -> None:
+    """Wait until all ranks of `group` are here to make another of them. A collective call of these.
 
     Raises `UsageError` where ranks wait for each other to make different groups, or one could not make any, and
-    `WorkerLostError` naming those that did not come within `timeout_s`. A rank that is at work with others may come
-    later; the log says which one is waited for.
+    `WorkerLostError` naming those that have ended, or did not come within `timeout_s`, and where the store does not
+    answer. A rank that is at work with others may come later; the log says which one is waited for.
     """
-    store, me = store if store is not None else job_store(), dist.get_rank()
-    meeting = Rendezvous(store, me, ranks)
-    try:
-        meeting.wait(timeout_s)
-    except DynamixError as error:
-        with contextlib.suppress(RuntimeError):  # of a store that is gone meanwhile
-            meeting.leave()
-        refuse(str(error), store=store)
-        raise
+    meeting, silence = Rendezvous(group), Silence()
+
+    def look() -> None:
+        silent_s = silence.after(time.monotonic(), meeting.answers, most=BEAT_S)
+        if silent_s > LATE_S:
+            raise WorkerLostError(
+                f"not all ranks have made a Controller: the job's store has been silent for {silent_s:.0f} s"
+            )
+
+    beside(lambda: meeting.wait(timeout_s), look)
 
 
-def refuse(why: str, *, store: Any = None) -> None:
+def beside(call: Callable[[], Result], look: Callable[[], None]) -> Result:
+    """`call()` in a thread of its own, which is left behind where `look`, called now and then, raises.
+
+    What torch does with a store it does without a timeout that anybody could set.
+    """
+    over, found, failed = threading.Event(), list[Result](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # raised again by who waits for it
+            failed.append(error)
+        over.set()
+
+    threading.Thread(target=run, name="dynamix-open", daemon=True).start()
+    while not over.wait(0.25):
+        look()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def refuse(why: str, *, store: Any = None, lost: int = 0) -> None:
     """Tell those that wait for this rank that it will not come.
 
-    Where the store ends with this process, it waits for them to read that, `LINGER_S` at most.
+    Where the store ends with this process, it waits for them to read that, but for `lost` ranks, `LINGER_S` at most.
     """
     store = store if store is not None else job_store()
     deadline = time.monotonic() + (LINGER_S if held_here(store) else 0.0)
     with contextlib.suppress(RuntimeError):  # of a store that is gone
         store.set(_place(dist.get_rank()), json.dumps({"error": why}))
         store.add(_KNOW, 1)
-        while time.monotonic() < deadline and store.add(_KNOW, 0) < dist.get_world_size():
+        while time.monotonic() < deadline and store.add(_KNOW, 0) < dist.get_world_size() - lost:
             time.sleep(0.05)
 
 
@@ -81,10 +110,16 @@ def _place(rank: int) -> str:
 
 
 class Rendezvous:
-    """One rank's part in one meeting."""
+    """One rank's part in one meeting.
 
-    def __init__(self, store: Any, me: int, ranks: list[int]) -> None:
-        self.store, self.me, self.ranks = store, me, sorted(ranks)
+    answers   of the store so far
+    """
+
+    store: Any
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.me, self.ranks = group, dist.get_rank(), sorted(dist.get_process_group_ranks(group))
+        self.answers = 0
         _meetings[tuple(self.ranks)] += 1
         whom = f"{self.ranks} {_meetings[tuple(self.ranks)]}"
         self.key = f"dynamix/meeting/{hashlib.sha256(whom.encode()).hexdigest()[:16]}"
@@ -92,13 +127,20 @@ class Rendezvous:
         self.told = set[int]()  # ranks of which the log has said that they are elsewhere
 
     def wait(self, timeout_s: float) -> None:
+        """Until all are here."""
+        self.store = own_connection(job_store())
         try:
             self._wait(timeout_s)
-        except RuntimeError as error:
-            if not isinstance(error, DynamixError):  # the store is gone: perhaps with a rank that has said why
-                for rank, (said, _) in self.seen.items():
-                    if "error" in said:
-                        self._judge(rank, said, math.inf)
+        except DynamixError as error:
+            with contextlib.suppress(RuntimeError):  # of a store that is gone meanwhile
+                self.store.add(self.key, -1)
+            _meetings[tuple(self.ranks)] -= 1
+            refuse(str(error), store=self.store, lost=len(error.ranks) if isinstance(error, WorkerLostError) else 0)
+            raise
+        except RuntimeError:  # the store is gone: perhaps with a rank that has said why
+            for rank, (said, _) in self.seen.items():
+                if "error" in said:
+                    self._judge(rank, said, math.inf)
             raise
 
     def _wait(self, timeout_s: float) -> None:
@@ -107,6 +149,7 @@ class Rendezvous:
         self._say(over=False)
         self.store.add(self.key, 1)
         while self.store.add(self.key, 0) < len(self.ranks):
+            self.answers += 1
             if (now := time.monotonic()) - began > timeout_s:
                 raise self._lost(timeout_s)
             if now - looked > LOOK_AFTER_S:
@@ -115,10 +158,6 @@ class Rendezvous:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.1)
         self._say(over=True)
-
-    def leave(self) -> None:
-        self.store.add(self.key, -1)
-        _meetings[tuple(self.ranks)] -= 1
 
     def _say(self, *, over: bool) -> None:
         self.store.set(_place(self.me), json.dumps({"ranks": self.ranks, "over": over}))
@@ -136,6 +175,9 @@ class Rendezvous:
                     self.store.add(_KNOW, 1)
             if said:  # it has begun to make one
                 self._judge(rank, said, now - self.seen[rank][1])
+            elif has_ended(rank, self.group):
+                told = f"rank {rank} has ended before it made a Controller. Its error is in its own log"
+                raise WorkerLostError(told, (rank,))
 
     def _lost(self, timeout_s: float) -> WorkerLostError:
         places = {rank: self._said(rank).get("ranks") for rank in self.ranks}

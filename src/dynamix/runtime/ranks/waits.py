@@ -1,0 +1,120 @@
+"""Waits for other ranks, in Python: each is given up where another rank ends the job."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from typing import Any
+
+from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime.ranks.errors import said_beside
+from dynamix.runtime.ranks.watch import RankWatch
+
+LOOK_EVERY_S = 0.25
+_LOOK_EVERY = datetime.timedelta(seconds=LOOK_EVERY_S)
+BESIDE_S = 5.0  # in one wait, while another rank waits for an agreement that this one does not know of: a deadlock
+SETUP_ERROR_S = 8.0  # in one wait, while another rank has raised an error before training and not gone on
+
+
+class AbortableWait:
+    """One wait of this rank for others, and what it hears meanwhile."""
+
+    def __init__(self, watch: RankWatch) -> None:
+        self.watch = watch
+        self._looked = watch.clock()
+        # Seconds of this wait, as far as this rank was awake: that another one waits for an agreement, or is in an
+        # error that it raised before training.
+        self._beside_s = self._error_s = 0.0
+
+    def look(self) -> None:
+        """Raise what another rank has ended the job with, if one did. To be called now and then while waiting."""
+        watch, errors = self.watch, self.watch.errors
+        watch.hurry()
+        beside, error, now = errors.beside, errors.setup_error, watch.clock()
+        awake_s, self._looked = min(now - self._looked, 2 * LOOK_EVERY_S), now
+        self._beside_s += awake_s * (beside is not None)
+        self._error_s = 0.0 if error is None else self._error_s + awake_s
+        if errors.ended is not None:
+            raise errors.ended
+        if (unlike := errors.unlike) is not None:
+            raise watch.end(UsageError(unlike))
+        if beside is not None and self._beside_s > BESIDE_S:
+            raise watch.end(UsageError(said_beside(beside)))
+        if error is not None and self._error_s > SETUP_ERROR_S:
+            raise watch.end(error)
+        watch.require_all_come()
+
+
+def wait_until(event: threading.Event, watch: RankWatch) -> None:
+    """Until `event` is set by another thread of this process."""
+    wait = None
+    while not event.wait(LOOK_EVERY_S):
+        wait = wait or AbortableWait(watch)
+        wait.look()
+
+
+def wait_for(work: Any, watch: RankWatch) -> None:
+    """`work.wait()` of a collective."""
+    if not work.is_completed():
+        arrived = threading.Event()
+        # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
+        work.get_future().add_done_callback(lambda _: arrived.set())
+        wait_until(arrived, watch)
+    _result_of(work, watch)
+
+
+def wait_here(work: Any, watch: RankWatch) -> None:
+    """`wait_for` of a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
+    wait = None
+    while True:
+        try:
+            work.wait(_LOOK_EVERY)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                break  # meanwhile, or with an error of its own
+        wait = wait or AbortableWait(watch)
+        wait.look()
+    _result_of(work, watch)
+
+
+def _result_of(work: Any, watch: RankWatch) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        if isinstance(error, DynamixError) or (told := watch.told()) is None:
+            raise
+        raise told from error
+
+
+class Arrivals:
+    """The reductions of one backward pass, and the wait for them at its end."""
+
+    def __init__(self, watch: RankWatch | None) -> None:
+        self._watch = watch
+        self._changed = threading.Condition()
+        self._outstanding, self._failed = 0, False
+
+    def expect(self) -> None:
+        """A reduction was begun."""
+        with self._changed:
+            self._outstanding += 1
+
+    def arrived(self, *, failed: bool = False) -> None:
+        """A reduction has ended, on whichever thread."""
+        with self._changed:
+            self._outstanding -= 1
+            self._failed = self._failed or failed
+            if self._outstanding <= 0:
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Until all have ended. Raises what another rank ends the job with meanwhile."""
+        watch, wait = self._watch, None
+        with self._changed:
+            while self._outstanding > 0:
+                if not self._changed.wait(LOOK_EVERY_S) and watch is not None:
+                    wait = wait or AbortableWait(watch)
+                    wait.look()
+        if watch is not None and self._failed and (error := watch.told()) is not None:
+            raise error

@@ -1,0 +1,268 @@
+"""The watch of a job's ranks: a beat a second through the job's store, never on the step path.
+
+Every rank writes one key: that it lives, whether it ends the job and why, what it waits for, whether it wishes to stop,
+its last word. The first rank reads them all and writes one view, which the others read: three requests a second and
+rank, whatever the world size. Who waits for others looks at what was read, never at the store.
+
+One thread talks to the store. Another counts what it hears, because a store on a host that hangs never answers, and its
+clients have no timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.runtime.ranks.errors import JobErrors
+from dynamix.runtime.ranks.liveness import BEAT_S, LATE_S, Liveness, failed_collective, first_line
+from dynamix.runtime.ranks.stopping import Stopping
+from dynamix.runtime.ranks.store import LINGER_S, own_connection
+from dynamix.runtime.ranks.uncaught import tell_of_uncaught
+
+HASTE_S = 0.2  # between beats while ranks wait for a word
+GONE_S = 15.0  # of silence: nobody waits any longer for the rank's word on when to stop
+VERDICT_S = 7.0  # longest time that a failed collective waits to learn which rank it was
+NAMED_S = 1.2  # rank 0, which hears all, stays so long for the others to read which rank was lost
+KNOWN_S = 3.0  # how long a rank that ends the job stays for the others to read why: it may hold the store
+ANSWER_S = 1.0  # longest wait for others' word on why a collective has failed, and for this rank's own to be written
+LEAVE_S = 2.0  # for the last word
+CONNECT_S = 1.0  # for another connection to a store that did not answer
+GIVE_UP_S = 60.0  # without an answer: the store is gone
+_log = logging.getLogger("dynamix")
+
+
+class RankWatch:
+    """One rank's part, of `workers` that meet in `store` under `prefix`. It begins at once; `leave` ends it.
+
+    clock     seconds, as `time.monotonic`
+    threads   False: somebody calls `beat` and `listen` now and then
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        workers: int,
+        *,
+        prefix: str = "dynamix/watch",
+        clock: Callable[[], float] = time.monotonic,
+        threads: bool = True,
+    ) -> None:
+        self.rank, self.workers, self._prefix, self.clock = rank, workers, prefix, clock
+        self.errors, self.alive, self.stopping = JobErrors(rank), Liveness(rank, workers), Stopping()
+        self.lost: WorkerLostError | None = None
+        self._setting_up = True
+        self._source, self._store = store, None
+        self._begun = {rank}
+        self._haste_until = -math.inf
+        self._wake, self._end = threading.Event(), threading.Event()
+        self._threads = list[threading.Thread]()
+        if threads and workers > 1:
+            tell_of_uncaught(self)
+            for work, name in ((self._talk, "dynamix-beat"), (self._listen, "dynamix-listen")):
+                self._threads.append(threading.Thread(target=work, name=name, daemon=True))
+                self._threads[-1].start()
+
+    # ------------------------------------------------------------ in the loop
+
+    def stop_after(self, steps: int) -> bool:
+        """An optimizer step is over, `steps` in all: whether the job stops after it."""
+        if self.workers == 1:
+            return self.stopping.wanted
+        return self.stopping.reached(steps, self._still_there)
+
+    def _still_there(self) -> None:
+        if self.alive.left or self._silent_s() > GONE_S:
+            raise self.explain(RuntimeError("no answer"), "the ranks could not agree on the step to stop after")
+
+    def _silent_s(self) -> float:
+        return max(self.alive.silent.values(), default=0.0)
+
+    # ------------------------------------------------------------ while this rank waits for others
+
+    def hurry(self, seconds: float = 2 * HASTE_S) -> None:
+        """Beat more often, for so long: this rank waits for a word."""
+        if self.clock() >= self._haste_until:
+            self._wake.set()
+        self._haste_until = max(self._haste_until, self.clock() + seconds)
+
+    def require_all_come(self) -> None:
+        """Raise `WorkerLostError` while controllers are made, if a rank, or the store, has not been heard for long."""
+        if self._setting_up and self._silent_s() > LATE_S:
+            raise self.explain(RuntimeError("no answer"), "not all ranks have made a Controller")
+
+    def all_have_come(self) -> None:
+        """All ranks have made their controllers: from now on one may be silent for a while."""
+        self._setting_up = False
+
+    def told(self) -> DynamixError | None:
+        """Where a collective has failed: what another rank has ended the job with, or raised before training."""
+        seen = self.alive.news
+        self._until(lambda: self.errors.ended is not None or self.alive.news > seen + 1, ANSWER_S)
+        return self.errors.ended or self.errors.setup_error
+
+    # ------------------------------------------------------------ failures
+
+    def end(self, error: DynamixError) -> DynamixError:
+        """Tell the other ranks of `error`, stay until they know or `KNOWN_S` are over, and return it, to be raised."""
+        if self.errors.ended is None:
+            self.errors.end(error)
+            self._until(lambda: self.errors.all_know, KNOWN_S)
+        return error
+
+    def setup_failed(self, error: Exception) -> None:
+        """This rank raises `error` before training, and its process may be about to end."""
+        self.errors.setup_failed(error)
+        said = self.alive.beats
+        self._until(lambda: self.alive.beats > said + 1, ANSWER_S)
+
+    def explain(self, error: BaseException, what: str) -> WorkerLostError:
+        """What to raise where a collective has failed with `error`: as soon as it is known which rank it was.
+
+        Waits for that `VERDICT_S` at most; what cannot be known is not said.
+        """
+        if self.lost is None:
+            alive = self.alive
+            self._until(lambda: bool(alive.silent or alive.left), VERDICT_S)
+            self.lost = alive.lost(error, what)
+            self.hurry(math.inf)
+            if self.rank == 0 and self._threads:
+                time.sleep(NAMED_S)
+        return self.lost
+
+    def uncaught(self, error: BaseException) -> None:
+        """This process ends with `error`: say which rank it was, if another, and tell the others."""
+        if failed_collective(error):
+            error.add_note(f"dynamix: {self.explain(error, 'a collective failed')}")
+        self.leave_with(error)
+
+    # ------------------------------------------------------------ the end
+
+    def leave_with(self, error: BaseException) -> None:
+        """Tell the other ranks of `error`, with which this process is about to end."""
+        self.leave(f"{type(error).__name__}: {first_line(error)}", linger=True)
+
+    def leave(self, word: str = "its controller was closed", *, linger: bool = False) -> None:
+        """Say goodbye with `word`, end the threads and let go of the store; safe to call twice.
+
+        linger   rank 0, whose process may hold the store, stays until the others have read that, or live no more
+        """
+        if self._end.is_set():
+            return
+        self.alive.word = word
+        if linger and self.rank == 0:
+            self._until(lambda: not self.alive.unaware, LINGER_S)
+        self._end.set()
+        self._wake.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(LEAVE_S)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._store = self._source = None
+
+    def leave_unclosed(self) -> None:
+        """Nobody has closed the controller, and it is collected or its process ends: perhaps with an error."""
+        word = "its process ended"
+        if self.rank == 0 and threading.main_thread().is_alive():
+            # Who collects it does not wait, but a process that ends does, for this thread.
+            threading.Thread(target=self.leave, args=(word,), kwargs={"linger": True}, name="dynamix-leave").start()
+        else:
+            self.leave(word, linger=True)
+
+    # ------------------------------------------------------------ the two threads
+
+    def beat(self) -> None:
+        """Tell the store of this rank, and read there of the others."""
+        if self._store is None:
+            self._store = own_connection(self._source)
+        store, key = self._store, f"{self._prefix}/view"
+        said = {"alive": self.alive.beat(), "errors": self.errors.beat(), "stop": self.stopping.beat()}
+        store.set(f"{self._prefix}/{self.rank}", json.dumps(said))
+        if self.rank == 0:
+            told = self._view()
+            store.set(key, told)
+        elif store.check([key]):
+            told = bytes(store.get(key)).decode()
+        else:
+            return
+        view = json.loads(told)
+        self.alive.follow(view["alive"])
+        self.errors.follow(view["errors"])
+        if self.rank:
+            self.stopping.follow(view["stop"])
+
+    def listen(self) -> None:
+        """Count how long the store, or the first rank, has been silent."""
+        self.alive.listen(self.clock())
+
+    def _view(self) -> str:
+        """What the first rank tells all."""
+        store, now = self._store, self.clock()
+        keys = {rank: f"{self._prefix}/{rank}" for rank in range(self.workers)}
+        if len(self._begun) < self.workers:
+            self._begun |= {rank for rank in keys.keys() - self._begun if store.check([keys[rank]])}
+        begun = sorted(self._begun)
+        many = getattr(store, "has_extended_api", lambda: False)()
+        texts = store.multi_get([keys[r] for r in begun]) if many else [store.get(keys[r]) for r in begun]
+        beats = {rank: json.loads(bytes(text)) for rank, text in zip(begun, texts, strict=True)}
+        alive = self.alive.lead({rank: beat["alive"] for rank, beat in beats.items()}, now)
+        errors = self.errors.lead({rank: beat["errors"] for rank, beat in beats.items()}, self.alive.here)
+        if len(begun) == self.workers:
+            self.stopping.lead([beats[rank]["stop"] for rank in begun], now)
+        return json.dumps({"alive": alive, "errors": errors, "stop": self.stopping.proposal()})
+
+    def _talk(self) -> None:
+        failed_since: float | None = None
+        while True:
+            try:
+                if failed_since is not None:
+                    self._connect_again()
+                ends = self._end.is_set()
+                self.beat()
+                failed_since = None
+                if ends:
+                    return
+            except Exception as error:  # a store's client raises many things; its silence is what counts
+                _log.debug("the job's store did not answer: %s", error)
+                failed_since = failed_since or time.monotonic()
+                if self._end.is_set() or time.monotonic() - failed_since > GIVE_UP_S:
+                    return
+            self._wake.wait(self._pause_s(failed_since))
+            self._wake.clear()
+
+    def _pause_s(self, failed_since: float | None) -> float:
+        """Until the next beat: from one failure to the next twice as long."""
+        if self._end.is_set():
+            return 0.0
+        if failed_since is not None:
+            return max(BEAT_S, time.monotonic() - failed_since)
+        hurry = self.clock() < self._haste_until or 0 in self.alive.left or self.errors.ended is not None
+        return HASTE_S if hurry or self._setting_up or self.stopping.under_way else BEAT_S
+
+    def _connect_again(self) -> None:
+        """After a failed call: a store's client does not mend a connection that broke."""
+        if self._store is not None and hasattr(self._store, "clone"):
+            self._store.set_timeout(timedelta(seconds=CONNECT_S))  # the clone's too, so that `leave` need not wait long
+            self._store = own_connection(self._store, CONNECT_S)
+
+    def _listen(self) -> None:
+        while not self._end.wait(BEAT_S / 2):
+            self.listen()
+
+    def _until(self, known: Callable[[], bool], most_s: float) -> None:
+        """Wait, in haste, until it is `known`, or `most_s` are over; not after the end."""
+        deadline = time.monotonic() + most_s
+        self.hurry(most_s)
+        self._wake.set()
+        while not (known() or self._end.is_set()) and self._talks() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _talks(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads[:1])
