@@ -124,7 +124,7 @@ class Job:
     def train(self, batches: int | None = None) -> list[int]:
         seen = []
         for (x,) in itertools.islice(self.loader, batches):
-            assert self.sampler.delivered() == self.sampler.batches_consumed + 1
+            assert self.sampler.received()[0] == self.sampler.batches_consumed + 1
             self.model(x[:, None]).mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

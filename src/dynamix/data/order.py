@@ -99,20 +99,18 @@ class SampleOrder(Consumption, ABC):
 
     # ------------------------------------------------------------ what a loop's checks ask
 
-    def delivered(self) -> int:
-        """Batches that the loop has received; those issued, if nobody can tell."""
-        issuer = self._issuer
-        handed_on = issuer.reader.handed_on
-        return self.batches_issued if handed_on is None else min(issuer.began + handed_on, self.batches_issued)
+    def received(self) -> tuple[int, bool]:
+        """Batches that the loop has received, and whether that is certain: not where the loader's iterator is gone.
+
+        Those issued, if nobody can tell.
+        """
+        issuer, issued = self._issuer, self.batches_issued
+        handed_on, gone = issuer.reader.look()
+        return issued if handed_on is None else min(issuer.began + handed_on, issued), not gone
 
     def handed_on(self) -> Piece:
         """The batch that the loop was given last."""
-        return self._pending[self.delivered() - self.batches_consumed - 1][0]
-
-    @property
-    def reader_gone(self) -> bool:
-        """Whether the loader's iterator is gone, so that `delivered()` is what it may have handed on at most."""
-        return self._issuer.reader.gone
+        return self._pending[self.received()[0] - self.batches_consumed - 1][0]
 
     @property
     def issuer(self) -> int | None:

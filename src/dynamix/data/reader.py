@@ -38,16 +38,20 @@ class BatchReader:
         """It is about to ask for the first batch."""
         self._before += self.handed_on or 0
 
+    def look(self) -> tuple[int | None, bool]:
+        """Batches that it has handed on, None where that cannot be told; and whether it once could tell, and is gone.
+
+        Then it was used up, or left: how many it handed on last nobody knows.
+        """
+        iterator = None if self._iterator is None else self._iterator()
+        if iterator is None:
+            return None, self._iterator is not None
+        return int(iterator._num_yielded) - self._before, False
+
     @property
     def handed_on(self) -> int | None:
         """Batches that it has handed on; None where that cannot be told."""
-        iterator = None if self._iterator is None else self._iterator()
-        return None if iterator is None else int(iterator._num_yielded) - self._before
-
-    @property
-    def gone(self) -> bool:
-        """Whether it once could tell, and is no more: used up, or left. How many it handed on last nobody knows."""
-        return self._iterator is not None and self._iterator() is None
+        return self.look()[0]
 
     @property
     def has_handed_on(self) -> int:

@@ -102,12 +102,18 @@ class TrainingJob:
         self.stopping = False
         self._waiting = PendingState()
         self._heard: dict[str, tuple[Callable[..., None], ...]] = {}
+        self._hands: tuple[Callable[[Piece, bool], None], ...] = ()  # given every piece whose passes begin
         self._listen()
 
     def _listen(self) -> None:
         """Find out once who hears which event, in the order in which they do."""
-        parts: list[Part] = [self.boundary, *self.models, self.rates, self.windows]
+        boundary = [self.boundary] if self.facts.steps_apart else []
+        parts: list[Part] = [*boundary, *self.models]
+        parts += [model.hook for model in self.models if model.hook is not None]
+        parts += [self.rates, self.windows]
         self._heard = {event: heard(parts, event) for event in EVENTS}
+        travel = [of for model in self.models for of in (model.hook, model.averaging) if of is not None]
+        self._hands = tuple(of.hand for of in travel)
 
     # ------------------------------------------------------------ what it is given
 
@@ -224,12 +230,13 @@ class TrainingJob:
         if (self.loss_weight.given or kwargs) and self.ranks.workers > 1:
             self.loss_weight.require_fit(source, kwargs, self.loop.fail)
         kept = source.draws_alike and self.windows.measures(piece.plan)
-        for of in self.models:
-            of.hand(piece, kept)
+        for hand in self._hands:
+            hand(piece, kept)
         if not training:
             recorder.timer.interrupted()
             return
-        model.before_forward(piece)
+        if not model.settled:
+            model.before_forward(piece)
         if self.loop.models > 1:
             recorder.timer.next_pass()
         recorder.timer.forward_started()
@@ -237,27 +244,36 @@ class TrainingJob:
 
     def step(self, loss: Any, logits: Any, target: Any, count: int | None) -> None:
         """`Controller.step`: the batch in hand is done."""
-        source = self.need_source()
+        source, weight = self.source, self.loss_weight
+        if source is None:
+            source = self.need_source()
         piece = source.current or source.piece()
-        self._require_sound(piece, count)
-        if count is None and not self.loss_weight.given:
-            self.loop.require_dealt(piece, loss)
-        seen = Observation(loss, logits, target, count, self.loss_weight.take())
+        mine = piece.samples
+        if count is not None and mine and count != mine:
+            fix = "Use controller.weight(loss, count=...).backward() when batches can shrink after sampling"
+            wrong = f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly"
+            raise UsageError(f"{wrong}. {fix}")
+        if self.ranks.workers > 1 and not self.models:
+            raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
+        in_loss = weight.required or weight.given or weight.applied is not None
+        seen = Observation(loss, logits, target, count, weight.take() if in_loss else None, weight.given)
         if not self.ranks.agreed:
             self._agree()
         self.loop.piece_done(piece, seen)
         source.consume()
-        if piece.samples:
-            over = self.loss_weight.in_loss(piece) if self.loss_weight.given else 1.0
-            self.recorder.observe(loss, logits, target, samples=piece.samples, over=over)
+        if mine:
+            over = weight.in_loss(piece) if weight.given else 1.0
+            self.recorder.observe(loss, logits, target, samples=mine, over=over)
             if (test := self.facts.weight_test) is not None and test.suspects:
-                test.judge(loss, piece.samples, piece.plan.counts)
+                test.judge(loss, mine, piece.plan.counts)
+        if not piece.last:
+            self.recorder.micro_done()
+            for model in [] if piece.plan.apart else self.models:
+                model.make_ready(piece, seen.applied)
         for hears in self._heard["piece_done"]:
             hears(piece, seen)
         if piece.last:
             self.round_done(piece)
-        else:
-            self.recorder.micro_done()
 
     def round_done(self, piece: Piece) -> None:
         """A round is over, of which `piece` was the last."""
@@ -266,15 +282,6 @@ class TrainingJob:
         for hears in self._heard["round_done"]:
             hears(piece.plan)
         self.stopping = self.ranks.stop_after(progress.steps)
-
-    def _require_sound(self, piece: Piece, count: int | None) -> None:
-        mine = piece.samples
-        if count is not None and mine and count != mine:
-            fix = "Use controller.weight(loss, count=...).backward() when batches can shrink after sampling"
-            wrong = f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly"
-            raise UsageError(f"{wrong}. {fix}")
-        if self.allocations.workers > 1 and not self.models:
-            raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
 
     def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float, float]:
         """What a window's row says of the exchange: see `WindowCloser`."""

@@ -16,6 +16,7 @@ class Observation:
     loss, logits, target   as `Controller.step` got them
     count                  samples that the mean loss is over, as the loop says; None: it does not
     applied                the weight that was in the loss, None if the hook had to apply it
+    given                  losses carry their weights without the controller
     """
 
     loss: Any = None
@@ -23,6 +24,7 @@ class Observation:
     target: Any = None
     count: int | None = None
     applied: Any = None
+    given: bool = False
 
 
 class Part:

@@ -33,7 +33,8 @@ class ControllerStatus:
     @property
     def met(self) -> bool:
         """Whether the batch just stepped ended a round: between rounds evaluate, save, or leave the loop."""
-        return self._job.boundary.met
+        stepped = self._job.loop.stepped
+        return stepped is None or stepped.last
 
     def checkpoint_due(self, *, every: int) -> bool:
         """Whether to save now: at the first meeting after `every` optimizer steps, on all ranks alike.
@@ -46,7 +47,7 @@ class ControllerStatus:
         Raises `ConfigError` where `every` is not a whole number of 1 or more.
         """
         check_counts(every=every)
-        return self._job.boundary.met and self._job.progress.due(every)
+        return self.met and self._job.progress.due(every)
 
     @property
     def batch_sizes(self) -> Ints:

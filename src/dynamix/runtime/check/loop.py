@@ -4,23 +4,144 @@ Counters and flags only: a check asks no other rank and, but where something is 
 through `fail`, which tells the other ranks.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.check.advice import FOREIGN, ONCE, REPEATED, SHORT, STEP, WRAP_ONCE
+from dynamix.runtime.check.advice import (
+    ACCUMULATE,
+    FOREIGN,
+    ONCE,
+    ORDER,
+    PASS_OVER,
+    REPEATED,
+    SHORT,
+    STEP,
+    WRAP_ONCE,
+)
+from dynamix.runtime.check.dealt import may_hold, samples_lost
 from dynamix.runtime.check.model import ModelCheck
 from dynamix.runtime.check.steps_in_backward import WHY, GradientPasses
-from dynamix.runtime.check.turns import Turns
 from dynamix.runtime.check.unwatched_optimizers import Strangers, parameters_of
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Observation, Part
 from dynamix.runtime.sync.shards import Shards
+
+MATCHES = 4  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
+READ = 8  # batches that came as long as dealt, and none longer: then the first dimension of inputs counts samples
+
+
+class Turns:
+    """Of one loop; counters only.
+
+    fail    raises `UsageError` with a message, on every rank
+    grown   batches received when more were waiting than at the epoch's beginning, and what that may mean
+    """
+
+    def __init__(self, fail: Callable[[str], NoReturn]) -> None:
+        self._fail = fail
+        self.grown: tuple[int, str] | None = None
+        self._iteration = -1
+        self._ahead: int | None = None  # batches received and not consumed when this iteration's first forward ran
+        self._forwarded = 0  # batches that had a forward pass, as far as that can be told
+        self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
+        self._length: int | None = None  # of the inputs before
+        self._late = False  # the inputs before were as long as the batch before theirs, where sizes had changed
+        self._read = 0  # batches that came as long as dealt
+        self._fits = False  # a pass of the batch in hand had its samples, once or several times
+        self._odd = 0  # samples of the passes of the batch in hand that were of another number
+
+    def pass_begins(
+        self, source: BatchSampler | Stream, piece: Piece, inputs: Iterable[Any], *, again: bool, compares: bool
+    ) -> bool:
+        """A forward pass of `inputs` begins; False if it is none of the loop's, which has no batch.
+
+        again      it is not the first of this batch
+        compares   the lengths of inputs are to be compared with those of batches
+        """
+        delivered, certain = source.received()
+        if self._iteration != source.iteration:
+            self._iteration, self._ahead, self.grown = source.iteration, None, None
+        ahead = delivered - source.batches_consumed
+        if ahead <= 0:
+            return False
+        if self._ahead is None:
+            self._ahead = ahead
+        if ahead <= self._ahead:
+            self.grown = None
+        elif source.issuer == threading.get_ident() and certain:
+            self._look_at_growth(delivered, again=again)
+        if certain:
+            self._forwarded = source.batches_consumed + 1
+            if compares:
+                self._in_turn(source, piece.samples, inputs, alone=ahead == 1)
+        return True
+
+    def _look_at_growth(self, delivered: int, *, again: bool) -> None:
+        """More batches are waiting than when the epoch began. Raise if another was taken before they were stepped.
+
+        A loop may read more at once than before. One that passed over a batch takes the next while one waits too many.
+        """
+        if self.grown is None:
+            passed = f"a batch was taken from the loader and neither trained nor stepped: {PASS_OVER}"
+            unstepped = f"a new batch, but controller.step() was not called for the one before: {STEP}; {ACCUMULATE}"
+            self.grown = delivered, unstepped if again else passed
+        elif delivered > self.grown[0]:
+            self._fail(self.grown[1])
+
+    def _in_turn(self, source: BatchSampler | Stream, mine: int, inputs: Iterable[Any], *, alone: bool) -> None:
+        """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own.
+
+        alone   the loop has no other batch that is not stepped: then it may have dropped samples, see `require_dealt`
+        """
+        length = _length(inputs)
+        before, self._length = self._length, length
+        if not mine or length is None:
+            return
+        if length == mine:
+            self._fits = True
+            if self._late and length != before:
+                self._fail(f"batches are trained one turn after their own: {ORDER}")
+            self._matches, self._late = self._matches + 1, False
+            return
+        self._fits = self._fits or may_hold(inputs, mine)
+        self._odd += length
+        others = {*self._sizes, *(piece.samples for piece in source.waiting())}
+        if self._matches >= MATCHES and length != before and length in others and not (self._fits or alone):
+            turned = f"a batch of {length} samples was trained in the turn of one of {mine}: {ORDER}"
+            self._fail(turned if self.grown is None else self.grown[1])
+        self._late = self._matches >= MATCHES and bool(self._sizes) and length == before == self._sizes[-1]
+        self._matches = 0
+
+    def piece_done(self, piece: Piece, loss: Any, *, counted: bool) -> None:
+        """`controller.step()`: the batch in hand is done. Raise if it reached the model as fewer samples than dealt.
+
+        counted   somebody says what its loss is over
+        """
+        if self._odd and not counted:
+            self._require_dealt(piece.samples, loss)
+        self._read += self._fits and piece.samples > 1 and not self._odd
+        self._fits, self._odd = False, 0
+        self._sizes.append(piece.samples)
+
+    def _require_dealt(self, mine: int, loss: Any) -> None:
+        if self._odd > mine:
+            self._read = 0  # padded, or rows are no samples
+        elif self._read >= READ and not self._fits:
+            lost = samples_lost(mine, self._odd, loss)
+            if lost is not None:
+                self._fail(lost)
+
+    def all_forwarded(self, source: BatchSampler | Stream) -> bool:
+        """Whether every batch of the iteration that ends had a forward pass."""
+        return self._iteration == source.iteration and self._forwarded >= source.batches_issued
 
 
 class LoopCheck(Part):
@@ -179,7 +300,7 @@ class LoopCheck(Part):
         now = None if source is None else source.current
         if source is None or now is None:
             return self.stepped
-        belongs = self.forwards or ((now.last or now.plan.apart) and source.delivered() > source.batches_consumed)
+        belongs = self.forwards or ((now.last or now.plan.apart) and source.received()[0] > source.batches_consumed)
         return now if belongs else self.stepped
 
     def steps_apart(self) -> bool:
@@ -190,7 +311,7 @@ class LoopCheck(Part):
     def too_late(self) -> bool:
         """Whether every batch that the loop has is over."""
         source = self.source
-        return source is not None and 0 < source.delivered() <= source.batches_consumed
+        return source is not None and 0 < source.received()[0] <= source.batches_consumed
 
     def epoch_over(self) -> bool:
         """Whether the loop has stepped all batches of an epoch."""
@@ -207,19 +328,16 @@ class LoopCheck(Part):
         before = "backward() came after controller.step(), so its gradient would get another batch's weight"
         return f"{before}: {REPEATED if self.epoch_over() else ONCE}; {STEP}"
 
-    def require_dealt(self, piece: Piece, loss: Any) -> None:
-        """Raise if the batch in hand reached the model as fewer samples than were dealt."""
-        self._turns.require_dealt(piece.samples, loss)
-
     def piece_done(self, piece: Piece, seen: Observation) -> None:
+        """`controller.step()`: the batch in hand is done."""
         source = self.source
-        if source is not None and source.batches_consumed >= source.delivered():
+        if source is not None and source.batches_consumed >= source.received()[0]:
             twice = "controller.step() was called twice for one batch, or before the first"
             self.fail(f"{twice}: {REPEATED if self.epoch_over() else STEP}")
         apart = piece.plan.apart
         for check in self._checks:
             check.piece_done(round_over=piece.last and not apart)
-        self._turns.piece_done(piece)
+        self._turns.piece_done(piece, seen.loss, counted=seen.count is not None or seen.given)
         self.forwards, self.piece, self.stepped = 0, None, piece
         self.group += piece.last or apart
 
@@ -247,3 +365,13 @@ class LoopCheck(Part):
         """An optimizer, given to `wrap` or not, steps inside of a backward pass: its gradients must have crossed."""
         if not self.recorder.muted and not self.steps_apart() and self._passes.unreduced(optimizer):
             self.fail(WHY)
+
+
+def _length(inputs: Iterable[Any]) -> int | None:
+    """Of the first tensor's first dimension; a model may take a dict of tensors."""
+    for value in inputs:
+        if isinstance(value, Tensor):
+            return len(value) if value.dim() else None
+        if isinstance(value, Mapping) and (length := _length(value.values())) is not None:
+            return length
+    return None

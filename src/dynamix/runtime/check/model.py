@@ -180,7 +180,8 @@ class ModelCheck:
                 self._look_at(own)
         self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)
         if not apart and not self._closure and self.reduces:
-            self.require_crossed("optimizer.step()")
+            if self._local or self.shards is not None:
+                self.require_crossed("optimizer.step()")
             if not made and self.probe is not None:
                 self._require_made(self.probe)
         return None
@@ -238,7 +239,7 @@ class ModelCheck:
 
     def piece_done(self, *, round_over: bool) -> None:
         """`controller.step()`: this batch is over, and its round perhaps."""
-        if round_over and self.loop.models == 1:
+        if round_over and self.loop.models == 1 and (self._local or self.shards is not None):
             self.require_crossed("controller.step()")
         self.reductions, self.inside, self._crossed = 0, False, False
 

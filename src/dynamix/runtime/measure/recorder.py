@@ -138,7 +138,9 @@ class Recorder:
 
         over   what the loss is over the mean over the samples
         """
-        value = self.reader.loss(loss)
+        # A number on the CPU is nearly always what comes.
+        plain = type(loss) is Tensor and not loss.dim() and loss.is_floating_point() and loss.device.type == "cpu"
+        value = loss if plain else self.reader.loss(loss)
         if value is not None:
             value = value if over == 1.0 else value / over
             self.add("loss", value, weight=samples)

@@ -18,7 +18,7 @@ from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS, unnamed
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.rendezvous import require_alone
-from dynamix.runtime.ranks.waits import Arrivals, wait_for, wait_here, wait_until
+from dynamix.runtime.ranks.waits import LOOK_EVERY, Arrivals, wait_for, wait_here, wait_until
 from dynamix.runtime.ranks.watch import RankWatch
 
 _PARTED = {
@@ -38,7 +38,7 @@ class Ranks:
 
     def __init__(self, group: ControlGroup, watch: RankWatch) -> None:
         self.group, self.rank, self.workers, self.agreed = group, group.rank, group.workers, False
-        self._control, self._watch = group, watch
+        self._control, self._watch, self._stopping = group, watch, watch.stopping
 
     @property
     def lost(self) -> WorkerLostError | None:
@@ -59,6 +59,11 @@ class Ranks:
 
     def wait_here(self, work: Any, what: str = "") -> None:
         """`wait` for a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
+        try:
+            work.wait(LOOK_EVERY)
+            return
+        except RuntimeError:
+            pass  # it is not there yet, or has failed
         try:
             wait_here(work, self._watch)
         except RuntimeError as error:
@@ -156,7 +161,9 @@ class Ranks:
 
     def stop_after(self, steps: int) -> bool:
         """An optimizer step is over, `steps` in all: whether the job stops after it."""
-        return self._watch.stop_after(steps)
+        if self.workers == 1:
+            return self._stopping.wanted
+        return self._stopping.reached(steps, self._watch.require_all_there)
 
     def leave(self, word: str = "its controller was closed") -> None:
         """Say goodbye to the other ranks with `word`; safe to call twice."""

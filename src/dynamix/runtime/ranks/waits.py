@@ -11,7 +11,7 @@ from dynamix.runtime.ranks.errors import said_beside
 from dynamix.runtime.ranks.watch import RankWatch
 
 LOOK_EVERY_S = 0.25
-_LOOK_EVERY = datetime.timedelta(seconds=LOOK_EVERY_S)
+LOOK_EVERY = datetime.timedelta(seconds=LOOK_EVERY_S)
 BESIDE_S = 5.0  # in one wait, while another rank waits for an agreement that this one does not know of: a deadlock
 SETUP_ERROR_S = 8.0  # in one wait, while another rank has raised an error before training and not gone on
 
@@ -68,7 +68,7 @@ def wait_here(work: Any, watch: RankWatch) -> None:
     wait = None
     while True:
         try:
-            work.wait(_LOOK_EVERY)
+            work.wait(LOOK_EVERY)
             return
         except RuntimeError:
             if work.is_completed():

@@ -72,13 +72,8 @@ class RankWatch:
 
     # ------------------------------------------------------------ in the loop
 
-    def stop_after(self, steps: int) -> bool:
-        """An optimizer step is over, `steps` in all: whether the job stops after it."""
-        if self.workers == 1:
-            return self.stopping.wanted
-        return self.stopping.reached(steps, self._still_there)
-
-    def _still_there(self) -> None:
+    def require_all_there(self) -> None:
+        """Raise `WorkerLostError` where waiting for the step to stop after has become useless."""
         if self.alive.left or self._silent_s() > GONE_S:
             raise self.explain(RuntimeError("no answer"), "the ranks could not agree on the step to stop after")
 

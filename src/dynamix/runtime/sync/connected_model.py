@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix.data import Piece, StepPlan
+from dynamix.data import Piece
 from dynamix.errors import ConfigError, UsageError, spelling
 from dynamix.runtime.measure.recorder import Recorder, Unmeasured
-from dynamix.runtime.part import Observation, Part
+from dynamix.runtime.part import Part
 from dynamix.runtime.ranks.compare import hook_settings
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.collectives import average_, broadcast_
@@ -52,7 +52,7 @@ class ConnectedModel(Part):
         self.model, self.recorder, self.hook = model, recorder, hook
         self.averaging, self.shards = averaging, shards
         self.exchanges, self.settings = exchanges, settings or {}
-        self.piece: Piece | None = None  # of the passes under way
+        self.settled = False  # no pass needs to be looked at before it begins
         self._finished: Piece | None = None  # the one whose optimizer step has its gradients as they should be
 
     @property
@@ -60,20 +60,13 @@ class ConnectedModel(Part):
         """Whether its parameters are the same on all ranks after every optimizer step, as far as is known."""
         return self.shards is None and self.hook is not None and self.hook.inner.alike
 
-    def hand(self, piece: Piece, kept: bool) -> None:
-        """Passes begin of `piece`; `kept`: the open window will keep what is measured of them."""
-        self.piece = piece
-        if self.hook is not None:
-            self.hook.hand(piece, kept)
-        if self.averaging is not None:
-            self.averaging.hand(piece)
-
     def before_forward(self, piece: Piece) -> None:
         """A forward pass of training begins. Raises `UsageError` where DDP would fail later without a reason."""
         if piece.plan.apart and self.averaging is not None:
             self.averaging.begin()
         ddp, hook = self.model, self.hook
         if hook is None or hook.buckets_seen or not isinstance(ddp, DistributedDataParallel):
+            self.settled = self.averaging is None
             return
         if ddp.static_graph and not ddp.require_backward_grad_sync:
             do = "leave no_sync() out in the first optimizer step, or call controller.warm_up(forward_backward)"
@@ -87,22 +80,11 @@ class ConnectedModel(Part):
         with getattr(self.model, "no_sync", nullcontext)():
             yield
 
-    def round_done(self, plan: StepPlan) -> None:
-        if self.hook is not None:
-            self.hook.round_done()
-
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         """Multiply what has accumulated in `.grad`; 0 zeroes it, whatever it holds."""
         for gradient in gradients_of(self.model):
             gradient.mul_(factor) if factor else gradient.zero_()
-
-    def piece_done(self, piece: Piece, seen: Observation) -> None:
-        self.piece = None
-        if self.hook is not None:
-            self.hook.piece_done()
-        if not piece.last and not piece.plan.apart:
-            self.make_ready(piece, seen.applied)
 
     @torch.no_grad()
     def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
@@ -264,9 +246,8 @@ def attach(
     settings = {option: getattr(model, option, None) for option in _ALIKE_IN_DDP}
     settings |= {"losses scaled": options.scaler is not None, **hook_settings(options.hook_state)}
     exchanges = f"{name}, buffers {options.batchnorm}"
-    connected = ConnectedModel(model, recorder, hook, averaging=averaging(), exchanges=exchanges, settings=settings)
-    exchange_buffers(model, connected, around.ranks, averaged=options.batchnorm == "weighted")
-    return connected
+    exchange_buffers(model, hook, recorder, averaged=options.batchnorm == "weighted")
+    return ConnectedModel(model, recorder, hook, averaging=averaging(), exchanges=exchanges, settings=settings)
 
 
 def hook_on(model: DistributedDataParallel, options: Options, around: Around, group: dist.ProcessGroup) -> GradientHook:
@@ -280,19 +261,19 @@ def hook_on(model: DistributedDataParallel, options: Options, around: Around, gr
 
 
 def exchange_buffers(
-    model: DistributedDataParallel, connected: ConnectedModel, ranks: Ranks, *, averaged: bool
+    model: DistributedDataParallel, weights: GradientHook, recorder: Recorder, *, averaged: bool
 ) -> None:
     """Before each forward pass of DDP exchange its buffers. There too a rank may be found lost."""
     from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-    group: Any = model.process_group
+    group, ranks = weights.group, weights.ranks
     last = [1.0 / group.size()]  # n_i/N of the step before the forward that is starting: it produced the buffers
 
     def average(buffers: dict[str, Tensor]) -> None:
         # With unequal shares the first rank, whose buffers DDP would take, may have the noisiest statistics.
         average_(buffers.values(), last[0], group, ranks)
-        piece = connected.piece
-        if model.training and not connected.recorder.muted and piece is not None:
+        piece = weights.piece
+        if model.training and not recorder.muted and piece is not None:
             last[0] = piece.share / piece.plan.samples
 
     def broadcast(buffers: dict[str, Tensor]) -> None:
@@ -304,10 +285,10 @@ def exchange_buffers(
     exchange = average if averaged else broadcast
 
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:
-        piece = connected.piece
+        piece = weights.piece
         if model.training and torch.is_grad_enabled() and piece is not None and piece.plan.apart:
             return  # DDP asks for it before the first of several passes that cross nothing
-        with ranks.naming("the ranks could not exchange the model's buffers"), connected.recorder.timer.exchanging():
+        with ranks.naming("the ranks could not exchange the model's buffers"), recorder.timer.exchanging():
             exchange(buffers)
 
     model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)

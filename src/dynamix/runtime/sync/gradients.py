@@ -18,8 +18,9 @@ from torch._C._distributed_c10d import GradBucket as Bucket
 from torch.autograd import Variable
 from torch.futures import Future
 
-from dynamix.data import Piece
+from dynamix.data import Piece, StepPlan
 from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.part import Observation, Part
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.inner_hook import Hook, InnerHook
 from dynamix.runtime.sync.loss_weight import LossWeight
@@ -131,15 +132,16 @@ class _Closed:
     def reduced(self) -> None: ...
 
 
-class GradientHook:
+class GradientHook(Part):
     """The one communication hook DDP allows: weights, wraps the user's hook, measures norms and times.
 
     inner     the user's hook, or torch's all-reduce
     weights   says what a loss carries of its weight
     meter     receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
               per bucket)
-    check     is told of every backward pass
+    loop      is told of every backward pass, and may refuse it
     scaler    AMP's GradScaler, if there is one: norms are measured without its scale
+    piece     of the passes under way
 
     The reductions are waited for at the end of a backward pass. Torch's own all-reduce on CPUs is waited for without
     another thread: the backend's threads then have nothing to do in Python, and one pass over the gradient does what
@@ -149,10 +151,10 @@ class GradientHook:
     def __init__(
         self, inner: InnerHook, weights: LossWeight, meter: Meter, check: Check, ranks: Ranks, *, scaler: Any = None
     ) -> None:
-        self.inner, self.weights, self.meter, self.check, self.ranks = inner, weights, meter, check, ranks
+        self.inner, self.weights, self.meter, self.loop, self.ranks = inner, weights, meter, check, ranks
         self.group, self._scaler = inner.group, scaler
         self._direct = inner.direct
-        self._piece: Piece | None = None  # of the passes under way
+        self.piece: Piece | None = None  # of the passes under way
         self._kept = False
         self.buckets_seen = 0
         self.steps = 0
@@ -166,7 +168,7 @@ class GradientHook:
 
     def hand(self, piece: Piece, kept: bool) -> None:
         """Passes begin of `piece`; `kept`: the open window will keep what is measured of them."""
-        self._piece, self._kept = piece, kept
+        self.piece, self._kept = piece, kept
 
     def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
         part = bucket.index()
@@ -174,7 +176,7 @@ class GradientHook:
             self._under_way, self._awaited = [], False
         self.buckets_seen = max(self.buckets_seen, part + 1)
         if self.crossed <= 1:
-            self.check.covers(bucket.parameters())
+            self.loop.covers(bucket.parameters())
         weight = None if self.meter.muted else self.begin(part, bucket.buffer(), first=part == 0)
         if weight is not None and self._direct and bucket.buffer().is_cpu and not bucket.buffer().is_sparse:
             summed = self._summed(weight, bucket)
@@ -202,10 +204,10 @@ class GradientHook:
         divided   `values` are this rank's gradients over that
         """
         if first:
-            self.check.reducing(self._piece)
-        if self._piece is None:
-            self.check.fail("backward() crossed ranks, and no forward pass of this model came before it")
-        weight = GradientWeight.of(self._piece, self.weights, kept=self._kept)
+            self.loop.reducing(self.piece)
+        if self.piece is None:
+            self.loop.fail("backward() crossed ranks, and no forward pass of this model came before it")
+        weight = GradientWeight.of(self.piece, self.weights, kept=self._kept)
         self.reductions += first
         self.crossed += first
         if first and self.reductions == 1:
@@ -251,7 +253,7 @@ class GradientHook:
         assert work is not None
         begun.append(work)
         if bucket.is_last():
-            self.check.reduced()
+            self.loop.reduced()
         return future
 
     def _reduced(self, weight: GradientWeight, bucket: Bucket) -> Future[Tensor]:
@@ -263,7 +265,7 @@ class GradientHook:
         self.meter.gradients_ready()
         future = self.inner.reduce(bucket, dense=measure and not self.inner.lossless)
         if bucket.is_last():
-            self.check.reduced()
+            self.loop.reduced()
         arrivals, failed = self._arrivals, True
         arrivals.expect()
 
@@ -303,15 +305,13 @@ class GradientHook:
             problem = "the model already has a communication hook, and DDP allows one"
             raise UsageError(f"{problem}: {remove} and {fix}") from error
 
-    def piece_done(self) -> None:
-        """`controller.step()`: passes that follow are another batch's."""
-        self._piece = None
+    def piece_done(self, piece: Piece, seen: Observation) -> None:
+        self.piece = None
 
-    def round_done(self) -> None:
-        """After an optimizer step: the bucket layout is known by now, so give chained hooks their groups."""
+    def round_done(self, plan: StepPlan) -> None:
         self.steps, self.reductions = self.steps + 1, 0
         self._since_dense = 0 if self._measuring else self._since_dense + 1
-        if self.inner.chained and self.steps >= 2:
+        if self.inner.chained and self.steps >= 2:  # the bucket layout is known by now
             self.make_groups()
 
     def make_groups(self) -> None:
@@ -320,7 +320,7 @@ class GradientHook:
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the controller, as DDP cannot let go of this hook; returns the groups of buckets."""
-        self.check = _Closed()
+        self.loop = _Closed()
         return self.inner.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class ParameterAveraging:
             self.begin()
         self._begun = self._changed = False
 
-    def hand(self, piece: Piece) -> None:
+    def hand(self, piece: Piece, kept: bool) -> None:
         """Passes begin of `piece`."""
         self._piece = piece
 

@@ -25,7 +25,6 @@ class RoundBoundary(Part):
 
     models       all that are connected, by now
     steps_apart  workers step apart in some rounds
-    met          the batch stepped last was this rank's last of a round; also before the first
     """
 
     def __init__(
@@ -44,13 +43,12 @@ class RoundBoundary(Part):
             steps_apart,
             fail,
         )
-        self.met = True
         self._between = False  # this rank has stepped apart since the last meeting
         self._payload: float | None = None
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         """If a round apart ends with this piece, a collective call: the workers' models become one."""
-        self._between, self.met = piece.plan.apart, piece.last
+        self._between = piece.plan.apart
         if piece.last and piece.plan.apart:
             self._average(piece.share / piece.plan.samples)
 

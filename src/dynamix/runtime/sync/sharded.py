@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dynamix.data import Piece
+from dynamix.data import Piece, StepPlan
 from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.part import Observation
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.connected_model import Around, ConnectedModel, Options
 from dynamix.runtime.sync.gradients import (
@@ -83,7 +84,7 @@ class ShardedHook(GradientHook):
     def require_attached(self) -> None:
         """Raise `UsageError` if somebody has taken the reduce-scatter away."""
         if not all(getattr(group._reduce_scatter_comm, "hook", None) is self for group in self.shards.groups):
-            self.check.fail(f"{_REPLACED}: call it before, and {_LOSS_SIDE}")
+            self.loop.fail(f"{_REPLACED}: call it before, and {_LOSS_SIDE}")
 
     def reduce_scatter(
         self, part: int, inner: Any, output: Tensor, values: Tensor, group: dist.ProcessGroup, op: Any
@@ -133,12 +134,12 @@ class ShardedHook(GradientHook):
         """For a collective on CPUs, as long as no other rank ends the job."""
         self.ranks.wait_here(work, ADDED)
 
-    def piece_done(self) -> None:
-        super().piece_done()
+    def piece_done(self, piece: Piece, seen: Observation) -> None:
+        super().piece_done(piece, seen)
         self._seen.clear()
 
-    def round_done(self) -> None:
-        super().round_done()
+    def round_done(self, plan: StepPlan) -> None:
+        super().round_done(plan)
         self._times.clear()
 
     def close(self) -> list[dist.ProcessGroup]:
@@ -182,7 +183,7 @@ class ShardedHook(GradientHook):
             factor = getattr(group, "gradient_divide_factor", None)
             if factor not in (None, workers):
                 told = f"set_gradient_divide_factor({factor}) makes FSDP divide by that, and not by its {workers} ranks"
-                self.check.fail(
+                self.loop.fail(
                     f"{told}, so a weighted gradient would be {workers / factor:g} times the mean: leave it out"
                 )
 
@@ -254,7 +255,7 @@ class ShardedModel(ConnectedModel):
             self._forget()
         elif not all(group.is_unsharded for group in self._held):
             if self.hook is not None:
-                self.hook.check.fail(_GIVEN_BACK)
+                self.hook.loop.fail(_GIVEN_BACK)
             raise UsageError(_GIVEN_BACK)
         if piece.last:
             self._held = []
