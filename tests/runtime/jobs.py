@@ -73,8 +73,8 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr) if optimizer is None else optimizer
         self.sampler = controller.batch_sampler(data, **(sampling or {}))
         self.loader = DataLoader(data, batch_sampler=self.sampler, num_workers=num_workers)
-        coordinator = controller._coordinator
-        steps_apart = coordinator.steps_apart and coordinator.ways is None  # and never over gradients
+        coordinator = controller._job
+        steps_apart = coordinator.facts.apart  # and never over gradients
         alone = controller.world_size == 1 or steps_apart or isinstance(net, FSDPModule)
         model = self.net if alone else DDP(self.net, process_group=controller.group, **(ddp or {}))
         self.model: Any = controller.wrap(model, self.optimizer, **wrap)

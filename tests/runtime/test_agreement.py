@@ -57,7 +57,7 @@ def _train(rank: int, policy: Any, num_workers: int, epochs: int = 3, interval: 
         time.sleep(0.004 * jitter.random())
         job.finish(loss=loss, logits=logits, target=y)
     controller.close()
-    return {"plans": plans, "sizes_ok": sizes_ok, "waited_s": controller._coordinator.channel.waited_s}
+    return {"plans": plans, "sizes_ok": sizes_ok, "waited_s": controller._job.windows.channel.waited_s}
 
 
 @pytest.mark.parametrize(("workers", "num_workers"), [(4, 0), (3, 2), (2, 2)])

@@ -310,7 +310,7 @@ def _either(rank: int, optimizer: str) -> int:
     model = Taught()
     made = OPTIMIZERS[optimizer]([*model.student.parameters()])
     controller = dynamix.Controller(Script([[10, 6], [5, 11]]), 8, interval=4, meet="auto", lr_rule="none")
-    controller._coordinator.channel.patience_s = 20
+    controller._job.windows.channel.patience_s = 20
     in_turns(controller)
     job, ways = Training(controller, TensorDataset(*data()), model, optimizer=made, sampling={"seed": 1}), set()
     for x, y in job.loader:

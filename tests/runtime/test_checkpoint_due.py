@@ -63,7 +63,7 @@ def asked(rank: int, way: str) -> tuple[list[tuple[int, bool, bool]], int]:
         assert due == controller.checkpoint_due(every=EVERY)
         between += due and not controller.met
         if controller.met:
-            stepped = controller._coordinator.loop.stepped
+            stepped = controller._job.loop.stepped
             told.append((controller.samples_seen, stepped is not None and stepped.plan.apart, due))
         if due:  # all ranks are here, with the same model, and none between two meetings
             controller.state_dict(gather=True)
@@ -109,7 +109,7 @@ def saved_and_gone_on(rank: int, way: str) -> list[int]:
     steps, before = 0.0, job.controller.samples_seen
     for _ in batches(job):
         if job.controller.met:
-            stepped = job.controller._coordinator.loop.stepped
+            stepped = job.controller._job.loop.stepped
             moved = job.controller.samples_seen - before
             own = stepped is not None and stepped.plan.apart
             steps, before = steps + (moved / (job.controller.world_size * PIECE[way]) if own else 1), before + moved

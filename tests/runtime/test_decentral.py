@@ -48,7 +48,7 @@ def _train(rank: int, options: dict[str, Any], *, at: Any = None) -> dict[str, A
         if at is not None:
             at(controller, len(plans))
     controller.close()
-    channel = controller._coordinator.channel
+    channel = controller._job.windows.channel
     assert isinstance(channel, PeerChannel) or "replay" in options
     sizes = controller.batch_sizes.tolist()
     return {"seen": seen, "plans": plans, "sizes": sizes, "weights": job.weights(), "waited_s": channel.waited_s}

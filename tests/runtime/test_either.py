@@ -43,7 +43,7 @@ def dataset() -> TensorDataset:
 
 def in_turns(controller: dynamix.Controller) -> None:
     """Let workers meet otherwise after every window."""
-    ways = controller._coordinator.ways
+    ways = controller._job.facts.ways
     assert ways is not None
 
     def round_of(sizes: Ints, bounds: Bounds, window: Window, piece: int, **_: Any) -> tuple[Ints, int]:
@@ -61,7 +61,7 @@ def made(case: dict[str, Any]) -> Training:
     grows = case.get("more", {}).get("global_batch") == "adaptive"
     shares = Script((GROWING if grows else SHARES)[dist.get_world_size()])
     controller = dynamix.Controller(shares, BATCH, interval=4, meet="auto", **case.get("more", {}))
-    controller._coordinator.channel.patience_s = 20  # no decision is late
+    controller._job.windows.channel.patience_s = 20  # no decision is late
     how = Averaging(**case["how"]) if "how" in case else None
     given = {"optimizer": optimizer, "sampling": {"seed": 1}, "ddp": {"bucket_cap_mb": 1e-4}}
     return Training(controller, dataset(), model, **given, num_workers=case.get("num_workers", 0), averaging=how)
@@ -231,7 +231,7 @@ def goes_on(rank: int, folder: str, more: dict[str, Any]) -> tuple[list[int], li
     for part, state in zip((controller, job.model), torch.load(f"{folder}/state0"), strict=True):
         part.load_state_dict(state)
     in_turns(controller)
-    totals = [controller.base_batch, int(controller.batch_sizes.sum()), 3 * controller._coordinator.piece_apart]
+    totals = [controller.base_batch, int(controller.batch_sizes.sum()), 3 * controller._job.windows.piece_apart]
     train(job, seen, epochs=1)
     assert len(set(seen.apart)) == 2
     controller.close()
@@ -257,14 +257,14 @@ def at_cost(rank: int, events: str) -> list[tuple[int, float]]:
     """A link that is slow in the middle of the job; times are given, not measured."""
     job, seen = made({"more": {"events": events}}), Seen()
     controller = job.controller
-    ways = controller._coordinator.ways
-    as_step, round_of, payload = ways.as_step, ways.round_of, controller._coordinator.payload
+    ways = controller._job.facts.ways
+    as_step, round_of, boundary = ways.as_step, ways.round_of, controller._job.boundary
 
     def told_of(window: Window, piece: int) -> Window:
-        link_s = 0.05 if 4 <= controller._coordinator.progress.window < 6 else 1e-5
+        link_s = 0.05 if 4 <= controller._job.progress.window < 6 else 1e-5
         speeds = np.array([1000.0, 500.0])
         compute = np.full(2, window.batch_size.sum() / speeds.sum())  # as if shares fitted the speeds
-        seen_s = payload() * link_s if piece else link_s
+        seen_s = boundary.payload * link_s if piece else link_s
         times = {"compute": compute, "communication": np.full(2, seen_s), "wait": compute.max() - compute}
         return dataclasses.replace(window, **times)
 

@@ -324,18 +324,18 @@ def _rolled_back(rank: int) -> tuple[int, list[int], list[int]]:
     job.wrap()
     state: Any = None
     windows, rounds = [], []
-    coordinator = job.controller._coordinator
+    coordinator = job.controller._job
     for x, y in job.loader:
         job.train(x, y)
         if job.steps == 3:
             state = job.controller.state_dict()
-        if job.steps > 4 and coordinator.channel.pending:
+        if job.steps > 4 and coordinator.windows.pending:
             job.controller.load_state_dict(state)
             break
     for x, y in job.loader:
         job.train(x, y)
         windows.append(coordinator.progress.window)
-        rounds.append(coordinator.rounds_done)
+        rounds.append(coordinator.windows.next_step)
     job.controller.close()
     return state["progress"]["window"], windows, rounds
 

@@ -34,14 +34,14 @@ def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Any], list[W
     reference = Blocks().to(case.dtype)
     policy = Watching([sizes.tolist()])
     controller = adaptive(policy, 6, interval=5, micro_batch=case.micro_batch, lr_rule="none")
-    controller._coordinator.allocations.reset(0, sizes)
+    controller._job.allocations.reset(0, sizes)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=case.clip)
     wrap = {"weighting": case.weighting, "scaler": scaler if case.clip else None}
     job = Training(controller, TensorDataset(x, y), model, lr=1e-3, **wrap)
     found: list[Any] = []
     true: list[Any] = []
-    update = controller._coordinator.job.noise_scale.update
-    controller._coordinator.job.noise_scale.update = lambda n, s: (found.append((n, s)), update(n, s))  # type: ignore
+    update = controller._job.facts.noise_scale.update
+    controller._job.facts.noise_scale.update = lambda n, s: (found.append((n, s)), update(n, s))  # type: ignore
     mine: list[list[torch.Tensor]] = []
     for bx, by in job.loader:
         piece = job.sampler.piece()
@@ -57,7 +57,7 @@ def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Any], list[W
             told = controller.weight(loss) if case.weighting == "loss" else loss
             scaler.scale(told).backward()
         if controller.optimizer_due:
-            if controller._coordinator.progress.steps % 5 == 0:
+            if controller._job.progress.steps % 5 == 0:
                 own, target = (torch.cat(parts) for parts in zip(*mine, strict=True))
                 gradient = torch.autograd.grad(F.mse_loss(reference(own), target), list(reference.parameters()))
                 true.append(noise_of(torch.cat([g.flatten() for g in gradient]), sizes))

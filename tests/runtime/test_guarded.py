@@ -59,6 +59,6 @@ def test_learned_policies_are_watched_unless_it_is_turned_off(tmp_path: Path) ->
     guard = Guard(Script([[8]]))
     guard.policy = watched.policy
     guard.load_state_dict(state)
-    assert np.array_equal(guard.state.kept, watched._coordinator.policy.state.kept)  # type: ignore[attr-defined]
+    assert np.array_equal(guard.state.kept, watched._job.policy.state.kept)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="guard='yes'"):
         dynamix.Controller("dynamix", 8, guard="yes", global_batch="adaptive")  # type: ignore[arg-type]

@@ -44,11 +44,11 @@ def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
     net = nn.Linear(16, 8).double()
     cut = {"accumulate": accumulate, "micro_batch": micro_batch}
     controller = adaptive("static", 6, interval=2 * NORMS_EVERY, **cut)
-    coordinator = controller._coordinator
+    coordinator = controller._job
     coordinator.allocations.reset(0, np.array(SIZES))
     job = Training(controller, TensorDataset(x, y), net, lr=1e-3, ddp={"bucket_cap_mb": 2e-4}, weighting=weighting)
     found: list[tuple[float, float]] = []
-    scale = coordinator.job.noise_scale
+    scale = coordinator.facts.noise_scale
     scale.update = lambda noise, signal: found.append((noise, signal))  # type: ignore[method-assign]
     true: list[tuple[float, float]] = []
     batches: list[list[Tensor]] = []

@@ -68,10 +68,10 @@ def _gan(rank: int) -> dict[str, Any]:
         with models["critic"].no_sync():
             _judged(models["critic"](fake), 1.0).backward()
         compare("generator", _judged(wholes["critic"](wholes["generator"](all_noise)), 1.0))
-        factors.add(tuple(rate.factor for rate in controller._coordinator.rates.learning_rates))
+        factors.add(tuple(rate.factor for rate in controller._job.rates.learning_rates))
         optimizers["generator"].step()
         controller.step()
-    noise_scale = controller._coordinator.job.noise_scale.noise
+    noise_scale = controller._job.facts.noise_scale.noise
     controller.close()
     same = [p.detach().clone() for net in nets.values() for p in net.parameters()]
     return {"worst": worst, "sizes": sizes, "factors": factors, "weights": same, "noise": noise_scale}

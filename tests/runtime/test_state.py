@@ -373,9 +373,9 @@ def _ranks(rank: int, folder: str) -> list[Any]:
         dist.broadcast_object_list(given, 0)  # frameworks that keep rank 0's state only
         fresh = made().controller
         fresh.load_state_dict(given[0])
-        mine = fresh._coordinator.recorder.state_dict()
-        found.append((mine == controller._coordinator.recorder.state_dict(), mine["steps"], bool(mine["series"])))
-        found.append(fresh._coordinator._waiting.take("rng") is not None)
+        mine = fresh._job.recorder.state_dict()
+        found.append((mine == controller._job.recorder.state_dict(), mine["steps"], bool(mine["series"])))
+        found.append(fresh._job._waiting.take("rng") is not None)
     dcp.save({"controller": controller}, checkpoint_id=Path(folder) / "at")
     fresh = made().controller
     dcp.load({"controller": fresh}, checkpoint_id=Path(folder) / "at")

@@ -99,7 +99,7 @@ def live(rank: int, events: str, case: dict[str, Any]) -> dict[str, Any]:
 
 def in_turns(controller: dynamix.Controller) -> None:
     """Let workers meet otherwise after every window, in rounds apart of three steps in the mean."""
-    ways = controller._coordinator.ways
+    ways = controller._job.facts.ways
 
     def round_of(sizes: Ints, bounds: Bounds, window: Window, piece: int, **_: Any) -> tuple[Ints, int]:
         after = ways._piece(int(sizes.sum()), bounds, 0)

@@ -99,7 +99,7 @@ def _wide(rank: int, group: str) -> list[int]:
     controller = dynamix.Controller("static", batch_size=100, max_batch_size=1600, global_batch="adaptive")
     job = Training(controller, data, net, optimizer=torch.optim.SGD(net.parameters(), lr=1e-5, momentum=0.9))
     caps = controller.find_limits(lambda b: F.mse_loss(job.model(b[0]), b[1]).backward(), data[:4])
-    controller._coordinator.allocations.schedule(0, caps)  # and it is true: two steps with as much as that
+    controller._job.allocations.schedule(0, caps)  # and it is true: two steps with as much as that
     for x, y in itertools.islice(job.loader, 2):
         F.mse_loss(job.model(x), y).backward()
         job.model.zero_grad(set_to_none=False)
