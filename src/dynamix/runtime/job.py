@@ -21,7 +21,7 @@ from dynamix.runtime.check.losses import WeightTest
 from dynamix.runtime.decide.channel import DecisionChannel
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel
-from dynamix.runtime.decide.progress import PendingState, Progress
+from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.memory import Memory
@@ -31,7 +31,12 @@ from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.ranks.rendezvous import require_alone
 from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.rate.scaling import SampleSchedule
-from dynamix.runtime.state import random_state, saving
+from dynamix.runtime.state import saving
+from dynamix.runtime.state.place import Place
+from dynamix.runtime.state.policy_state import PolicyState
+from dynamix.runtime.state.random_state import RandomState
+from dynamix.runtime.state.registry import InOrder, Registry
+from dynamix.runtime.state.resume import Division
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.gradients import GradientWeight
 from dynamix.runtime.sync.loss_weight import LossWeight
@@ -104,7 +109,21 @@ class TrainingJob:
         self.own_gradients = SingleWorkerSync(self, every=64 if apart else 2 if alone else 0)
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
-        self._waiting = PendingState()
+        self.place, self.random = Place(self.allocations.workers, self.accumulate), RandomState()
+        self.hooks, self.schedules = InOrder("hooks", varies=("inner",)), InOrder("schedules")
+        self.division = Division(rank, job, self.allocations)
+        self.state = Registry(
+            [
+                self.progress,
+                job.noise_scale,
+                PolicyState(policy, job, self.allocations),
+                self.hooks,
+                self.schedules,
+                self.place,
+                self.recorder,
+                self.random,
+            ]
+        )
         self.decisions, self.meetings = WindowCloser(self), RoundBoundary(self)
         self.payload: Callable[[], float] = lambda: 1.0 if self.ways is None else self.meetings.payload
 
@@ -135,9 +154,9 @@ class TrainingJob:
     def _adopt(self, source: Source) -> Source:
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
-        source.on_first_issue, source.on_begin, source.fail = self._restore_rng, self._begin, self.fail
+        source.on_first_issue, source.on_begin, source.fail = self.random.go_on, self._begin, self.fail
         source.micro_batch, source.apart, source.either = self.micro_batch, self.apart, self.ways is not None
-        self._waiting.give("source", source)
+        self.place.begin(source)
         self.source = self.loop.source = source
         return source
 
@@ -161,7 +180,7 @@ class TrainingJob:
             self.job.weight_test = WeightTest(given=self.loss_weight.given)
         self.own_gradients.watch(optimizer)
         self.connect_another(model, optimizer, attached)
-        self._waiting.give("recorder", self.recorder)
+        self.state.add(self.recorder)
 
     def connect_another(self, model: nn.Module, optimizer: Optimizer, attached: ConnectedModel) -> None:
         """Weight the gradients of this model, and let its learning rate follow the batch."""
@@ -190,7 +209,7 @@ class TrainingJob:
 
         # Before FSDP2's own hook, which gathers parameters: waiting for them is a part of the step.
         model.register_forward_pre_hook(entry, with_kwargs=True, prepend=attached.shards is not None)
-        self._waiting.give(f"hook {len(self.connected) - 1}", attached)
+        self.hooks.add(attached)
 
     def add_optimizer(self, optimizer: Optimizer, model: nn.Module, *, further: bool = True) -> None:
         """Let the learning rate of `optimizer` follow the batch, and what it applies to `model` be finished gradients.
@@ -253,9 +272,8 @@ class TrainingJob:
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every optimizer step."""
-        number = len(self.rates.schedules)
         schedule = self.rates.schedule(scheduler, nominal_batch_size)
-        self._waiting.give(f"schedule {number}", schedule)
+        self.schedules.add(schedule)
         return schedule
 
     def need_source(self) -> BatchSampler | Stream:
@@ -408,29 +426,26 @@ class TrainingJob:
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         self.meetings.require("state_dict() is of all ranks alike")
         self.decisions.settle()
-        alike = not gather and self.channel.group is not None and saving.asked_by_distributed_checkpoint()
+        group, peers = self.channel.group, isinstance(self.channel, PeerChannel)
+        alike = not gather and group is not None and saving.asked_by_distributed_checkpoint()
         if not (gather or alike):
-            return saving.save(self)
+            return saving.save(self.state, self.division)
         with self.setting_up():
             self.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
-            return saving.save_alike(self) if alike else saving.save(self, gather=True)
+            if alike and group is not None:
+                return saving.save_alike(self.state, self.division, group, peers=peers)
+            return saving.save_gathered(self.state, self.division, group, peers=peers)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
         self.decisions.settle()  # a decision under way is about the job as it was
         self.channel.drain()
-        parts = saving.load(self, state, policy=policy)
+        saving.load(self.state, self.division, state, policy=policy)
         if self.paced and self.progress.interval:
             self.interval = self.progress.interval
         if self.ways is not None:
             self.rates.at_once = self.job.base_batch
-        if (notebook := parts.get("recorder")) is not None:
-            self.recorder.load_state_dict(notebook)
-            if self.attached is not None:
-                del parts["recorder"]
-        self._waiting = PendingState(parts)
         if self.ranks is not None:
             self.ranks.agreed = False
-        self._waiting.give("source", self.source)
 
     def cap_pieces(self, samples: int) -> None:
         """Where workers meet in both ways: no piece of this rank's may have more."""
@@ -438,8 +453,3 @@ class TrainingJob:
             self.micro_batch = samples
             if self.source is not None:
                 self.source.micro_batch = samples
-
-    def _restore_rng(self) -> None:
-        """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""
-        if (saved := self._waiting.take("rng")) is not None:
-            random_state.restore(saved)

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from dynamix.probes import probes_here
 from dynamix.probes.timing import RECENT, StepTimer, StepTimes, attribute_wait, pause_in
+from dynamix.runtime.expected import MOST, keys, numbers, of_type, whole
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.runtime.measure.readings import Reader, Value
+from dynamix.runtime.part import Part
 from dynamix.window import PER_WORKER, Floats, Window
 
 # Host and network change slower than short windows follow each other, and a sample costs most of what a window costs.
@@ -43,12 +45,14 @@ _SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
 _PLAIN = ("loss", "accuracy", "pair_noise", "pair_signal")
 
 
-class Recorder:
+class Recorder(Part):
     """One rank's measurements of the window now open. Never synchronises a device.
 
     On CUDA, sums stay on the device and travel to the host asynchronously; a row uses the newest that has arrived,
     which may be a window old. `limit` bounds the steps kept (an epoch can be long).
     """
+
+    name, own = "recorder", True
 
     def __init__(self, device: torch.device, *, limit: int = 4096) -> None:
         self.device, self.limit = device, limit
@@ -282,6 +286,13 @@ class Recorder:
         series = {name: [float(value) for value in series] for name, series in self._kept.items()}
         before = {name: list(pair) for name, pair in self._before.items()}
         return {"steps": self.steps, "series": series, "before": before}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        keys(self.name, state, ("before", "series", "steps"))
+        whole(f"{self.name}.steps", state["steps"], 0, MOST)
+        for part, length in (("series", None), ("before", 2)):
+            for name, values in of_type(f"{self.name}.{part}", state[part], dict).items():
+                numbers(f"{self.name}.{part}.{of_type(f'{self.name}.{part}', name, str)}", values, length)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()
