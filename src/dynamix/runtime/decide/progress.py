@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamix.runtime.expected import MOST, counters, keys, numbers, of_type, whole, wrong
+from dynamix.runtime.expected import fields, numbers, wholes, wrong
 from dynamix.runtime.part import Part
 
 _UNKNOWN = float("nan")
@@ -64,18 +64,16 @@ class Progress(Part):
         return {**counted, "shared": [list(entry) for entry in self.shared]}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        keys(self.name, state, (*_COUNTERS, "shared"))
-        counters(self.name, state, _COUNTERS)
-        name, shared = f"{self.name}.shared", of_type(f"{self.name}.shared", state["shared"], list)
+        fields(self.name, state, {**dict.fromkeys(_COUNTERS, int), "shared": list})
+        name, shared = f"{self.name}.shared", state["shared"]
         if not 1 <= len(shared) <= 2:
             wrong(name, shared, "one or two entries")
         for entry in shared:
             numbers(name, entry, 4)  # round, noise, signal, interval
-            whole(name, entry[0], 0, MOST)
-            whole(name, entry[3], 0, MOST)
+            wholes(name, list(entry[::3]))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.window, self.steps, self.opens, self.samples = (state[name] for name in _COUNTERS)
+        self.window, self.steps, self.opens, self.samples = map(state.__getitem__, _COUNTERS)
         self.here, self._due = 0.0, {}
         shared = state["shared"]
         self.shared = [(int(step), noise, signal, int(interval)) for step, noise, signal, interval in shared]

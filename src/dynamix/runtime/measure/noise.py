@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamix.runtime.expected import keys, of_type, wrong
+from dynamix.runtime.expected import fields, wrong
 from dynamix.runtime.part import Part
 from dynamix.window import Floats
 
@@ -70,9 +70,7 @@ class NoiseScale(Part):
         return {"noise": self._noise, "signal": self._signal, "mass": self._mass}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        keys(self.name, state, ("mass", "noise", "signal"))
-        for name, value in state.items():
-            of_type(f"{self.name}.{name}", value, float)
+        fields(self.name, state, {"mass": float, "noise": float, "signal": float})
         if not 0 <= state["mass"] <= 1 or not np.isfinite([state["noise"], state["signal"]]).all():
             wrong(self.name, state, "finite numbers, mass 0 to 1")
 

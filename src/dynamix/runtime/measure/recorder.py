@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dynamix.probes import probes_here
 from dynamix.probes.timing import RECENT, StepTimer, StepTimes, attribute_wait, pause_in
-from dynamix.runtime.expected import MOST, keys, numbers, of_type, whole
+from dynamix.runtime.expected import fields, numbers, wrong
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.runtime.measure.readings import Reader, Value
 from dynamix.runtime.part import Part
@@ -288,11 +288,12 @@ class Recorder(Part):
         return {"steps": self.steps, "series": series, "before": before}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        keys(self.name, state, ("before", "series", "steps"))
-        whole(f"{self.name}.steps", state["steps"], 0, MOST)
+        fields(self.name, state, {"steps": int, "series": dict, "before": dict})
         for part, length in (("series", None), ("before", 2)):
-            for name, values in of_type(f"{self.name}.{part}", state[part], dict).items():
-                numbers(f"{self.name}.{part}.{of_type(f'{self.name}.{part}', name, str)}", values, length)
+            if set(map(type, state[part])) - {str}:
+                wrong(f"{self.name}.{part}", list(state[part]), "series by name")
+            for name, values in state[part].items():
+                numbers(f"{self.name}.{part}.{name}", values, length)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()

@@ -8,12 +8,14 @@ of numbers, arrays and tensors are names of `tensors`, and what JSON does not kn
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 import json
+from collections.abc import Iterable
 from math import inf, isfinite, nan
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +51,7 @@ def unpack(packed: Any, name: str = "part") -> Any:
             raise ValueError("it is not text, tensors and objects")
         if set(map(type, tensors)) - {Tensor} or set(map(attrgetter("layout"), tensors)) - {torch.strided}:
             raise ValueError("a tensor is none")
-        value = json.loads(text, object_hook=_Reader(tensors, objects).read)
+        value = json.loads(text, object_hook=functools.partial(_value, tensors, objects))
         again = _written(value)
         if again[0] != text or list(map(_form, tensors)) != list(map(_form, again[1])) or len(again[2]) != len(objects):
             raise ValueError("it is written in another form")
@@ -61,77 +63,77 @@ def unpack(packed: Any, name: str = "part") -> Any:
 
 
 def _written(value: Any) -> Packed:
-    writer = _Writer()
-    text = json.dumps(writer.plain(value, DEEPEST), allow_nan=False, separators=(",", ":"))
-    return text, tuple(writer.tensors), tuple(writer.objects)
+    kept = _Kept([], [])
+    text = json.dumps(_plain(value, kept, DEEPEST), allow_nan=False, separators=(",", ":"))
+    return text, tuple(kept.tensors), tuple(kept.objects)
 
 
-class _Writer:
-    """Makes what JSON knows of any value, and keeps the rest, not copied."""
+class _Kept(NamedTuple):
+    """What is beside the text, not copied."""
 
-    def __init__(self) -> None:
-        self.tensors, self.objects = list[Tensor](), list[Any]()
-
-    def plain(self, value: Any, deep: int) -> Any:
-        if type(value) in _KNOWN or isinstance(value, (bool, str)):
-            return value
-        if isinstance(value, (float, np.floating)):
-            return float(value) if isfinite(value) else {"$float": str(float(value))}
-        if isinstance(value, np.integer):
-            return int(value)
-        if deep <= 0:
-            raise StateError(f"a part of the state holds more than {DEEPEST} containers in each other")
-        if isinstance(value, list):
-            numbers = _numbers(value)
-            return self._items(value, deep) if numbers is None else self._tensor("$list", torch.from_numpy(numbers))
-        if type(value) is tuple:
-            return {"$tuple": self.plain(list(value), deep - 1)}
-        if isinstance(value, dict):
-            if set(map(type, value)) <= {str} and not any(map(_marked, value)):
-                return dict(zip(value, self._items(value.values(), deep), strict=True))
-            return {"$dict": [self._items(pair, deep) for pair in value.items()]}
-        if isinstance(value, Tensor):
-            return self._tensor("$tensor", value.detach())
-        if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.isnative:
-            return self._tensor("$array", torch.from_numpy(np.array(value)))
-        self.objects.append(value)
-        return {"$object": len(self.objects) - 1}
-
-    def _items(self, values: Any, deep: int) -> list[Any]:
-        """All `values` of a container; most are what JSON knows."""
-        plain, below = self.plain, deep - 1
-        return [v if type(v) in _KNOWN or (type(v) is float and isfinite(v)) else plain(v, below) for v in values]
-
-    def _tensor(self, mark: str, tensor: Tensor) -> dict[str, int]:
-        self.tensors.append(tensor)
-        return {mark: len(self.tensors) - 1}
+    tensors: list[Tensor]
+    objects: list[Any]
 
 
-class _Reader:
-    """Puts what was kept in the place of its name, beginning with the innermost."""
+def _plain(value: Any, kept: _Kept, deep: int) -> Any:
+    """What JSON knows of `value`; the rest goes into `kept`."""
+    if type(value) in _KNOWN or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (float, np.floating)):
+        return float(value) if isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, np.integer):
+        return int(value)
+    if deep <= 0:
+        raise StateError(f"a part of the state holds more than {DEEPEST} containers in each other")
+    if isinstance(value, list):
+        numbers = _numbers(value) if len(value) >= LONG or list in map(type, value) else None
+        return _items(value, kept, deep) if numbers is None else _name("$list", kept.tensors, torch.from_numpy(numbers))
+    if type(value) is tuple:
+        return {"$tuple": _plain(list(value), kept, deep - 1)}
+    if isinstance(value, dict):
+        if set(map(type, value)) <= {str} and not any(map(_marked, value)):
+            return dict(zip(value, _items(value.values(), kept, deep), strict=True))
+        return {"$dict": [_items(pair, kept, deep) for pair in value.items()]}
+    if isinstance(value, Tensor):
+        return _name("$tensor", kept.tensors, value.detach())
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.isnative:
+        return _name("$array", kept.tensors, torch.from_numpy(np.array(value)))
+    return _name("$object", kept.objects, value)
 
-    def __init__(self, tensors: tuple[Tensor, ...], objects: tuple[Any, ...]) -> None:
-        self.tensors, self.objects = tensors, objects
 
-    def read(self, found: dict[str, Any]) -> Any:
-        if not any(map(_marked, found)):
-            return found
-        ((mark, of),) = found.items()
-        if mark == "$float":
-            return _FLOATS[of]
-        if mark in ("$tuple", "$dict"):
-            return tuple(of) if mark == "$tuple" else dict(of)
-        if type(of) is not int or of < 0:
-            raise ValueError(f"{mark} is {of!r}")
-        if mark == "$list":
-            return self.tensors[of].cpu().numpy().tolist()
-        if mark == "$array":
-            return np.array(self.tensors[of].cpu().numpy())
-        if mark == "$tensor":
-            return self.tensors[of].clone()
-        if mark == "$object":
-            return _copied(self.objects[of])
-        raise ValueError(f"{mark} is unknown")
+def _items(values: Iterable[Any], kept: _Kept, deep: int) -> list[Any]:
+    """All `values` of a container. Most of them JSON knows."""
+    return [
+        value if type(value) in _KNOWN or (type(value) is float and isfinite(value)) else _plain(value, kept, deep - 1)
+        for value in values
+    ]
+
+
+def _name(mark: str, among: list[Any], value: Any) -> dict[str, int]:
+    among.append(value)
+    return {mark: len(among) - 1}
+
+
+def _value(tensors: tuple[Tensor, ...], objects: tuple[Any, ...], found: dict[str, Any]) -> Any:
+    """A dict of the text, or what its mark stands for. The dicts in it come first."""
+    if not any(map(_marked, found)):
+        return found
+    ((mark, of),) = found.items()
+    if mark == "$float":
+        return _FLOATS[of]
+    if mark in ("$tuple", "$dict"):
+        return tuple(of) if mark == "$tuple" else dict(of)
+    if type(of) is not int or of < 0:
+        raise ValueError(f"{mark} is {of!r}")
+    if mark == "$list":
+        return tensors[of].cpu().numpy().tolist()
+    if mark == "$array":
+        return np.array(tensors[of].cpu().numpy())
+    if mark == "$tensor":
+        return tensors[of].clone()
+    if mark == "$object":
+        return _copied(objects[of])
+    raise ValueError(f"{mark} is unknown")
 
 
 def _copied(value: Any) -> Any:
@@ -177,10 +179,11 @@ def checksum(state: dict[str, Any]) -> str:
             raise StateError(f"a state holds more than {DEEPEST} containers in each other. {FIX}")
         if isinstance(value, dict):
             before += f"{{{len(value)}"
-            todo += [(f"{key!r}:", value[key], deep - 1) for key in sorted(value, key=str)][::-1]
+            names = sorted(value, key=str)[::-1]
+            todo += zip(map("{!r}:".format, names), map(value.__getitem__, names), itertools.repeat(deep - 1))
         elif isinstance(value, (list, tuple)):
             before += f"{'[' if isinstance(value, list) else '('}{len(value)}"
-            todo += [("", item, deep - 1) for item in reversed(value)]
+            todo += zip(itertools.repeat(""), reversed(value), itertools.repeat(deep - 1))
         elif isinstance(value, Tensor):
             before += f"tensor {value.dtype} {tuple(value.shape)}"
         elif isinstance(value, int) and value.bit_length() > 128:

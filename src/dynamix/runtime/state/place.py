@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from dynamix.data import BatchSampler, Stream
 from dynamix.data.selection import SELECTED
 from dynamix.errors import StateError, shown
-from dynamix.runtime.expected import counters, keys, of_type, whole, wholes, wrong
+from dynamix.runtime.expected import fields, wholes, wrong
 from dynamix.runtime.part import Part
-from dynamix.runtime.state.packing import pack, unpack
 
-SOURCES = ("none", "sampler", "stream")
 ORDER = ("dataset_size", "seed", "shuffle", "partition", "sharded")  # what must be the same in a job that goes on
 CHECKSUMS = ("lengths", "order", *SELECTED)  # of what the sampler was given, and its order's name; empty where usual
-PLACE = ("epoch", "position", "rounds", "finished", "taken")
-_EARLY = (
-    "Averaging(early=True) was removed in 0.3: write a state at the end of an epoch with dynamix 0.2, or begin a new "
-    "job from the model's weights"
-)
+PLACE = {"epoch": int, "position": int, "rounds": int, "finished": bool, "taken": list}
+_STREAM = {**PLACE, **dict.fromkeys((*ORDER, "kind", "cuts", "regions", "iterable"), object), "sharded": bool}
+_SAMPLER = {**_STREAM, "dataset_size": int, "shuffle": bool}
 
 
 class Place(Part):
     """Keeps what was loaded until there is a sampler or stream, which goes on from it.
 
-    Its state holds `kind`, `PLACE` and `ORDER`, `cuts` and `regions` of the epoch, `CHECKSUMS` where these are not
-    empty, and the `iterable`'s own state, which is this rank's.
+    Its state holds `kind` (none, sampler, stream), `PLACE` and `ORDER`, `cuts` and `regions` of the epoch, and the
+    `iterable`'s own state, which is this rank's. `CHECKSUMS` that are not empty are beside the cuts, so that a state
+    without them is as it ever was.
     """
 
     name = "source"
@@ -44,101 +42,92 @@ class Place(Part):
 
     def state_dict(self) -> dict[str, Any]:
         state = {} if self._source is None else self._source.state_dict()
-        kind = "none" if not state else "sampler" if "dataset_size" in state else "stream"
-        place = {"epoch": 0, "position": 0, "finished": False, "taken": [0] * self.workers}
-        place = {name: state.get(name, value) for name, value in place.items()}
-        order = {name: state.get(name) for name in ORDER}
+        none = {"epoch": 0, "position": 0, "finished": False, "taken": [0] * self.workers, **dict.fromkeys(ORDER)}
+        order = {name: state.get(name, value) for name, value in none.items()}
         if state:
             order["sharded"] = bool(order["sharded"])
         cuts, given = state.get("cuts", []), {name: state[name] for name in CHECKSUMS if state.get(name)}
         return {
-            "kind": kind,
+            "kind": "none" if not state else "sampler" if "dataset_size" in state else "stream",
             "rounds": state.get("consumed", 0) // self.accumulate,
-            **place,
             **order,
-            # Checksums are beside the cuts, so that a state without them is as it ever was.
-            "cuts": pack({"cuts": cuts, **given} if given else cuts),
-            "regions": pack(state.get("regions")),
+            "cuts": {"cuts": cuts, **given} if given else cuts,
+            "regions": state.get("regions"),
             "iterable": state.get("source"),
         }
 
     def check(self, state: Any) -> None:
-        of_source = self._read(state)
-        if of_source is None or self._source is None:
+        _require_place(state)
+        own = self._own(state)
+        if own is None or self._source is None:
             return
         for name in ORDER:
-            saved, mine = of_source[name], getattr(self._source, name, False if name == "sharded" else None)
+            saved, mine = own[name], getattr(self._source, name, False if name == "sharded" else None)
             if saved != mine or type(saved) is not type(mine):
                 raise StateError(
                     f"{name}={shown(saved)} in the checkpoint, {name}={shown(mine)} here: the order of samples would "
                     "differ, and some would be lost or repeated; resume with the data set and sampler that saved it"
                 )
-        self._source.check_state(of_source)
+        self._source.check_state(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._waiting = self._read(state)
+        self._waiting = self._own(state)
         if self._source is not None:
             self.begin(self._source)
 
-    def _read(self, state: Any) -> dict[str, Any] | None:
-        """A sampler's or stream's own state, from what `state_dict` gave or 0.2 wrote. None: there was none yet."""
-        if isinstance(state, dict) and "unused" in state:  # of 0.2
-            if any(wholes("source.unused", state["unused"])):
-                between = "this state was saved between two meetings of workers that met early: source.unused="
-                raise StateError(f"{between}{shown(state['unused'])}. {_EARLY}")
-            state = {name: value for name, value in state.items() if name != "unused"}
-        keys("source", state, sorted(("kind", *PLACE, *ORDER, "cuts", "regions", "iterable")))
-        if state["kind"] not in SOURCES:
-            wrong("source.kind", state["kind"], ", ".join(SOURCES))
-        taken = wholes("source.taken", state["taken"])
+    def _own(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """The sampler's or stream's own state; None: there was none yet."""
         if state["kind"] == "none":
-            if state != Place(len(taken), 1).state_dict():
-                wrong("source", "a place", "nothing where no sampler was made")
             return None
-        source = {**state, **dict.fromkeys(CHECKSUMS, ""), "cuts": unpack(state["cuts"], "cuts")}
-        source["regions"] = unpack(state["regions"], "regions")
-        if isinstance(given := source["cuts"], dict):
-            keys("source.cuts", given, ("cuts", *[name for name in CHECKSUMS if name in given]))
-            source |= given
-        _require_place(source, sum(taken))
-        del source["kind"]
-        return source | {"consumed": source.pop("rounds") * self.accumulate, "source": source.pop("iterable")}
+        given = state["cuts"] if isinstance(state["cuts"], dict) else {"cuts": state["cuts"]}
+        counted = {"consumed": state["rounds"] * self.accumulate, "source": state["iterable"]}
+        return {**state, **dict.fromkeys(CHECKSUMS, ""), **given, **counted}
 
 
-def _require_place(source: dict[str, Any], taken: int) -> None:
-    """Raise `StateError` for a place in which no sampler and no stream can be, `taken` samples being taken."""
-    counters("source", source, ("epoch", "position", "rounds"))
-    for name in ("finished", "sharded", "shuffle")[: 3 if source["kind"] == "sampler" else 2]:
-        of_type(f"source.{name}", source[name], bool)
-    for name in CHECKSUMS:
-        of_type(f"source.{name}", source[name], str)
-    if taken > source["position"]:
-        wrong("source.taken", f"{taken} samples", f"at most position={source['position']}")
-    if source["kind"] == "sampler":
-        _require_cuts(source, taken)
-    elif source["cuts"] or source["regions"] is not None or source["dataset_size"] is not None:
+def _require_place(state: Any) -> None:
+    """Raise `StateError` for what no `Place` wrote, and for a place in which no sampler and no stream can be."""
+    kind = state.get("kind")
+    if kind == "none":
+        if state != Place(len(wholes("source.taken", state["taken"])), 1).state_dict():
+            wrong("source", "a place", "nothing where no sampler was made")
+        return
+    if kind not in ("sampler", "stream"):
+        wrong("source.kind", kind, "none, sampler, stream")
+    fields("source", state, _SAMPLER if kind == "sampler" else _STREAM)
+    taken, position = sum(wholes("source.taken", state["taken"])), state["position"]
+    if taken > position:
+        wrong("source.taken", f"{taken} samples", f"at most position={position}")
+    if isinstance(cuts := state["cuts"], dict):
+        fields("source.cuts", cuts, {"cuts": list, **{name: str for name in CHECKSUMS if name in cuts}})
+        cuts = cuts["cuts"]
+    if kind == "sampler":
+        _require_cuts(state, cuts, taken)
+    elif cuts or state["regions"] is not None or state["dataset_size"] is not None:
         wrong("source", "a stream with regions", "neither cuts nor regions nor a size")
 
 
-def _require_cuts(source: dict[str, Any], taken: int) -> None:
-    size = whole("source.dataset_size", source["dataset_size"], 1)
-    position = whole("source.position", source["position"], 0, size)
-    if source["finished"] != (position == size):
-        wrong("source.finished", source["finished"], f"whether position={position} is dataset_size={size}")
-    for cut in of_type("source.cuts", source["cuts"], list):
-        keys("source.cuts", cut, ("lengths", "taken"))
+def _require_cuts(state: dict[str, Any], cuts: Any, taken: int) -> None:
+    """Of the epoch's order, by jobs of other sizes and by regions: within the data set, and taken as far as said."""
+    size, position, regions = state["dataset_size"], state["position"], state["regions"]
+    if not size > 0 or position > size or state["finished"] != (position == size):
+        said = f"position={position}, finished={state['finished']}"
+        wrong("source.position", said, f"at most dataset_size={size}, and finished there")
+    if type(cuts) is not list:
+        wrong("source.cuts", cuts, "a list")
+    for cut in cuts:
+        fields("source.cuts", cut, {"lengths": list, "taken": list})
         lengths = wholes("source.cuts", cut["lengths"])
-        done = wholes("source.cuts", cut["taken"], len(lengths))
-        if any(t > n for t, n in zip(done, lengths, strict=True)) or sum(lengths) > size:
+        if _beyond(wholes("source.cuts", cut["taken"], len(lengths)), lengths) or sum(lengths) > size:
             wrong("source.cuts", cut, "taken at most lengths, lengths at most the data set")
-    regions = source["regions"]
     if regions is None:
         return
-    keys("source.regions", regions, ("begin", "lengths", "rules", "sizes"))
-    begin, workers = whole("source.regions.begin", regions["begin"], 0, size), len(source["taken"])
-    lengths = wholes("source.regions.lengths", regions["lengths"], workers)
-    if not any(wholes("source.regions.sizes", regions["sizes"], workers)):
+    fields("source.regions", regions, {"begin": int, "lengths": list, "rules": object, "sizes": list})
+    begin, lengths = regions["begin"], wholes("source.regions.lengths", regions["lengths"], len(state["taken"]))
+    if not any(wholes("source.regions.sizes", regions["sizes"], len(lengths))):
         wrong("source.regions.sizes", regions["sizes"], "at least one above 0")
-    beyond = any(t > n for t, n in zip(source["taken"], lengths, strict=True))
-    if sum(lengths) != size - begin or begin + taken != position or beyond:
+    if sum(lengths) != size - begin or begin + taken != position or _beyond(state["taken"], lengths):
         wrong("source.regions", f"begin={begin}, {sum(lengths)} samples", f"those of position={position}")
+
+
+def _beyond(taken: list[int], lengths: list[int]) -> bool:
+    return any(map(operator.gt, taken, lengths))

@@ -95,21 +95,10 @@ def _differ(mine: Any, saved: Any) -> bool:
 def _decide(policy: Any, sizes: Ints, bounds: Bounds) -> None:
     """Two windows, as a job might see them next; also of what a guard has under it."""
     share = np.maximum(sizes, 1) / max(float(sizes.mean()), 1.0)
-    times: dict[str, Any] = {
-        "compute": 0.1 * share,
-        "compute_std": 0.01 * share,
-        "wait": 0.01,
-        "communication": 0.05,
-        "data": 0.001,
-    }
-    known: dict[str, Any] = {
-        "steps": 5.0,
-        "noise": 100.0,
-        "signal": 1.0,
-        "global_norm_sq": 1.0,
-        "gradient_norm_sq": 2.0,
-    }
-    window = Window.of(sizes, **times, **known, loss=1.0, loss_std=0.1, loss_change=-0.1)
+    known: dict[str, Any] = {"compute": 0.1 * share, "compute_std": 0.01 * share, "wait": 0.01, "communication": 0.05}
+    norms = {"noise": 100.0, "signal": 1.0, "global_norm_sq": 1.0, "gradient_norm_sq": 2.0}
+    losses = {"loss": 1.0, "loss_std": 0.1, "loss_change": -0.1}
+    window = Window.of(sizes, **known, **norms, **losses, data=0.001, steps=5.0)
     for _ in range(2):
         inner = policy
         while inner is not None:

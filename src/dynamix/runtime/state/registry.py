@@ -6,6 +6,7 @@ Objects of the user's (policy, hooks' states, schedules) may raise while they lo
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,14 +22,19 @@ class Registry:
     """Parts by name, in the order in which they load."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
-        self._parts: dict[str, Part] = {part.name: part for part in parts}
+        self._parts: dict[str, Part] = {}
+        for part in parts:
+            self.add(part)
 
-    def __getitem__(self, name: str) -> Part:
-        return self._parts[name]
+    @property
+    def own(self) -> list[str]:
+        """Names of the parts of which every rank has its own."""
+        return [name for name, part in self._parts.items() if part.own]
 
-    def names(self, *, own: bool) -> list[str]:
-        """Of parts that are each rank's own, or of the others."""
-        return [name for name, part in self._parts.items() if part.own == own]
+    @property
+    def shared(self) -> list[str]:
+        """Names of the others."""
+        return [name for name, part in self._parts.items() if not part.own]
 
     def add(self, part: Part) -> None:
         """Save this part, too. One of the same name leaves its place and its state to it."""
@@ -59,8 +65,11 @@ class Users(Part):
     """A part made of objects of the user's."""
 
     def takings(self, state: Any) -> list[Taking]:
-        """Which object loads what, in order. What is left is loaded by `load_state_dict`, which does not raise."""
+        """Which object loads what, in order."""
         raise NotImplementedError
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take what is left then; does not raise."""
 
 
 class InOrder(Users):
@@ -98,10 +107,8 @@ class InOrder(Users):
                 self._require_alike(f"{self.name}[{number}]", one, mine)
 
     def takings(self, state: Any) -> list[Taking]:
-        def taking(made: Any, one: Any) -> Taking:
-            return made, lambda: made.load_state_dict(one)
-
-        return list(map(taking, self._objects, state))
+        both = zip(self._objects, state, strict=False)
+        return [(made, functools.partial(made.load_state_dict, one)) for made, one in both]
 
     def load_state_dict(self, state: Any) -> None:
         """Keep what waits for objects to come."""
@@ -116,7 +123,7 @@ class InOrder(Users):
             one, other = saved[key], mine[key]
             if isinstance(other, dict) and isinstance(one, dict) and key == "scheduler":
                 self._require_alike(f"{name}.{key}", one, other)
-            elif not (_kind(one) is _kind(other) or one is None or other is None):
+            elif not (type(one) is type(other) or _kind(one) is _kind(other) or one is None or other is None):
                 where = f"where this job has {shown(other)}"
                 raise StateError(f"the controller's state has {name}.{key}={shown(one)}, {where}")
 

@@ -13,7 +13,7 @@ from dynamix.data import Allocations
 from dynamix.model.ways import Ways
 from dynamix.projection import project
 from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.runtime.expected import MOST, keys, of_type, whole, wholes, wrong
+from dynamix.runtime.expected import MOST, fields, of_type, whole, wholes, wrong
 from dynamix.runtime.part import Part
 from dynamix.runtime.ranks.hosts import remembered, shares_of, workers_of
 from dynamix.window import Ints
@@ -52,12 +52,7 @@ class Division(Part):
     KEYS = ("world_size", "rank", "hosts", "accumulate", "base_batch", "ledger_rounds", "ledger_sizes")
 
     def __init__(self, rank: int, job: JobFacts, allocations: Allocations) -> None:
-        self.rank, self.job, self.allocations = rank, job, allocations
-
-    @property
-    def workers(self) -> int:
-        """W of this job."""
-        return self.allocations.workers
+        self.rank, self.workers, self.job, self.allocations = rank, allocations.workers, job, allocations
 
     def state_dict(self) -> dict[str, Any]:
         job, ledger = self.job, self.allocations.state_dict()
@@ -77,23 +72,23 @@ class Division(Part):
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
+        accumulate, rows = state["accumulate"], of_type("ledger_sizes", state["ledger_sizes"], list)
         workers = whole("world_size", state["world_size"], 1, MOST_WORKERS)
         whole("rank", state["rank"], 0, workers - 1)
-        for name in ("accumulate", "base_batch"):
-            whole(name, state[name], 1)
+        whole("accumulate", accumulate, 1, MOST)
+        whole("base_batch", state["base_batch"], 1, MOST)
         _require_hosts(state["hosts"], workers)
         begins = wholes("ledger_rounds", state["ledger_rounds"])
-        rows = of_type("ledger_sizes", state["ledger_sizes"], list)
-        if begins != sorted(set(begins)):
+        if not begins or begins != sorted(set(begins)):
             wrong("ledger_rounds", begins, "numbers that rise")
-        if not rows or len(begins) != len(rows):
+        if len(begins) != len(rows):
             wrong("ledger_sizes", f"{len(rows)} entries", f"as many as ledger_rounds, which are {len(begins)}")
         for row in rows:
             each = wholes("ledger_sizes", row)[:workers]
             if not workers <= len(row) <= workers + 1 or not all(row[workers:]):
                 wrong("ledger_sizes", row, f"{workers} numbers, and one above 0 where workers step apart")
-            if not any(each) or np.remainder(each, state["accumulate"]).any():
-                wrong("ledger_sizes", row, f"multiples of accumulate={state['accumulate']}, at least one above 0")
+            if not any(each) or np.remainder(each, accumulate).any():
+                wrong("ledger_sizes", row, f"multiples of accumulate={accumulate}, at least one above 0")
 
     def resumed(self, saved: Mapping[str, Any]) -> Resumed:
         """How this job goes on from a `saved` state. Raises `ConfigError` where a fixed global batch is out of bounds.
@@ -146,11 +141,11 @@ class Division(Part):
 
 
 def _require_hosts(hosts: Any, workers: int) -> None:
-    keys("hosts", hosts, ("names", "shares"))
-    names = of_type("hosts.names", hosts["names"], list)
+    fields("hosts", hosts, {"names": list, "shares": dict})
+    names, shares = hosts["names"], hosts["shares"]
     if set(map(type, names)) - {str} or (names and len(names) != workers):
         wrong("hosts.names", names, f"a list of {workers} names, or none")
-    for worker, share in of_type("hosts.shares", hosts["shares"], dict).items():
-        of_type("hosts.shares", worker, str)
-        if type(share) is not float or not 0 <= share <= MOST:
-            wrong(f"hosts.shares[{worker!r}]", share, f"a number from 0 to {MOST}")
+    if set(map(type, shares)) - {str} or set(map(type, shares.values())) - {float}:
+        wrong("hosts.shares", shares, "numbers by name")
+    if shares and not 0 <= min(shares.values()) <= max(shares.values()) <= MOST:
+        wrong("hosts.shares", shares, f"numbers from 0 to {MOST}")

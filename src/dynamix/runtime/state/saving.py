@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dynamix.errors import StateError, UsageError, shown
-from dynamix.runtime.expected import FIX, keys, of_type, whole, wholes, wrong
+from dynamix.runtime.expected import FIX, fields, of_type, whole, wholes, wrong
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.state.packing import checksum, pack, unpack
 from dynamix.runtime.state.policy_state import Remembered
@@ -24,6 +24,7 @@ RANDOM_UP_TO = 64  # ranks whose random state a gathered state holds: 10 kB each
 _HEAD = ("schema", "version", "checksum")
 # Packed is all the rest: `torch.distributed.checkpoint` wants the same keys in every state.
 _PLAIN = {*Division.KEYS, "progress", "source", "noise_scale"} - {"hosts"}
+_OF_SOURCE = ("cuts", "regions")  # packed in it
 _NEAR = 8  # frames between `torch.distributed.checkpoint` and here, at most
 
 
@@ -49,11 +50,12 @@ def save_gathered(parts: Registry, division: Division, group: ControlGroup | Non
 
 def _own(parts: Registry, states: dict[str, Any]) -> dict[str, Any]:
     """What is this rank's own; it is taken out of `states`."""
-    return {name: states.pop(name) for name in parts.names(own=True)} | {"iterable": states["source"].pop("iterable")}
+    return {name: states.pop(name) for name in parts.own} | {"iterable": states["source"].pop("iterable")}
 
 
 def _written(division: Division, states: dict[str, Any], ranks: dict[int, Any]) -> dict[str, Any]:
     values = division.state_dict() | states | {"ranks": ranks}
+    values["source"] |= {name: pack(values["source"][name]) for name in _OF_SOURCE}
     state = {"schema": STATE_SCHEMA, "version": sys.modules["dynamix"].__version__}
     state |= {name: value if name in _PLAIN else pack(value) for name, value in values.items()}
     return {**state, "checksum": checksum(state)}
@@ -89,32 +91,37 @@ def load(parts: Registry, division: Division, state: Any, *, policy: bool = True
 
     Nothing of the job is changed where this raises, also where a policy or a hook's state of the user's does.
     """
-    saved = _read(state, (*division.KEYS, *parts.names(own=False), "ranks"))
+    saved = _read(state, (*division.KEYS, *parts.shared, "ranks"))
     division.check(saved)
     _require_ranks(parts, saved)
-    own = saved["ranks"].get(division.rank) if saved["world_size"] == division.workers else None
-    of_any = own or saved["ranks"][saved["rank"]]
-    states = {name: saved[name] for name in parts.names(own=False) if name != "policy"}
-    source = of_type("source", saved["source"], dict)
-    states["source"] = {**source, "iterable": of_any["iterable"] if own or not source.get("sharded") else None}
+    mine = _mine(division, saved)
+    states = {name: saved[name] for name in parts.shared if name != "policy"}
+    states["source"] = {**saved["source"], "iterable": mine["iterable"]}
     parts.check(states)
     _require_together(saved)
     resumed = division.resumed(saved)
     states["progress"] = {**saved["progress"], "opens": resumed.opens}
-    mine = {name: own and own[name] for name in parts.names(own=True)}
-    if not resumed.same:
-        del mine["recorder"]
-    elif own is None:
-        # Others' figures are not this rank's; how many steps the open window has, all ranks must agree on.
-        mine["recorder"] = {**of_any["recorder"], "series": {}, "before": {}}
+    states |= {name: mine[name] for name in parts.own if resumed.same or name != "recorder"}
     if policy:
         # Where every rank decides for itself, each goes on with what it remembers of itself.
-        known = of_any.get("policy", saved["policy"]) if own and resumed.same else saved["policy"]
-        mine["policy"] = Remembered(known, resumed.same)
-    parts.check(mine)
+        known = (resumed.same and mine.get("policy")) or saved["policy"]
+        states["policy"] = Remembered(known, resumed.same)
+        parts.check({"policy": states["policy"]})
     division.warn_of_batch(saved)
-    parts.load_state_dict(states | mine)
+    parts.load_state_dict(states)
     division.go_on(saved, resumed)
+
+
+def _mine(division: Division, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's own of what was saved, by name: as far as it can be had from another rank's, if its own was not."""
+    of_saver = saved["ranks"][saved["rank"]]
+    if saved["world_size"] == division.workers and division.rank in saved["ranks"]:
+        own: dict[str, Any] = saved["ranks"][division.rank]
+        return own
+    # Others' figures are not this rank's; how many steps the open window has, all ranks must agree on.
+    recorder = {**of_saver["recorder"], "series": {}, "before": {}}
+    iterable = None if saved["source"].get("sharded") else of_saver["iterable"]
+    return {**dict.fromkeys(of_saver), "recorder": recorder, "iterable": iterable}
 
 
 def _read(state: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -128,7 +135,18 @@ def _read(state: Any, names: Iterable[str]) -> dict[str, Any]:
         raise StateError(f"the controller's state lacks or has too many keys: {', '.join(odd[:5])}. {FIX}")
     if checksum(dict(state)) != state["checksum"]:
         raise StateError(f"the controller's state was changed after it was saved (its checksum differs). {FIX}")
-    return {name: state[name] if name in _PLAIN else unpack(state[name], name) for name in names}
+    values = {name: state[name] if name in _PLAIN else unpack(state[name], name) for name in names}
+    source = values["source"]
+    if not isinstance(source, dict) or not source.keys() >= {*_OF_SOURCE}:
+        wrong("source", source, f"a dict with {' and '.join(_OF_SOURCE)}")
+    source = source | {name: unpack(source[name], name) for name in _OF_SOURCE}
+    if any(unused := wholes("source.unused", source.pop("unused", []))):  # of 0.2
+        raise StateError(
+            f"this state was saved between two meetings of workers that met early: source.unused={shown(unused)}. "
+            "Averaging(early=True) was removed in 0.3: write a state at the end of an epoch with dynamix 0.2, or begin "
+            "a new job from the model's weights"
+        )
+    return {**values, "source": source}
 
 
 def _require_schema(state: Mapping[str, Any]) -> None:
@@ -148,12 +166,11 @@ def _require_schema(state: Mapping[str, Any]) -> None:
 
 
 def _require_ranks(parts: Registry, saved: Mapping[str, Any]) -> None:
-    names = (*parts.names(own=True), "iterable")
     for rank, own in of_type("ranks", saved["ranks"], dict).items():
         whole("ranks", rank, 0, saved["world_size"] - 1)
-        decides = ("policy",) if isinstance(own, dict) and "policy" in own else ()
-        keys(f"ranks[{rank}]", own, (*names, *decides))
-        parts.check({"recorder": own["recorder"]})
+        names = (*parts.own, "iterable", *(["policy"] if isinstance(own, dict) and "policy" in own else []))
+        fields(f"ranks[{rank}]", own, dict.fromkeys(names, object))
+        parts.check({name: own[name] for name in parts.own})
     if saved["rank"] not in saved["ranks"]:
         wrong("ranks", sorted(saved["ranks"]), f"rank {saved['rank']} among them")
 
