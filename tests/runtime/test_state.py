@@ -26,14 +26,8 @@ from dynamix.policies import make_policy
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.part import Part
 from dynamix.runtime.state.packing import checksum, pack, unpack
-from dynamix.runtime.state.place import Place
-from dynamix.runtime.state.policy_state import PolicyState
-from dynamix.runtime.state.random_state import RandomState
-from dynamix.runtime.state.registry import InOrder, Registry
-from dynamix.runtime.state.resume import Division
-from dynamix.runtime.state.saving import save
+from dynamix.runtime.state.saving import JobState
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 from tests.refused import refused
@@ -321,8 +315,8 @@ def test_a_policy_can_begin_anew_with_the_rest_of_the_state() -> None:
     assert controller.samples_seen == state["progress"]["samples"]
 
 
-def wide(policy: str, workers: int) -> tuple[Registry, Division]:
-    """The parts of a job of so many workers, its policy having seen windows."""
+def wide(policy: str, workers: int) -> JobState:
+    """The state of a job of so many workers, its policy having seen windows."""
     made, rng = make_policy(policy), np.random.default_rng(0)
     bounds = Bounds.of(workers, 1, 512)
     sizes = np.full(workers, 64)
@@ -332,18 +326,16 @@ def wide(policy: str, workers: int) -> tuple[Registry, Division]:
         known |= {"loss_change": rng.normal(size=workers), "accuracy_change": rng.normal(size=workers)}
         sizes = np.asarray(made.decide(Window.of(sizes, compute=compute, compute_std=0.01, step=step, **known), bounds))
     facts, allocations = JobFacts(bounds, 64 * workers), Allocations(sizes)
-    parts: list[Part] = [Progress(), facts.noise_scale, PolicyState(made, facts, allocations), InOrder("hooks")]
-    parts += [InOrder("schedules"), Place(workers, 1), Recorder(torch.device("cpu")), RandomState()]
-    return Registry(parts), Division(0, facts, allocations)
+    return JobState(facts, made, allocations, Progress(), Recorder(torch.device("cpu")), rank=0, peers=False)
 
 
 @pytest.mark.parametrize("policy", ["dynamix", "goodput", "stigmergic"])
 def test_a_state_of_1024_workers_is_at_most_1_mb(policy: str) -> None:
-    parts, division = wide(policy, 1024)
+    job = wide(policy, 1024)
     times = []
     for _ in range(5):
         began = time.process_time()
-        state = save(parts, division)
+        state = job.save()
         times.append(time.process_time() - began)
     file = io.BytesIO()
     torch.save(state, file)
@@ -383,7 +375,7 @@ def _ranks(rank: int, folder: str) -> list[Any]:
         fresh.load_state_dict(given[0])
         mine = fresh._coordinator.recorder.state_dict()
         found.append((mine == controller._coordinator.recorder.state_dict(), mine["steps"], bool(mine["series"])))
-        found.append(fresh._coordinator.random.loaded is not None)
+        found.append(fresh._coordinator.state.random.loaded is not None)
     dcp.save({"controller": controller}, checkpoint_id=Path(folder) / "at")
     fresh = made().controller
     dcp.load({"controller": fresh}, checkpoint_id=Path(folder) / "at")

@@ -31,12 +31,7 @@ from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.ranks.rendezvous import require_alone
 from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.rate.scaling import SampleSchedule
-from dynamix.runtime.state import saving
-from dynamix.runtime.state.place import Place
-from dynamix.runtime.state.policy_state import PolicyState
-from dynamix.runtime.state.random_state import RandomState
-from dynamix.runtime.state.registry import InOrder, Registry
-from dynamix.runtime.state.resume import Division
+from dynamix.runtime.state.saving import JobState, asked_by_distributed_checkpoint
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.gradients import GradientWeight
 from dynamix.runtime.sync.loss_weight import LossWeight
@@ -109,21 +104,8 @@ class TrainingJob:
         self.own_gradients = SingleWorkerSync(self, every=64 if apart else 2 if alone else 0)
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
-        self.place, self.random = Place(self.allocations.workers, self.accumulate), RandomState()
-        self.hooks, self.schedules = InOrder("hooks", varies=("inner",)), InOrder("schedules")
-        self.division = Division(rank, job, self.allocations)
-        self.state = Registry(
-            [
-                self.progress,
-                job.noise_scale,
-                PolicyState(policy, job, self.allocations),
-                self.hooks,
-                self.schedules,
-                self.place,
-                self.recorder,
-                self.random,
-            ]
-        )
+        parts = job, policy, self.allocations, self.progress, self.recorder
+        self.state = JobState(*parts, rank=rank, peers=isinstance(channel, PeerChannel))
         self.decisions, self.meetings = WindowCloser(self), RoundBoundary(self)
         self.payload: Callable[[], float] = lambda: 1.0 if self.ways is None else self.meetings.payload
 
@@ -154,9 +136,9 @@ class TrainingJob:
     def _adopt(self, source: Source) -> Source:
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
-        source.on_first_issue, source.on_begin, source.fail = self.random.go_on, self._begin, self.fail
+        source.on_first_issue, source.on_begin, source.fail = self.state.random.go_on, self._begin, self.fail
         source.micro_batch, source.apart, source.either = self.micro_batch, self.apart, self.ways is not None
-        self.place.begin(source)
+        self.state.place.begin(source)
         self.source = self.loop.source = source
         return source
 
@@ -180,7 +162,7 @@ class TrainingJob:
             self.job.weight_test = WeightTest(given=self.loss_weight.given)
         self.own_gradients.watch(optimizer)
         self.connect_another(model, optimizer, attached)
-        self.state.add(self.recorder)
+        self.state.parts.add(self.recorder)
 
     def connect_another(self, model: nn.Module, optimizer: Optimizer, attached: ConnectedModel) -> None:
         """Weight the gradients of this model, and let its learning rate follow the batch."""
@@ -209,7 +191,7 @@ class TrainingJob:
 
         # Before FSDP2's own hook, which gathers parameters: waiting for them is a part of the step.
         model.register_forward_pre_hook(entry, with_kwargs=True, prepend=attached.shards is not None)
-        self.hooks.add(attached)
+        self.state.hooks.add(attached)
 
     def add_optimizer(self, optimizer: Optimizer, model: nn.Module, *, further: bool = True) -> None:
         """Let the learning rate of `optimizer` follow the batch, and what it applies to `model` be finished gradients.
@@ -273,7 +255,7 @@ class TrainingJob:
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every optimizer step."""
         schedule = self.rates.schedule(scheduler, nominal_batch_size)
-        self.schedules.add(schedule)
+        self.state.schedules.add(schedule)
         return schedule
 
     def need_source(self) -> BatchSampler | Stream:
@@ -426,20 +408,18 @@ class TrainingJob:
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         self.meetings.require("state_dict() is of all ranks alike")
         self.decisions.settle()
-        group, peers = self.channel.group, isinstance(self.channel, PeerChannel)
-        alike = not gather and group is not None and saving.asked_by_distributed_checkpoint()
+        group = self.channel.group
+        alike = not gather and group is not None and asked_by_distributed_checkpoint()
         if not (gather or alike):
-            return saving.save(self.state, self.division)
+            return self.state.save()
         with self.setting_up():
             self.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
-            if alike and group is not None:
-                return saving.save_alike(self.state, self.division, group, peers=peers)
-            return saving.save_gathered(self.state, self.division, group, peers=peers)
+            return self.state.save_gathered(group) if gather or group is None else self.state.save_alike(group)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
         self.decisions.settle()  # a decision under way is about the job as it was
         self.channel.drain()
-        saving.load(self.state, self.division, state, policy=policy)
+        self.state.load(state, policy=policy)
         if self.paced and self.progress.interval:
             self.interval = self.progress.interval
         if self.ways is not None:

@@ -11,12 +11,19 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dynamix.data import Allocations
 from dynamix.errors import StateError, UsageError, shown
+from dynamix.policies import Policy
+from dynamix.runtime.decide.job_facts import JobFacts
+from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.expected import FIX, fields, of_type, whole, wholes, wrong
+from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.state.packing import checksum, pack, unpack
-from dynamix.runtime.state.policy_state import Remembered
-from dynamix.runtime.state.registry import Registry
+from dynamix.runtime.state.place import Place
+from dynamix.runtime.state.policy_state import PolicyState, Remembered
+from dynamix.runtime.state.random_state import RandomState
+from dynamix.runtime.state.registry import InOrder, Registry
 from dynamix.runtime.state.resume import Division
 
 STATE_SCHEMA = 2
@@ -26,45 +33,6 @@ _HEAD = ("schema", "version", "checksum")
 _PLAIN = {*Division.KEYS, "progress", "source", "noise_scale"} - {"hosts"}
 _OF_SOURCE = ("cuts", "regions")  # packed in it
 _NEAR = 8  # frames between `torch.distributed.checkpoint` and here, at most
-
-
-def save(parts: Registry, division: Division) -> dict[str, Any]:
-    """`Controller.state_dict`."""
-    states = parts.state_dict()
-    return _written(division, states, {division.rank: _own(parts, states)})
-
-
-def save_gathered(parts: Registry, division: Division, group: ControlGroup | None, *, peers: bool) -> dict[str, Any]:
-    """`Controller.state_dict(gather=True)`, a collective call. `peers`: every rank decides for itself."""
-    states = parts.state_dict()
-    own = _own(parts, states)
-    if division.workers == 1:
-        return _written(division, states, {division.rank: own})
-    if group is None:
-        raise UsageError("state_dict(gather=True) needs the ranks' control group: call it on every rank of a live job")
-    own |= {"policy": states["policy"]} if peers else {}
-    own |= {"rng": None} if division.workers > RANDOM_UP_TO else {}
-    every = enumerate(group.all_gather_object(pack(own)))
-    return _written(division, states, {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in every})
-
-
-def _own(parts: Registry, states: dict[str, Any]) -> dict[str, Any]:
-    """What is this rank's own; it is taken out of `states`."""
-    return {name: states.pop(name) for name in parts.own} | {"iterable": states["source"].pop("iterable")}
-
-
-def _written(division: Division, states: dict[str, Any], ranks: dict[int, Any]) -> dict[str, Any]:
-    values = division.state_dict() | states | {"ranks": ranks}
-    values["source"] |= {name: pack(values["source"][name]) for name in _OF_SOURCE}
-    state = {"schema": STATE_SCHEMA, "version": sys.modules["dynamix"].__version__}
-    state |= {name: value if name in _PLAIN else pack(value) for name, value in values.items()}
-    return {**state, "checksum": checksum(state)}
-
-
-def save_alike(parts: Registry, division: Division, group: ControlGroup, *, peers: bool) -> dict[str, Any]:
-    """The first rank's state with every rank's own part in it, the same on all ranks. A collective call."""
-    alike: dict[str, Any] = group.broadcast_object(save_gathered(parts, division, group, peers=peers))
-    return alike
 
 
 def asked_by_distributed_checkpoint() -> bool:
@@ -86,30 +54,93 @@ def asked_by_distributed_checkpoint() -> bool:
     return False
 
 
-def load(parts: Registry, division: Division, state: Any, *, policy: bool = True) -> None:
-    """`Controller.load_state_dict`.
+class JobState:
+    """All of a rank's job that is saved. A new piece of state is a `Part` that is added to `parts`.
 
-    Nothing of the job is changed where this raises, also where a policy or a hook's state of the user's does.
+    hooks, schedules   of the user's, which are added as the loop makes them
+    place              is told of the sampler or stream
+    random             is told when the loader's iterators are made
+    peers              every rank decides for itself
     """
-    saved = _read(state, (*division.KEYS, *parts.shared, "ranks"))
-    division.check(saved)
-    _require_ranks(parts, saved)
-    mine = _mine(division, saved)
-    states = {name: saved[name] for name in parts.shared if name != "policy"}
-    states["source"] = {**saved["source"], "iterable": mine["iterable"]}
-    parts.check(states)
-    _require_together(saved)
-    resumed = division.resumed(saved)
-    states["progress"] = {**saved["progress"], "opens": resumed.opens}
-    states |= {name: mine[name] for name in parts.own if resumed.same or name != "recorder"}
-    if policy:
-        # Where every rank decides for itself, each goes on with what it remembers of itself.
-        known = (resumed.same and mine.get("policy")) or saved["policy"]
-        states["policy"] = Remembered(known, resumed.same)
-        parts.check({"policy": states["policy"]})
-    division.warn_of_batch(saved)
-    parts.load_state_dict(states)
-    division.go_on(saved, resumed)
+
+    def __init__(
+        self,
+        job: JobFacts,
+        policy: Policy,
+        allocations: Allocations,
+        progress: Progress,
+        recorder: Recorder,
+        *,
+        rank: int,
+        peers: bool,
+    ) -> None:
+        self.hooks, self.schedules = InOrder("hooks", varies=("inner",)), InOrder("schedules")
+        self.place, self.random = Place(allocations.workers, job.accumulate), RandomState()
+        users = PolicyState(policy, job, allocations), self.hooks, self.schedules
+        self.parts = Registry([*users, progress, job.noise_scale, self.place, recorder, self.random])
+        self._division, self._peers = Division(rank, job, allocations), peers
+
+    def save(self) -> dict[str, Any]:
+        """`Controller.state_dict`."""
+        states, own = self._states()
+        return self._written(states, {self._division.rank: own})
+
+    def save_gathered(self, group: ControlGroup | None) -> dict[str, Any]:
+        """`Controller.state_dict(gather=True)`, a collective call."""
+        workers, (states, own) = self._division.workers, self._states()
+        if workers == 1:
+            return self._written(states, {0: own})
+        if group is None:
+            need = "state_dict(gather=True) needs the ranks' control group"
+            raise UsageError(f"{need}: call it on every rank of a live job")
+        own |= {"policy": states["policy"]} if self._peers else {}
+        own |= {"rng": None} if workers > RANDOM_UP_TO else {}
+        every = enumerate(group.all_gather_object(pack(own)))
+        return self._written(states, {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in every})
+
+    def save_alike(self, group: ControlGroup) -> dict[str, Any]:
+        """The first rank's state with every rank's own part in it, the same on all ranks. A collective call."""
+        alike: dict[str, Any] = group.broadcast_object(self.save_gathered(group))
+        return alike
+
+    def load(self, state: Any, *, policy: bool = True) -> None:
+        """`Controller.load_state_dict`.
+
+        Nothing of the job is changed where this raises, also where a policy or a hook's state of the user's does.
+        """
+        parts, division = self.parts, self._division
+        saved = _read(state, (*division.KEYS, *parts.shared, "ranks"))
+        division.check(saved)
+        _require_ranks(parts, saved)
+        mine = _mine(division, saved)
+        states = {name: saved[name] for name in parts.shared if name != "policy"}
+        states["source"] = {**saved["source"], "iterable": mine["iterable"]}
+        parts.check(states)
+        _require_together(saved)
+        resumed = division.resumed(saved)
+        states["progress"] = {**saved["progress"], "opens": resumed.opens}
+        states |= {name: mine[name] for name in parts.own if resumed.same or name != "recorder"}
+        if policy:
+            # Where every rank decides for itself, each goes on with what it remembers of itself.
+            known = (resumed.same and mine.get("policy")) or saved["policy"]
+            states["policy"] = Remembered(known, resumed.same)
+            parts.check({"policy": states["policy"]})
+        division.warn_of_batch(saved)
+        parts.load_state_dict(states)
+        division.go_on(saved, resumed)
+
+    def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Those of all ranks by name, and this rank's own."""
+        states = self.parts.state_dict()
+        own = {name: states.pop(name) for name in self.parts.own}
+        return states, {**own, "iterable": states["source"].pop("iterable")}
+
+    def _written(self, states: dict[str, Any], ranks: dict[int, Any]) -> dict[str, Any]:
+        source = states["source"] | {name: pack(states["source"][name]) for name in _OF_SOURCE}
+        values = {**self._division.state_dict(), **states, "source": source, "ranks": ranks}
+        state = {"schema": STATE_SCHEMA, "version": sys.modules["dynamix"].__version__}
+        state |= {name: value if name in _PLAIN else pack(value) for name, value in values.items()}
+        return {**state, "checksum": checksum(state)}
 
 
 def _mine(division: Division, saved: Mapping[str, Any]) -> dict[str, Any]:
