@@ -20,10 +20,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.checkpoint.stateful import Stateful
 
 import dynamix
+from dynamix.data import Allocations
 from dynamix.errors import ConfigError, StateError
 from dynamix.policies import make_policy
+from dynamix.runtime.decide.job_facts import JobFacts
+from dynamix.runtime.decide.progress import Progress
+from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.state.packing import checksum, pack, unpack
-from dynamix.runtime.state.schema import SavedState
+from dynamix.runtime.state.saving import JobState
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 from tests.refused import refused
@@ -311,8 +315,8 @@ def test_a_policy_can_begin_anew_with_the_rest_of_the_state() -> None:
     assert controller.samples_seen == state["progress"]["samples"]
 
 
-def wide(policy: str, workers: int) -> dict[str, Any]:
-    """A state of so many workers, its policy having seen windows."""
+def wide(policy: str, workers: int) -> JobState:
+    """The state of a job of so many workers, its policy having seen windows."""
     made, rng = make_policy(policy), np.random.default_rng(0)
     bounds = Bounds.of(workers, 1, 512)
     sizes = np.full(workers, 64)
@@ -321,21 +325,17 @@ def wide(policy: str, workers: int) -> dict[str, Any]:
         known = {"wait": compute.max() - compute, "communication": 0.02, "noise": 9e4, "signal": 1.0, "steps": 10.0}
         known |= {"loss_change": rng.normal(size=workers), "accuracy_change": rng.normal(size=workers)}
         sizes = np.asarray(made.decide(Window.of(sizes, compute=compute, compute_std=0.01, step=step, **known), bounds))
-    own, _, _ = job("static")
-    plain = SavedState.read(own.state_dict())
-    values = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
-    source = {**values["source"], "taken": [0] * workers}
-    values |= {"world_size": workers, "source": source, "ledger_sizes": [sizes.tolist()], "policy": made.state_dict()}
-    return values
+    facts, allocations = JobFacts(bounds, 64 * workers), Allocations(sizes)
+    return JobState(facts, made, allocations, Progress(), Recorder(torch.device("cpu")), rank=0, peers=False)
 
 
 @pytest.mark.parametrize("policy", ["dynamix", "goodput", "stigmergic"])
 def test_a_state_of_1024_workers_is_at_most_1_mb(policy: str) -> None:
-    values = wide(policy, 1024)
+    job = wide(policy, 1024)
     times = []
     for _ in range(5):
         began = time.process_time()
-        state = SavedState(**values).write()
+        state = job.save()
         times.append(time.process_time() - began)
     file = io.BytesIO()
     torch.save(state, file)
@@ -375,7 +375,7 @@ def _ranks(rank: int, folder: str) -> list[Any]:
         fresh.load_state_dict(given[0])
         mine = fresh._job.recorder.state_dict()
         found.append((mine == controller._job.recorder.state_dict(), mine["steps"], bool(mine["series"])))
-        found.append(fresh._job._waiting.take("rng") is not None)
+        found.append(fresh._job.state.random.loaded is not None)
     dcp.save({"controller": controller}, checkpoint_id=Path(folder) / "at")
     fresh = made().controller
     dcp.load({"controller": fresh}, checkpoint_id=Path(folder) / "at")

@@ -23,7 +23,7 @@ from dynamix.runtime.decide.channel import DRAIN_S, DecisionChannel
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel
-from dynamix.runtime.decide.progress import PendingState, Progress
+from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.memory import Memory
@@ -33,7 +33,7 @@ from dynamix.runtime.ranks.process_groups import destroy_groups
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.rate.scaling import SampleSchedule
-from dynamix.runtime.state import random_state, saving
+from dynamix.runtime.state.saving import JobState, asked_by_distributed_checkpoint
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.round_boundary import RoundBoundary
@@ -67,7 +67,7 @@ class TrainingJob:
         payload: Callable[[], float] | None = None,
         decider: Decider | None = None,
     ) -> None:
-        self.facts, self.policy, self.ranks, self.loss_weight = facts, config.served, ranks, loss_weight
+        self.facts, self.ranks, self.loss_weight = facts, ranks, loss_weight
         self.recorder, self._decider = recorder or Recorder(torch.device("cpu")), decider
         # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
         self.allocations, self.progress = Allocations(config.start // facts.accumulate), Progress()
@@ -76,6 +76,8 @@ class TrainingJob:
         self.models: list[ConnectedModel] = []
         self.memory: Memory | None = None  # of the first of them
         self.source: BatchSampler | Stream | None = None
+        parts = facts, config.served, self.allocations, self.progress, self.recorder
+        self.state = JobState(*parts, rank=ranks.rank, peers=isinstance(channel, PeerChannel))
         self.windows = WindowCloser(
             facts,
             channel,
@@ -87,7 +89,7 @@ class TrainingJob:
             paced=window_length_of(config.served) is not None,
             told=functools.partial(self._exchanged, payload),
             begins=self._iteration_begins,
-            resumed=self._resumed,
+            resumed=self.state.random.go_on,
         )
         auto, fail = facts.ways is not None, self.windows.fail
         self.loop = LoopCheck(
@@ -100,7 +102,6 @@ class TrainingJob:
             self.recorder, loss_weight, workers=workers, accumulate=facts.accumulate, every=every
         )
         self.stopping = False
-        self._waiting = PendingState()
         self._heard: dict[str, tuple[Callable[..., None], ...]] = {}
         self._hands: tuple[Callable[[Piece, bool], None], ...] = ()  # given every piece whose passes begin
         self._listen()
@@ -131,7 +132,7 @@ class TrainingJob:
         self.source = source
         for part in (self.loop, self.windows, self.own_gradients):
             part.feed(source)
-        self._waiting.give("source", source)
+        self.state.place.begin(source)
 
     def limit_pieces(self, samples: int) -> None:
         """No piece of this rank's may have more."""
@@ -159,7 +160,7 @@ class TrainingJob:
             self.facts.parting.connect(model.model)
         self.add_optimizer(optimizer, model, first=first)
         self._hear_passes(model)
-        self._waiting.give(f"hook {len(self.models) - 1}", model)
+        self.state.hooks.add(model)
 
     def add_optimizer(self, optimizer: Optimizer, model: ConnectedModel, *, first: bool = False) -> None:
         """Let the learning rate of `optimizer` follow the batch, and what it applies be finished gradients."""
@@ -190,9 +191,8 @@ class TrainingJob:
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every round."""
-        number = len(self.rates.schedules)
         schedule = self.rates.schedule(scheduler, nominal_batch_size)
-        self._waiting.give(f"schedule {number}", schedule)
+        self.state.schedules.add(schedule)
         return schedule
 
     # ------------------------------------------------------------ in the order of a step
@@ -206,11 +206,6 @@ class TrainingJob:
             self.ranks.forget_agreement()  # a rank may have left it after another round than the others
         if getattr(self.source, "sharded", False):
             self._agree()  # iterating is a collective there
-
-    def _resumed(self) -> None:
-        """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""
-        if (saved := self._waiting.take("rng")) is not None:
-            random_state.restore(saved)
 
     def pass_begins(self, model: ConnectedModel, training: bool, args: Any, kwargs: dict[str, Any]) -> None:
         """A forward pass of a connected model begins: what it belongs to is handed along."""
@@ -278,7 +273,7 @@ class TrainingJob:
     def round_done(self, piece: Piece) -> None:
         """A round is over, of which `piece` was the last."""
         progress = self.progress
-        progress.round_done(piece.plan, self.facts.at_once)
+        progress.count(piece.plan, self.facts.at_once)
         for hears in self._heard["round_done"]:
             hears(piece.plan)
         self.stopping = self.ranks.stop_after(progress.steps)
@@ -386,21 +381,20 @@ class TrainingJob:
             decider.end(self.windows.rest(), self.windows.ended_s)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
+        """`Controller.state_dict`."""
         self.boundary.require("state_dict() is of all ranks alike")
         self.windows.settle()
-        alike = not gather and self.ranks.group is not None and saving.asked_by_distributed_checkpoint()
+        group = self.ranks.group
+        alike = not gather and group is not None and asked_by_distributed_checkpoint()
         if not (gather or alike):
-            return saving.save(self)
+            return self.state.save()
         with self.ranks.setting_up():
             self.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
-            return saving.save_alike(self) if alike else saving.save(self, gather=True)
+            return self.state.save_gathered(group) if gather or group is None else self.state.save_alike(group)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
+        """`Controller.load_state_dict`."""
         self.windows.drain()  # a decision under way is about the job as it was
-        parts = saving.load(self, state, policy=policy)
+        self.state.load(state, policy=policy)
         self.windows.loaded()
-        if (notebook := parts.pop("recorder", None)) is not None:
-            self.recorder.load_state_dict(notebook)
-        self._waiting = PendingState(parts)
         self.ranks.forget_agreement()
-        self._waiting.give("source", self.source)

@@ -34,9 +34,11 @@ class Part:
     part: what it needs it is given in its constructor.
 
     name   of its state in a checkpoint; empty: it has none
+    own    every rank has another state, so that a checkpoint holds one for each
     """
 
     name = ""
+    own = False
 
     def pass_begins(self, piece: Piece) -> None:
         """A forward pass that records gradients begins, of the batch in hand."""

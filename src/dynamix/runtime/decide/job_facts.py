@@ -143,9 +143,12 @@ class JobFacts:
         size = self.rounds
         return size.within(self.bounds, window, closing.rate) if isinstance(size, RoundSize) else self.bounds
 
-    def bounds_of(self, piece: int) -> Bounds:
-        """What rounds are kept within in which workers step apart by so many samples; 0: over gradients."""
-        return self.rounds.apart_bounds(piece) if piece and isinstance(self.rounds, Ways) else self.bounds
+    def bounds_of(self, piece: int, bounds: Bounds | None = None) -> Bounds:
+        """What rounds are kept within in which workers step apart by so many samples; 0: over gradients.
+
+        bounds   of rounds over gradients, if they are not the job's
+        """
+        return self.rounds.apart_bounds(piece) if piece and isinstance(self.rounds, Ways) else bounds or self.bounds
 
     def limit_to(self, samples: int) -> None:
         """No round may outgrow a data set: every one would be a tail, and no window would ever close."""
@@ -172,21 +175,20 @@ class JobFacts:
         """A message that carries this rank's noise scale."""
         return Message(kind, from_step, self.noise_scale.noise, self.noise_scale.signal, sizes, piece=piece)
 
-    def resume(self, base_batch: int, step: int, samples: int) -> None:
+    def resume(self, base_batch: int, step: int, samples: int, shares: dict[str, float]) -> None:
         """Go on at `step` and `samples` as a job that began with `base_batch`.
 
         Raises `ConfigError` where a fixed one is out of bounds.
         """
-        self.base_batch, self.closing, self.parting = (
-            base_batch,
-            self._none_closed(step, samples),
-            self.parting.begun_anew(),
-        )
+        self.bounds, self.base_batch, self.shares = self.bounds_from(base_batch), base_batch, shares
+        self.closing, self.parting = self._none_closed(step, samples), self.parting.begun_anew()
         self.at_once = self._at_once()
         if isinstance(self.rounds, Ways):
             self.rounds = self.rounds.begun_anew()
-        if self.fixed:
-            self.bounds = fixed_at(self.bounds, base_batch)
+
+    def bounds_from(self, base_batch: int) -> Bounds:
+        """`bounds` of a job that began with `base_batch`. Raises `ConfigError` where a fixed one is out of bounds."""
+        return fixed_at(self.bounds, base_batch) if self.fixed else self.bounds
 
     def in_pieces(self) -> Bounds:
         """`bounds` of a piece: samples of a worker per micro-batch. Their totals are the round's."""

@@ -1,16 +1,19 @@
-"""Where a job stands, in numbers that every rank agrees on, and what of a checkpoint waits for its owner."""
+"""Where a job stands, in numbers that every rank agrees on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynamix.data import StepPlan
-from dynamix.runtime.state.load_atomically import load_atomically
+from dynamix.runtime.expected import fields, numbers, wholes, wrong
+from dynamix.runtime.part import Part
 
 _UNKNOWN = float("nan")
+_COUNTERS = ("window", "steps", "opens", "samples")
 
 
 @dataclass
-class Progress:
+class Progress(Part):
     """Counters of a job, and what its ranks were told about the noise scale.
 
     window    windows that were answered
@@ -21,6 +24,8 @@ class Progress:
               an agreed step; `interval` is the length of the window now open where a policy says it, else 0
     here      optimizer steps since this process began or a state was loaded; where workers step apart, their mean
     """
+
+    name = "progress"
 
     window: int = 0
     steps: int = 0
@@ -41,7 +46,7 @@ class Progress:
             self._due[every] = self.here
         return self._due.get(every) == self.here
 
-    def round_done(self, plan: StepPlan, at_once: int | None) -> None:
+    def count(self, plan: StepPlan, at_once: int | None) -> None:
         """A round is over; where workers step apart, `at_once` samples of it are taken at the same time."""
         self.steps += 1
         self.samples += plan.samples
@@ -67,32 +72,20 @@ class Progress:
         return next((entry[1:3] for entry in reversed(self.shared) if entry[0] <= step), (_UNKNOWN, _UNKNOWN))
 
     def state_dict(self) -> dict[str, Any]:
-        counters = {name: getattr(self, name) for name in ("window", "steps", "opens", "samples")}
-        return {**counters, "shared": [list(entry) for entry in self.shared]}
+        counted = {name: getattr(self, name) for name in _COUNTERS}
+        return {**counted, "shared": [list(entry) for entry in self.shared]}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        fields(self.name, state, {**dict.fromkeys(_COUNTERS, int), "shared": list})
+        name, shared = f"{self.name}.shared", state["shared"]
+        if not 1 <= len(shared) <= 2:
+            wrong(name, shared, "one or two entries")
+        for entry in shared:
+            numbers(name, entry, 4)  # round, noise, signal, interval
+            wholes(name, list(entry[::3]))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("window", "steps", "opens", "samples"):
-            setattr(self, name, state[name])
+        self.window, self.steps, self.opens, self.samples = map(state.__getitem__, _COUNTERS)
         self.here, self._due = 0.0, {}
         shared = state["shared"]
         self.shared = [(int(step), noise, signal, int(interval)) for step, noise, signal, interval in shared]
-
-
-class PendingState:
-    """Parts of a loaded checkpoint, each until the object it belongs to has been made.
-
-    >>> PendingState({"rng": 1, "hook": None}).take("hook") is None
-    True
-    """
-
-    def __init__(self, parts: dict[str, Any] | None = None) -> None:
-        self._parts = parts or {}
-
-    def take(self, name: str) -> Any:
-        """The part, once; None if there is none."""
-        return self._parts.pop(name, None)
-
-    def give(self, name: str, owner: Any) -> None:
-        """Load the part into its `owner`, if both exist."""
-        if owner is not None and (part := self.take(name)) is not None:
-            load_atomically([(owner, lambda: owner.load_state_dict(part))])

@@ -1,15 +1,18 @@
 """The gradient noise scale, measured: from gradients of unequal batches, or from consecutive ones of one worker."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dynamix.runtime.expected import fields, wrong
+from dynamix.runtime.part import Part
 from dynamix.window import Floats
 
 
-class NoiseScale:
+class NoiseScale(Part):
     """tr(Sigma) and |G|^2 from gradients of unequal batches; their ratio is the gradient noise scale, in samples.
 
     With worker means g_i over b_i samples and the applied g = sum_i w_i g_i (w_i = b_i/B up to token counts),
@@ -21,6 +24,8 @@ class NoiseScale:
     Gaussian gradients, hence never worse than inverse-variance weighting of per-worker estimates (Cannikin, arXiv
     2402.05302, tested against it). Numerator and denominator are smoothed separately; `decay` is the past's weight.
     """
+
+    name = "noise_scale"
 
     def __init__(self, decay: float = 0.8) -> None:
         self.decay = decay
@@ -63,6 +68,11 @@ class NoiseScale:
 
     def state_dict(self) -> dict[str, float]:
         return {"noise": self._noise, "signal": self._signal, "mass": self._mass}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        fields(self.name, state, {"mass": float, "noise": float, "signal": float})
+        if not 0 <= state["mass"] <= 1 or not np.isfinite([state["noise"], state["signal"]]).all():
+            wrong(self.name, state, "finite numbers, mass 0 to 1")
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self._noise, self._signal, self._mass = state["noise"], state["signal"], state["mass"]

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from dynamix.probes import probes_here
 from dynamix.probes.timing import RECENT, StepTimer, StepTimes, attribute_wait, pause_in
+from dynamix.runtime.expected import fields, numbers, wrong
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.runtime.measure.readings import Reader, Value
+from dynamix.runtime.part import Part
 from dynamix.window import PER_WORKER, Floats, Window
 
 # Host and network change slower than short windows follow each other, and a sample costs most of what a window costs.
@@ -44,12 +46,14 @@ _SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
 _PLAIN = ("loss", "accuracy", "pair_noise", "pair_signal")
 
 
-class Recorder:
+class Recorder(Part):
     """One rank's measurements of the window now open. Never synchronises a device.
 
     On CUDA, sums stay on the device and travel to the host asynchronously; a row uses the newest that has arrived,
     which may be a window old. `limit` bounds the steps kept (an epoch can be long).
     """
+
+    name, own = "recorder", True
 
     def __init__(self, device: torch.device, *, limit: int = 4096) -> None:
         self.device, self.limit = device, limit
@@ -312,6 +316,14 @@ class Recorder:
         series = {name: [float(value) for value in series] for name, series in self._kept.items()}
         before = {name: list(pair) for name, pair in self._before.items()}
         return {"steps": self.steps, "series": series, "before": before}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        fields(self.name, state, {"steps": int, "series": dict, "before": dict})
+        for part, length in (("series", None), ("before", 2)):
+            if set(map(type, state[part])) - {str}:
+                wrong(f"{self.name}.{part}", list(state[part]), "series by name")
+            for name, values in state[part].items():
+                numbers(f"{self.name}.{part}.{name}", values, length)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()

@@ -8,23 +8,30 @@ of numbers, arrays and tensors are names of `tensors`, and what JSON does not kn
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 import json
-import math
-from typing import Any
+from collections.abc import Iterable
+from math import inf, isfinite, nan
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dynamix.errors import StateError
+from dynamix.runtime.expected import FIX
 
 Packed = tuple[str, tuple[Tensor, ...], tuple[Any, ...]]
 
 DEEPEST = 40  # containers in each other
 LONG = 16  # numbers from which a list is stored as a tensor
 _MARK = "$"  # begins the only key of a dict that stands for something else
+_marked, _form = methodcaller("startswith", _MARK), attrgetter("dtype", "shape")
+_KNOWN = {type(None), bool, int, str}  # to JSON, whatever the value is
+_FLOATS = {"nan": nan, "inf": inf, "-inf": -inf}
 
 
 def pack(value: Any) -> Packed:
@@ -33,13 +40,7 @@ def pack(value: Any) -> Packed:
     Raises `StateError` for containers that are nested too deeply.
     """
     text, tensors, objects = _written(value)
-    return text, tuple(tensor.clone() for tensor in tensors), tuple(map(_copied, objects))
-
-
-def _written(value: Any) -> Packed:
-    tensors, objects = list[Tensor](), list[Any]()
-    text = json.dumps(_plain(value, tensors, objects, DEEPEST), allow_nan=False, separators=(",", ":"))
-    return text, tuple(tensors), tuple(objects)
+    return text, tuple(map(Tensor.clone, tensors)), tuple(map(_copied, objects))
 
 
 def unpack(packed: Any, name: str = "part") -> Any:
@@ -48,12 +49,11 @@ def unpack(packed: Any, name: str = "part") -> Any:
         text, tensors, objects = packed
         if (type(packed), type(text), type(tensors), type(objects)) != (tuple, str, tuple, tuple):
             raise ValueError("it is not text, tensors and objects")
-        if not all(type(tensor) is Tensor and tensor.layout == torch.strided for tensor in tensors):
+        if set(map(type, tensors)) - {Tensor} or set(map(attrgetter("layout"), tensors)) - {torch.strided}:
             raise ValueError("a tensor is none")
-        value = _value(json.loads(text), tensors, objects, DEEPEST)
+        value = json.loads(text, object_hook=functools.partial(_value, tensors, objects))
         again = _written(value)
-        forms = [[(tensor.dtype, tensor.shape) for tensor in of] for of in (tensors, again[1])]
-        if again[0] != text or forms[0] != forms[1] or len(again[2]) != len(objects):
+        if again[0] != text or list(map(_form, tensors)) != list(map(_form, again[1])) or len(again[2]) != len(objects):
             raise ValueError("it is written in another form")
         return value
     except StateError:
@@ -62,40 +62,78 @@ def unpack(packed: Any, name: str = "part") -> Any:
         raise StateError(f"the controller's state is damaged in {name}: {error}. {FIX}") from error
 
 
-FIX = "Load a state that controller.state_dict() returned, unchanged"
+def _written(value: Any) -> Packed:
+    kept = _Kept([], [])
+    text = json.dumps(_plain(value, kept, DEEPEST), allow_nan=False, separators=(",", ":"))
+    return text, tuple(kept.tensors), tuple(kept.objects)
 
 
-def _plain(value: Any, tensors: list[Tensor], objects: list[Any], deep: int) -> Any:
-    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+class _Kept(NamedTuple):
+    """What is beside the text, not copied."""
+
+    tensors: list[Tensor]
+    objects: list[Any]
+
+
+def _plain(value: Any, kept: _Kept, deep: int) -> Any:
+    """What JSON knows of `value`; the rest goes into `kept`."""
+    if type(value) in _KNOWN or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (float, np.floating)):
-        number = float(value)
-        return number if math.isfinite(number) else {"$float": str(number)}
+        return float(value) if isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, np.integer):
         return int(value)
     if deep <= 0:
         raise StateError(f"a part of the state holds more than {DEEPEST} containers in each other")
     if isinstance(value, list):
-        numbers = _numbers(value)
-        if numbers is not None:
-            tensors.append(torch.from_numpy(numbers))
-            return {"$list": len(tensors) - 1}
-        return [_plain(item, tensors, objects, deep - 1) for item in value]
+        numbers = _numbers(value) if len(value) >= LONG or list in map(type, value) else None
+        return _items(value, kept, deep) if numbers is None else _name("$list", kept.tensors, torch.from_numpy(numbers))
     if type(value) is tuple:
-        return {"$tuple": _plain(list(value), tensors, objects, deep - 1)}
+        return {"$tuple": _plain(list(value), kept, deep - 1)}
     if isinstance(value, dict):
-        if all(type(key) is str and not key.startswith(_MARK) for key in value):
-            return {key: _plain(item, tensors, objects, deep - 1) for key, item in value.items()}
-        pairs = [[_plain(part, tensors, objects, deep - 1) for part in pair] for pair in value.items()]
-        return {"$dict": pairs}
+        if set(map(type, value)) <= {str} and not any(map(_marked, value)):
+            return dict(zip(value, _items(value.values(), kept, deep), strict=True))
+        return {"$dict": [_items(pair, kept, deep) for pair in value.items()]}
     if isinstance(value, Tensor):
-        tensors.append(value.detach())
-        return {"$tensor": len(tensors) - 1}
+        return _name("$tensor", kept.tensors, value.detach())
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.isnative:
-        tensors.append(torch.from_numpy(np.array(value)))
-        return {"$array": len(tensors) - 1}
-    objects.append(value)
-    return {"$object": len(objects) - 1}
+        return _name("$array", kept.tensors, torch.from_numpy(np.array(value)))
+    return _name("$object", kept.objects, value)
+
+
+def _items(values: Iterable[Any], kept: _Kept, deep: int) -> list[Any]:
+    """All `values` of a container. Most of them JSON knows."""
+    return [
+        value if type(value) in _KNOWN or (type(value) is float and isfinite(value)) else _plain(value, kept, deep - 1)
+        for value in values
+    ]
+
+
+def _name(mark: str, among: list[Any], value: Any) -> dict[str, int]:
+    among.append(value)
+    return {mark: len(among) - 1}
+
+
+def _value(tensors: tuple[Tensor, ...], objects: tuple[Any, ...], found: dict[str, Any]) -> Any:
+    """A dict of the text, or what its mark stands for. The dicts in it come first."""
+    if not any(map(_marked, found)):
+        return found
+    ((mark, of),) = found.items()
+    if mark == "$float":
+        return _FLOATS[of]
+    if mark in ("$tuple", "$dict"):
+        return tuple(of) if mark == "$tuple" else dict(of)
+    if type(of) is not int or of < 0:
+        raise ValueError(f"{mark} is {of!r}")
+    if mark == "$list":
+        return tensors[of].cpu().numpy().tolist()
+    if mark == "$array":
+        return np.array(tensors[of].cpu().numpy())
+    if mark == "$tensor":
+        return tensors[of].clone()
+    if mark == "$object":
+        return _copied(objects[of])
+    raise ValueError(f"{mark} is unknown")
 
 
 def _copied(value: Any) -> Any:
@@ -112,8 +150,7 @@ def _numbers(value: list[Any]) -> np.ndarray[Any, Any] | None:
         if set(map(type, flat)) != {list} or len(set(map(len, flat))) != 1:
             return None
         flat = list(itertools.chain.from_iterable(flat))
-    kinds = set(map(type, flat))
-    if len(flat) < LONG or kinds not in ({float}, {int}):
+    if len(flat) < LONG or set(map(type, flat)) not in ({float}, {int}):
         return None
     try:
         array = np.array(value)
@@ -122,37 +159,9 @@ def _numbers(value: list[Any]) -> np.ndarray[Any, Any] | None:
     return array if array.dtype in (np.float64, np.int64) else None
 
 
-def _value(plain: Any, tensors: Any, objects: Any, deep: int) -> Any:
-    if deep <= 0:
-        raise ValueError(f"more than {DEEPEST} containers in each other")
-    if isinstance(plain, list):
-        return [_value(item, tensors, objects, deep - 1) for item in plain]
-    if not isinstance(plain, dict):
-        if isinstance(plain, float) and not math.isfinite(plain):
-            raise ValueError(f"a number is {plain}")
-        return plain
-    if not any(key.startswith(_MARK) for key in plain):
-        return {key: _value(item, tensors, objects, deep - 1) for key, item in plain.items()}
-    ((mark, of),) = plain.items()
-    if mark == "$float":
-        if of not in ("nan", "inf", "-inf"):
-            raise ValueError(f"{of!r} is none of nan, inf, -inf")
-        return float(of)
-    if mark == "$tuple":
-        return tuple(_value(of, tensors, objects, deep - 1))
-    if mark == "$dict":
-        return {_value(k, tensors, objects, deep - 1): _value(v, tensors, objects, deep - 1) for k, v in of}
-    if isinstance(of, bool) or not isinstance(of, int) or of < 0:
-        raise ValueError(f"{mark} is {of!r}")
-    if mark == "$list":
-        return tensors[of].cpu().numpy().tolist()
-    if mark == "$array":
-        return np.array(tensors[of].cpu().numpy())
-    if mark == "$tensor":
-        return tensors[of].clone()
-    if mark == "$object":
-        return _copied(objects[of])
-    raise ValueError(f"{mark} is unknown")
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values would be written alike."""
+    return checksum({"": _written(one)}) == checksum({"": _written(other)})
 
 
 def checksum(state: dict[str, Any]) -> str:
@@ -162,30 +171,28 @@ def checksum(state: dict[str, Any]) -> str:
     True
     """
     digest = hashlib.sha256()
-    _feed(digest, {key: value for key, value in state.items() if key != "checksum"}, DEEPEST)
+    whole = {key: value for key, value in state.items() if key != "checksum"}
+    todo: list[tuple[str, Any, int]] = [("", whole, DEEPEST)]  # what is written before a value, and it; the last first
+    while todo:
+        before, value, deep = todo.pop()
+        if deep <= 0:
+            raise StateError(f"a state holds more than {DEEPEST} containers in each other. {FIX}")
+        if isinstance(value, dict):
+            before += f"{{{len(value)}"
+            names = sorted(value, key=str)[::-1]
+            todo += zip(map("{!r}:".format, names), map(value.__getitem__, names), itertools.repeat(deep - 1))
+        elif isinstance(value, (list, tuple)):
+            before += f"{'[' if isinstance(value, list) else '('}{len(value)}"
+            todo += zip(itertools.repeat(""), reversed(value), itertools.repeat(deep - 1))
+        elif isinstance(value, Tensor):
+            before += f"tensor {value.dtype} {tuple(value.shape)}"
+        elif isinstance(value, int) and value.bit_length() > 128:
+            raise StateError(f"a state holds a whole number of {value.bit_length()} bits. {FIX}")
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            before += f"{type(value).__name__} {value!r};"
+        else:
+            before += f"object {type(value).__qualname__};"
+        digest.update(before.encode(errors="backslashreplace"))
+        if isinstance(value, Tensor) and value.numel():
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _feed(digest: Any, value: Any, deep: int) -> None:
-    if deep <= 0:
-        raise StateError(f"a state holds more than {DEEPEST} containers in each other. {FIX}")
-    if isinstance(value, dict):
-        digest.update(b"{%d" % len(value))
-        for key in sorted(value, key=str):
-            digest.update(f"{key!r}:".encode(errors="backslashreplace"))
-            _feed(digest, value[key], deep - 1)
-    elif isinstance(value, (list, tuple)):
-        digest.update(b"[%d" % len(value) if isinstance(value, list) else b"(%d" % len(value))
-        for item in value:
-            _feed(digest, item, deep - 1)
-    elif isinstance(value, Tensor):
-        digest.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        if value.numel():
-            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(flat.numpy().data)
-    elif isinstance(value, int) and value.bit_length() > 128:
-        raise StateError(f"a state holds a whole number of {value.bit_length()} bits. {FIX}")
-    elif value is None or isinstance(value, (bool, int, float, str)):
-        digest.update(f"{type(value).__name__} {value!r};".encode(errors="backslashreplace"))
-    else:
-        digest.update(f"object {type(value).__qualname__};".encode())

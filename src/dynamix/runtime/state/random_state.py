@@ -1,10 +1,15 @@
 """Random state of this process: Python, NumPy, torch CPU and CUDA, as plain data for checkpoints."""
 
+from __future__ import annotations
+
 import random
 from typing import Any
 
 import numpy as np
 import torch
+
+from dynamix.errors import StateError
+from dynamix.runtime.part import Part
 
 
 def capture() -> dict[str, Any]:
@@ -30,3 +35,38 @@ def restore(state: dict[str, Any]) -> None:
 def of_numpy(saved: dict[str, Any]) -> dict[str, Any]:
     """NumPy's state, of which `capture` keeps the key as a list."""
     return {**saved, "state": {**saved["state"], "key": np.array(saved["state"]["key"], dtype=np.uint32)}}
+
+
+class RandomState(Part):
+    """This process's, as a part of its job. What was loaded is put back later, by `go_on`: iterators draw seeds."""
+
+    name, own = "rng", True
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Any] | None = None
+
+    def go_on(self) -> None:
+        """Put back what was loaded, once."""
+        loaded, self.loaded = self.loaded, None
+        if loaded is not None:
+            restore(loaded)
+
+    def state_dict(self) -> dict[str, Any]:
+        return capture()
+
+    def check(self, state: Any) -> None:
+        """Raise `StateError` for what the generators would not take. None: it is another rank's, or was not saved."""
+        if state is None:
+            return
+        try:
+            version, internal, gauss = state["python"]
+            random.Random().setstate((version, tuple(internal), gauss))
+            np.random.RandomState().set_state(of_numpy(state["numpy"]))
+            torch.Generator().set_state(state["torch"].cpu())
+            if type(state["cuda"]) not in (list, tuple) or set(map(type, state["cuda"])) - {torch.Tensor}:
+                raise TypeError("cuda")
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise StateError(f"the controller's state holds random states that do not fit: {error}") from error
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        self.loaded = state

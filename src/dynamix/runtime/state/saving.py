@@ -1,108 +1,46 @@
-"""Saving a controller's job and going on with it: a state is checked against the job before any of it is applied."""
+"""The one schema of a controller's state: how it is written, checked as a whole, and loaded.
+
+Everything counts rounds and samples per round. Keys are the same in every state, whatever the job is made of; parts
+whose structure varies are packed (`packing`): `ranks` holds, by rank, what is a rank's own. In a gathered state that is
+also `policy`, where every rank decides for itself. A state is checked completely before any of it is applied.
+"""
 
 from __future__ import annotations
 
-import copy
-import random
 import sys
-import warnings
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import numpy as np
-import torch
-
-from dynamix.data import Allocations, BatchSampler, Stream
+from dynamix.data import Allocations
 from dynamix.errors import StateError, UsageError, shown
-from dynamix.model.ways import Ways
 from dynamix.policies import Policy
-from dynamix.policies.guard import as_written_now
-from dynamix.policies.wrappers import after_answer, carry_over, load_policy, unfit
-from dynamix.projection import project
 from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.runtime.decide.peer_channel import PeerChannel
 from dynamix.runtime.decide.progress import Progress
+from dynamix.runtime.expected import FIX, fields, of_type, whole, wholes, wrong
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.ranks.hosts import remembered, shares_of, workers_of
-from dynamix.runtime.ranks.ranks import Ranks
-from dynamix.runtime.rate.rates import Rates
-from dynamix.runtime.state import random_state
-from dynamix.runtime.state.load_atomically import Taking, load_atomically
+from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.state.packing import checksum, pack, unpack
-from dynamix.runtime.state.schema import ORDER, SavedState, own_source, source_state
-from dynamix.runtime.sync.connected_model import ConnectedModel
-from dynamix.window import Bounds, Ints, Window
+from dynamix.runtime.state.place import Place
+from dynamix.runtime.state.policy_state import PolicyState, Remembered
+from dynamix.runtime.state.random_state import RandomState
+from dynamix.runtime.state.registry import InOrder, Registry
+from dynamix.runtime.state.resume import Division
 
-_NEAR = 8  # frames between `torch.distributed.checkpoint` and here, at most
+STATE_SCHEMA = 2
 RANDOM_UP_TO = 64  # ranks whose random state a gathered state holds: 10 kB each
-
-
-class Resumable(Protocol):
-    """What of a `TrainingJob` is saved."""
-
-    facts: JobFacts
-    policy: Policy
-    allocations: Allocations
-    progress: Progress
-    recorder: Recorder
-    rates: Rates
-    ranks: Ranks
-    source: BatchSampler | Stream | None
-    models: list[ConnectedModel]
-    windows: Any
-
-
-def save(job: Resumable, *, gather: bool = False) -> dict[str, Any]:
-    """`Controller.state_dict`."""
-    pieces, workers = job.facts.accumulate, job.allocations.workers
-    ledger = job.allocations.state_dict()
-    shares = job.facts.shares
-    if job.facts.hosts:
-        shares = remembered(shares, workers_of(job.facts.hosts), np.asarray(ledger["sizes"][-1]))
-    source, iterable = source_state(None if job.source is None else job.source.state_dict(), workers, pieces)
-    own = {"recorder": job.recorder.state_dict(), "rng": random_state.capture(), "iterable": iterable}
-    ranks = {job.ranks.rank: own}
-    if gather and workers > 1:
-        own |= {"policy": job.policy.state_dict()} if isinstance(job.windows.channel, PeerChannel) else {}
-        ranks = _gathered(job, own if workers <= RANDOM_UP_TO else {**own, "rng": None})
-    return SavedState(
-        world_size=workers,
-        rank=job.ranks.rank,
-        hosts={"names": list(job.facts.hosts), "shares": shares},
-        accumulate=pieces,
-        base_batch=job.facts.base_batch,
-        progress=job.progress.state_dict(),
-        ledger_rounds=[step // pieces for step in ledger["steps"]],
-        ledger_sizes=[[pieces * size for size in sizes] for sizes in ledger["sizes"]],
-        ledger_pieces=ledger.get("pieces", [0] * len(ledger["steps"])),
-        source=source,
-        policy=job.policy.state_dict(),
-        noise_scale=job.facts.noise_scale.state_dict(),
-        schedules=[schedule.state_dict() for schedule in job.rates.schedules],
-        hooks=[attached.state_dict() for attached in job.models],
-        ranks=ranks,
-    ).write()
-
-
-def _gathered(job: Resumable, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    group = job.ranks.group
-    if group is None:
-        raise UsageError("state_dict(gather=True) needs the ranks' control group: call it on every rank of a live job")
-    every = group.all_gather_object(pack(own))
-    return {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in enumerate(every)}
-
-
-def save_alike(job: Resumable) -> dict[str, Any]:
-    """The first rank's state with every rank's own part in it, the same on all ranks. A collective call."""
-    state, group = save(job, gather=True), job.ranks.group
-    alike: dict[str, Any] = state if group is None else group.broadcast_object(state)
-    return alike
+_HEAD = ("schema", "version", "checksum")
+# Packed is all the rest: `torch.distributed.checkpoint` wants the same keys in every state.
+_PLAIN = {*Division.KEYS, "progress", "source", "noise_scale"} - {"hosts"}
+_OF_SOURCE = ("cuts", "regions")  # packed in it
+_NEAR = 8  # frames between `torch.distributed.checkpoint` and here, at most
 
 
 def asked_by_distributed_checkpoint() -> bool:
     """Whether `torch.distributed.checkpoint` is asking all ranks for their states.
 
     Of a value that several ranks have under one name it keeps that of any of them, a different one for each value. So
-    what it is given must be the same on all ranks.
+    what it is given must be the same on all ranks. It passes nothing on that says so, and a rank that goes on must know
+    all names: the parts of ranks cannot have names of their own, of which more ranks would look for more.
     """
     frame = sys._getframe(1)
     for _ in range(_NEAR):
@@ -116,242 +54,164 @@ def asked_by_distributed_checkpoint() -> bool:
     return False
 
 
-def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
-    """`Controller.load_state_dict`; returns the parts that wait for what does not exist yet.
+class JobState:
+    """All of a rank's job that is saved. A new piece of state is a `Part` that is added to `parts`.
 
-    Nothing of the job is changed where this raises, also where a policy or a hook's state of the user's does.
+    hooks, schedules   of the user's, which are added as the loop makes them
+    place              is told of the sampler or stream
+    random             is told when the loader's iterators are made
+    peers              every rank decides for itself
     """
-    saved = SavedState.read(state)
-    same = saved.world_size == job.allocations.workers and _stayed(job, saved)
-    facts = _facts_of(job, saved)
-    rounds, sizes, apart, opens = _ledger(job, saved, facts, same)
-    parts = _parts(job, saved, same)
-    takings: list[Taking] = []
-    if policy:
-        # Where every rank decides for itself, each goes on with what it remembers of itself.
-        known = saved.ranks.get(job.ranks.rank, {}).get("policy", saved.policy) if same else saved.policy
-        check_policy(job.policy, known, sizes[-1], facts.bounds, same=same)
-        takings.append((job.policy, lambda: (load_policy if same else carry_over)(job.policy, known)))
-    takings += _takings(job, parts)
-    _say_what_is_overridden(job, saved)
-    load_atomically(takings)
-    # From here on nothing raises.
-    job.progress.load_state_dict({**saved.progress, "opens": opens})
-    job.facts.resume(saved.base_batch, saved.progress["steps"], saved.progress["samples"])
-    job.facts.shares = saved.hosts["shares"]
-    job.facts.noise_scale.load_state_dict(saved.noise_scale)
-    job.allocations.load_state_dict(
-        {
-            "steps": [job.facts.accumulate * r for r in rounds],
-            "sizes": [s // job.facts.accumulate for s in sizes],
-            "pieces": apart,
-        }
-    )
-    return parts
+
+    def __init__(
+        self,
+        job: JobFacts,
+        policy: Policy,
+        allocations: Allocations,
+        progress: Progress,
+        recorder: Recorder,
+        *,
+        rank: int,
+        peers: bool,
+    ) -> None:
+        self.hooks, self.schedules = InOrder("hooks", varies=("inner",)), InOrder("schedules")
+        self.place, self.random = Place(allocations.workers, job.accumulate), RandomState()
+        users = PolicyState(policy, job, allocations), self.hooks, self.schedules
+        self.parts = Registry([*users, progress, job.noise_scale, self.place, recorder, self.random])
+        self._division, self._peers = Division(rank, job, allocations), peers
+
+    def save(self) -> dict[str, Any]:
+        """`Controller.state_dict`."""
+        states, own = self._states()
+        return self._written(states, {self._division.rank: own})
+
+    def save_gathered(self, group: ControlGroup | None) -> dict[str, Any]:
+        """`Controller.state_dict(gather=True)`, a collective call."""
+        workers, (states, own) = self._division.workers, self._states()
+        if workers == 1:
+            return self._written(states, {0: own})
+        if group is None:
+            need = "state_dict(gather=True) needs the ranks' control group"
+            raise UsageError(f"{need}: call it on every rank of a live job")
+        own |= {"policy": states["policy"]} if self._peers else {}
+        own |= {"rng": None} if workers > RANDOM_UP_TO else {}
+        every = enumerate(group.all_gather_object(pack(own)))
+        return self._written(states, {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in every})
+
+    def save_alike(self, group: ControlGroup) -> dict[str, Any]:
+        """The first rank's state with every rank's own part in it, the same on all ranks. A collective call."""
+        alike: dict[str, Any] = group.broadcast_object(self.save_gathered(group))
+        return alike
+
+    def load(self, state: Any, *, policy: bool = True) -> None:
+        """`Controller.load_state_dict`.
+
+        Nothing of the job is changed where this raises, also where a policy or a hook's state of the user's does.
+        """
+        parts, division = self.parts, self._division
+        saved = _read(state, (*division.KEYS, *parts.shared, "ranks"))
+        division.check(saved)
+        _require_ranks(parts, saved)
+        mine = _mine(division, saved)
+        states = {name: saved[name] for name in parts.shared if name != "policy"}
+        states["source"] = {**saved["source"], "iterable": mine["iterable"]}
+        parts.check(states)
+        _require_together(saved)
+        resumed = division.resumed(saved)
+        states["progress"] = {**saved["progress"], "opens": resumed.opens}
+        states |= {name: mine[name] for name in parts.own if resumed.same or name != "recorder"}
+        if policy:
+            # Where every rank decides for itself, each goes on with what it remembers of itself.
+            known = (resumed.same and mine.get("policy")) or saved["policy"]
+            states["policy"] = Remembered(known, resumed.same)
+            parts.check({"policy": states["policy"]})
+        division.warn_of_batch(saved)
+        parts.load_state_dict(states)
+        division.go_on(saved, resumed)
+
+    def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Those of all ranks by name, and this rank's own."""
+        states = self.parts.state_dict()
+        own = {name: states.pop(name) for name in self.parts.own}
+        return states, {**own, "iterable": states["source"].pop("iterable")}
+
+    def _written(self, states: dict[str, Any], ranks: dict[int, Any]) -> dict[str, Any]:
+        source = states["source"] | {name: pack(states["source"][name]) for name in _OF_SOURCE}
+        values = {**self._division.state_dict(), **states, "source": source, "ranks": ranks}
+        state = {"schema": STATE_SCHEMA, "version": sys.modules["dynamix"].__version__}
+        state |= {name: value if name in _PLAIN else pack(value) for name, value in values.items()}
+        return {**state, "checksum": checksum(state)}
 
 
-def _say_what_is_overridden(job: Resumable, saved: SavedState) -> None:
-    """Warn where the state brings another global batch than the script asks for. Other workers share the saved one."""
-    here, workers = job.facts.base_batch, job.allocations.workers
-    if job.ranks.rank != 0 or saved.world_size != workers or saved.base_batch == here:
-        return
-    why = f"the loaded state goes on with a global batch of {saved.base_batch} samples, as the job that saved it began"
-    pieces = job.facts.accumulate
-    mine = f"batch_size={here / workers / pieces:g}, accumulate={pieces} on {workers} workers"
-    theirs = f"batch_size={saved.base_batch / workers / saved.accumulate:g}, accumulate={saved.accumulate}"
-    fix = f"Write {theirs}, or leave load_state_dict out to begin with yours"
-    said = f"{why}; this script asks for {here} ({mine}), which is not used. {fix}"
-    warnings.warn(said, RuntimeWarning, stacklevel=5)
+def _mine(division: Division, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's own of what was saved, by name: as far as it can be had from another rank's, if its own was not."""
+    of_saver = saved["ranks"][saved["rank"]]
+    if saved["world_size"] == division.workers and division.rank in saved["ranks"]:
+        own: dict[str, Any] = saved["ranks"][division.rank]
+        return own
+    # Others' figures are not this rank's; how many steps the open window has, all ranks must agree on.
+    recorder = {**of_saver["recorder"], "series": {}, "before": {}}
+    iterable = None if saved["source"].get("sharded") else of_saver["iterable"]
+    return {**dict.fromkeys(of_saver), "recorder": recorder, "iterable": iterable}
 
 
-def _stayed(job: Resumable, saved: SavedState) -> bool:
-    """Whether every rank is on the host that it was on, as far as that is known."""
-    before = saved.hosts["names"]
-    return not (job.facts.hosts and before) or list(job.facts.hosts) == before
+def _read(state: Any, names: Iterable[str]) -> dict[str, Any]:
+    """What `_written` gave, unpacked. Raises `StateError` for what it did not give."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"the controller's state is {type(state).__name__}, not a dict. {FIX}")
+    _require_schema(state)
+    expected = {*_HEAD, *names}
+    if state.keys() != expected:
+        odd = sorted(map(str, state.keys() ^ expected))
+        raise StateError(f"the controller's state lacks or has too many keys: {', '.join(odd[:5])}. {FIX}")
+    if checksum(dict(state)) != state["checksum"]:
+        raise StateError(f"the controller's state was changed after it was saved (its checksum differs). {FIX}")
+    values = {name: state[name] if name in _PLAIN else unpack(state[name], name) for name in names}
+    source = values["source"]
+    if not isinstance(source, dict) or not source.keys() >= {*_OF_SOURCE}:
+        wrong("source", source, f"a dict with {' and '.join(_OF_SOURCE)}")
+    source = source | {name: unpack(source[name], name) for name in _OF_SOURCE}
+    if any(unused := wholes("source.unused", source.pop("unused", []))):  # of 0.2
+        raise StateError(
+            f"this state was saved between two meetings of workers that met early: source.unused={shown(unused)}. "
+            "Averaging(early=True) was removed in 0.3: write a state at the end of an epoch with dynamix 0.2, or begin "
+            "a new job from the model's weights"
+        )
+    return {**values, "source": source}
 
 
-def _facts_of(job: Resumable, saved: SavedState) -> JobFacts:
-    """The job's facts as they will be. Raises what `JobFacts.resume` raises."""
-    trial = copy.copy(job.facts)
-    trial.resume(saved.base_batch, saved.progress["steps"], saved.progress["samples"])
-    return trial
+def _require_schema(state: Mapping[str, Any]) -> None:
+    schema = state.get("schema")
+    if type(schema) is int and schema == 1:
+        raise StateError(
+            "this state was saved by dynamix 0.1 (schema 1); this version reads states of 0.2 and later. Finish the "
+            "job with dynamix 0.1, or begin a new one from the model's weights"
+        )
+    if "schema" not in state:
+        inside = "Write controller.load_state_dict(state['controller'])" if "controller" in state else FIX
+        raise StateError(f"this is no state of a controller: its keys are {shown(list(state)[:3])}. {inside}")
+    if type(schema) is not int or schema != STATE_SCHEMA:
+        version = f", saved by dynamix {state['version']}" if isinstance(state.get("version"), str) else ""
+        found = f"{shown(schema)}{version}"
+        raise StateError(f"the controller's state has schema {found}; this version reads {STATE_SCHEMA}")
 
 
-def _ledger(
-    job: Resumable, saved: SavedState, facts: JobFacts, same: bool
-) -> tuple[list[int], list[Ints], list[int], int]:
-    """Rounds, sizes and pieces of the ledger to go on with, and the round from which measurements count.
-
-    The saved ledger, within the bounds of today. With other workers the global batch is kept: those whose hosts were
-    there before have the shares that they had, new ones the mean of these. Where workers step apart, what they train at
-    the same time is kept too.
-    """
-    rounds, opens = saved.ledger_rounds, saved.progress["opens"]
-    sizes = [np.asarray(of, dtype=np.int64) for of in saved.ledger_sizes]
-    apart = saved.ledger_pieces if isinstance(facts.rounds, Ways) else [0] * len(sizes)
-    now = saved.source["rounds"]
-    first = max(i for i, begin in enumerate(rounds) if begin <= max(now, rounds[0]))
-    if same:
-        to_come = [project(of, facts.bounds_of(piece)) for of, piece in zip(sizes, apart, strict=True)][first:]
-        fits = all(map(np.array_equal, to_come, sizes[first:]))
-        if fits and not any((of % job.facts.accumulate).any() for of in sizes):
-            return rounds, sizes, apart, opens
-        within, piece = to_come[-1], apart[-1]
-    else:
-        known = job.facts.hosts or ("",) * job.allocations.workers
-        shares, total = shares_of(saved.hosts["shares"], workers_of(known)), sizes[first].sum()
-        piece = _part(apart[first] * saved.world_size, job.allocations.workers)
-        within = project(shares * total / shares.sum(), facts.bounds_of(piece), total=total)
-    return [now], [within], [piece], now
+def _require_ranks(parts: Registry, saved: Mapping[str, Any]) -> None:
+    for rank, own in of_type("ranks", saved["ranks"], dict).items():
+        whole("ranks", rank, 0, saved["world_size"] - 1)
+        names = (*parts.own, "iterable", *(["policy"] if isinstance(own, dict) and "policy" in own else []))
+        fields(f"ranks[{rank}]", own, dict.fromkeys(names, object))
+        parts.check({name: own[name] for name in parts.own})
+    if saved["rank"] not in saved["ranks"]:
+        wrong("ranks", sorted(saved["ranks"]), f"rank {saved['rank']} among them")
 
 
-def _part(at_once: int, workers: int) -> int:
-    """A worker's part of what all train at the same time, where they step apart."""
-    return max(round(at_once / workers), 1) if at_once else 0
-
-
-def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:
-    """What waits for its owner, each checked against the owner where there is one."""
-    own = saved.ranks.get(job.ranks.rank) if saved.world_size == job.allocations.workers else None
-    of_any = own or saved.ranks[saved.rank]
-    iterable = of_any["iterable"] if own or not saved.source["sharded"] else None
-    source = own_source(saved.source, iterable, job.facts.accumulate)
-    if source is not None and job.source is not None:
-        _same_order(source, job.source)
-    parts: dict[str, Any] = {"source": source}
-    for i, of in enumerate(saved.schedules):
-        parts[f"schedule {i}"] = of
-        if i < len(job.rates.schedules):
-            _alike(f"schedules[{i}]", of, job.rates.schedules[i].state_dict())
-    for i, of in enumerate(saved.hooks):
-        parts[f"hook {i}"] = of
-        if of and i < len(job.models) and (mine := job.models[i].state_dict()):
-            _alike(f"hooks[{i}]", of, mine, also=("inner",))
-    if same:
-        notebook = of_any["recorder"]
-        # Others' figures are not this rank's; how many steps the open window has, all ranks must agree on.
-        parts["recorder"] = notebook if own else {**notebook, "series": {}, "before": {}}
-    if own is not None and own["rng"] is not None:
-        parts["rng"] = own["rng"]
-        _random(own["rng"])
-    return parts
-
-
-def _takings(job: Resumable, parts: dict[str, Any]) -> list[Taking]:
-    """Those of `parts` that objects of the user's load, where these exist; they are taken out of it."""
-
-    def load(owner: Any, part: Any) -> Taking:
-        return owner, lambda: owner.load_state_dict(part)
-
-    owners: dict[str, Any] = {f"hook {i}": attached for i, attached in enumerate(job.models)}
-    owners |= {f"schedule {i}": schedule for i, schedule in enumerate(job.rates.schedules)}
-    return [load(owner, parts.pop(name)) for name, owner in owners.items() if name in parts]
-
-
-def _same_order(saved: dict[str, Any], source: Any) -> None:
-    mine, _ = source_state(source.state_dict(), source.world_size, source.accumulate)
-    for name in ORDER:
-        if saved[name] != mine[name] or type(saved[name]) is not type(mine[name]):
-            raise StateError(
-                f"{name}={shown(saved[name])} in the checkpoint, {name}={shown(mine[name])} here: the order of samples "
-                "would differ, and some would be lost or repeated; resume with the data set and sampler that saved it"
-            )
-    source.check_state(saved)
-
-
-def _alike(name: str, saved: Any, mine: Any, also: tuple[str, ...] = ()) -> None:
-    """Raise `StateError` unless both have the same keys, and values of one kind. Those in `also` are not looked at."""
-    if not isinstance(saved, dict) or saved.keys() != mine.keys():
-        raise StateError(f"the controller's state has {name} of another kind: make the same objects before loading it")
-    for key in saved.keys() - set(also):
-        one, other = saved[key], mine[key]
-        numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (one, other))
-        if isinstance(other, dict) and isinstance(one, dict) and key == "scheduler":
-            _alike(f"{name}.{key}", one, other)
-        elif not (numbers or type(one) is type(other) or one is None or other is None):
-            raise StateError(f"the controller's state has {name}.{key}={shown(one)}, where this job has {shown(other)}")
-
-
-def _random(saved: Any) -> None:
-    """Raise `StateError` for random states that the generators would not take."""
-    try:
-        version, internal, gauss = saved["python"]
-        random.Random().setstate((version, tuple(internal), gauss))
-        np.random.RandomState().set_state(random_state.of_numpy(saved["numpy"]))
-        torch.Generator().set_state(saved["torch"].cpu())
-        if type(saved["cuda"]) not in (list, tuple) or not all(isinstance(d, torch.Tensor) for d in saved["cuda"]):
-            raise TypeError("cuda")
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise StateError(f"the controller's state holds random states that do not fit: {error}") from error
-
-
-def check_policy(policy: Policy, state: Any, sizes: Ints, bounds: Bounds, *, same: bool) -> None:
-    """Raise `StateError` unless `policy` could go on from `state`: a copy of it takes it, and one of ours decides.
-
-    A policy that cannot be copied is not tried.
-    """
-    try:
-        trial = copy.deepcopy(policy)
-    except Exception:  # of any kind: locks, sockets, what a user's policy holds
-        return
-    before = random_state.capture()
-    try:
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")
-            (load_policy if same else carry_over)(trial, state)
-            if _ours(trial):
-                if same and _differ(trial.state_dict(), state):
-                    raise ValueError("it holds what the policy does not know, or numbers in another form")
-                _decide(trial, sizes, bounds)
-    except StateError:
-        raise
-    except Exception as error:  # a damaged state fails anywhere
-        raise unfit(policy, state, error) from error
-    finally:
-        random_state.restore(before)
-
-
-_OUR_PACKAGES = ("dynamix", "dynamix_lab")  # a policy of the lab's arrives by entry point, and is held to the same
-
-
-def _ours(policy: Any) -> bool:
-    while True:
-        if type(policy).__module__.partition(".")[0] not in _OUR_PACKAGES:
-            return False
-        inner = getattr(policy, "policy", None)
-        if inner is None:
-            return True
-        policy = inner
-
-
-def _differ(mine: Any, saved: Any) -> bool:
-    """Whether two states of the same kind of policy differ."""
-    if not isinstance(saved, dict) or mine.keys() != saved.keys():
-        return isinstance(saved, dict) and not {"guarded", "paced"} & (mine.keys() ^ saved.keys())
-    return checksum({"policy": pack(mine)}) != checksum({"policy": pack(as_written_now(saved))})
-
-
-def _decide(policy: Any, sizes: Ints, bounds: Bounds) -> None:
-    """Two windows, as a job might see them next; also of what a guard has under it."""
-    share = np.maximum(sizes, 1) / max(float(sizes.mean()), 1.0)
-    times: dict[str, Any] = {
-        "compute": 0.1 * share,
-        "compute_std": 0.01 * share,
-        "wait": 0.01,
-        "communication": 0.05,
-        "data": 0.001,
-    }
-    known: dict[str, Any] = {
-        "steps": 5.0,
-        "noise": 100.0,
-        "signal": 1.0,
-        "global_norm_sq": 1.0,
-        "gradient_norm_sq": 2.0,
-    }
-    for _ in range(2):
-        window = Window.of(sizes, **times, **known, loss=1.0, loss_std=0.1, loss_change=-0.1)
-        inner = policy
-        while inner is not None:
-            project(np.asarray(inner.decide(window, bounds)), bounds, current=sizes)
-            inner = getattr(inner, "policy", None)
-        after_answer(policy)
+def _require_together(saved: Mapping[str, Any]) -> None:
+    """Raise `StateError` for parts that are each right, and cannot be of one job."""
+    source, samples = saved["source"], saved["progress"]["samples"]
+    wholes("source.taken", source["taken"], saved["world_size"])
+    if source["kind"] != "none":
+        if saved["ledger_rounds"][0] > source["rounds"]:
+            wrong("ledger_rounds", saved["ledger_rounds"][0], f"at most source.rounds={source['rounds']}")
+        if source["position"] > samples:
+            wrong("source.position", source["position"], f"at most samples={samples}")
