@@ -18,7 +18,9 @@ from torch.optim import lr_scheduler
 
 import dynamix
 from dynamix.errors import ConfigError
-from dynamix.runtime.rate.scaling import RULES, LearningRate, SampleSchedule, rule
+from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule
+from dynamix.runtime.rules import RULES
+from dynamix.runtime.rules import rule_of as rule
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, classes
 from tests.union import Script

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from dynamix.errors import ConfigError, spelling
 from dynamix.events.replay import recorded
@@ -18,8 +21,7 @@ from dynamix.policies import Policy, make_policy
 from dynamix.policies.protocol import boundary
 from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.limits import Limits, check_counts, per_rank, starting_sizes, whole
-from dynamix.runtime.ranks.compare import shape_of
-from dynamix.runtime.rate.scaling import rule
+from dynamix.runtime.rules import rule_of
 from dynamix.window import Bounds, Ints
 
 POLICY_VARIABLE, MEET_VARIABLE = "DYNAMIX_POLICY", "DYNAMIX_MEET"  # of the environment; they win over the script's
@@ -73,7 +75,7 @@ class JobConfig:
     def __post_init__(self) -> None:
         keep = partial(object.__setattr__, self)  # frozen once it is made
         keep("fixed", self.global_batch == "fixed")
-        rule(self.lr_rule)  # raises for one that does not exist
+        rule_of(self.lr_rule)  # raises for one that does not exist
         check_counts(batch_size=self.batch_size, accumulate=self.accumulate, quantum=self.limits.quantum)
         self._check_pieces()
         self._check_totals()
@@ -306,3 +308,21 @@ def grain(batch_size: int, micro_batch: int) -> int:
     if batch_size >= 8 * micro_batch:
         return micro_batch
     return next(micro_batch // n for n in (4, 2, 1) if micro_batch % n == 0)
+
+
+def shape_of(value: Any) -> Any:
+    """The shape of a policy's state: its keys, and of what kind and length each value is.
+
+    >>> shape_of({"net": np.zeros((2, 3)), "asked": 3, "sizes": [1, 2], "none": None})
+    {'net': 'float64 [2, 3]', 'asked': 'number', 'sizes': '2 x number', 'none': 'None'}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): shape_of(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, list | tuple):
+        kinds = list(dict.fromkeys(json.dumps(shape_of(part)).strip('"') for part in value))
+        return f"{len(value)} x {', '.join(kinds)}" if kinds else "empty"
+    if isinstance(value, bool | int | float):
+        return "number"
+    return "None" if value is None else type(value).__name__

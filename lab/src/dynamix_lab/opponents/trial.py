@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError
-from dynamix.runtime.rate.scaling import AUTO, RULES
+from dynamix.runtime.rules import AUTO, RULES
 
 PERIODS = ("fixed", "post_local", "adacomm", "qsr", "ratio", "auto")
 OURS = ("fixed", "ratio", "auto")  # of the product, under a policy

@@ -99,18 +99,26 @@ class ModelCheck:
 
         def before_adding(gradient: Tensor) -> None:
             if (check := alive()) is not None:
-                older = check._held_since is not None and check._held_since < check.loop.group
-                muted, probe = check.loop.recorder.muted, check.probe
-                check._stale = older and not muted and probe is not None and _nonzero(probe.grad)
+                check._before_adding()
 
         def added(probe: Tensor) -> None:  # which `torch.autograd.grad` does not
-            check = alive()
-            if check is not None and not check.loop.recorder.muted:
-                check._local, check._held_since, check._made = True, check.loop.group, True
-                if check._stale:
-                    check._fail_stale()
+            if (check := alive()) is not None:
+                check._added()
 
         return [probe.register_hook(before_adding), probe.register_post_accumulate_grad_hook(added)]
+
+    def _before_adding(self) -> None:
+        """The probe's gradient is known: whether it would be added to that of an earlier batch."""
+        older = self._held_since is not None and self._held_since < self.loop.group
+        muted, probe = self.loop.recorder.muted, self.probe
+        self._stale = older and not muted and probe is not None and _nonzero(probe.grad)
+
+    def _added(self) -> None:
+        """The probe's gradient was added to its `.grad`."""
+        if not self.loop.recorder.muted:
+            self._local, self._held_since, self._made = True, self.loop.group, True
+            if self._stale:
+                self._fail_stale()
 
     def fail(self, message: str) -> NoReturn:
         """Raise `UsageError`, on every rank."""
@@ -143,8 +151,9 @@ class ModelCheck:
 
     def reduced(self) -> None:
         """All gradients of a synchronised backward pass are on their way: nothing is local any more."""
-        for check in (self, *self.partners):
-            check._local, check._made, check._crossed = False, True, True
+        self._local, self._made, self._crossed = False, True, True
+        for check in self.partners:
+            check.reduced()
 
     def _fail_stale(self) -> None:
         loop = self.loop

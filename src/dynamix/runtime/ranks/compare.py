@@ -189,24 +189,6 @@ def hook_settings(state: Any) -> dict[str, Any]:
     return {name: getattr(state, name) for name in _OF_POWERSGD} | {"random_seed": int(state.rng.get_state()[1][0])}
 
 
-def shape_of(value: Any) -> Any:
-    """The shape of a policy's state: its keys, and of what kind and length each value is.
-
-    >>> shape_of({"net": np.zeros((2, 3)), "asked": 3, "sizes": [1, 2], "none": None})
-    {'net': 'float64 [2, 3]', 'asked': 'number', 'sizes': '2 x number', 'none': 'None'}
-    """
-    if isinstance(value, Mapping):
-        return {str(key): shape_of(part) for key, part in value.items()}
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, list | tuple):
-        kinds = list(dict.fromkeys(json.dumps(shape_of(part)).strip('"') for part in value))
-        return f"{len(value)} x {', '.join(kinds)}" if kinds else "empty"
-    if isinstance(value, bool | int | float):
-        return "number"
-    return "None" if value is None else type(value).__name__
-
-
 def facts_of(job: Any) -> dict[str, Any]:
     """What every rank must hold alike, by name; `job` is its `TrainingJob`."""
     source, bounds, facts = job.need_source(), job.job.bounds, job.job

@@ -12,7 +12,8 @@ from dynamix.data import Allocations, Piece, StepPlan
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.part import Part
-from dynamix.runtime.rate.scaling import AUTO, LearningRate, SampleSchedule, SchedulerWatch
+from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch
+from dynamix.runtime.rules import AUTO
 
 
 class Rates(Part):

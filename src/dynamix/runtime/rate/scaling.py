@@ -10,74 +10,14 @@ import types
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dynamix.errors import ConfigError, spelling
-
-
-class Rule(Protocol):
-    """The factor on the learning rate at `scale` = B / B0.
-
-    noise        tr(Sigma), the variance of one sample's gradient summed over parameters; NaN when unknown
-    signal       |G|^2 of the true gradient; NaN when unknown
-    base_batch   B0, in samples
-    """
-
-    def __call__(self, scale: float, noise: float, signal: float, *, base_batch: float) -> float: ...
-
-
-def adascale(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
-    """The gain (S + G2) / (S / s + G2) of AdaScale SGD (Johnson et al., arXiv 2007.05105), s = B / B0.
-
-    S = tr(Sigma) / B0 is the variance of the mean gradient of a base batch, G2 = |G|^2. The gain equals s times the
-    statistical efficiency of B against B0: s where noise dominates, 1 where it does not matter. Estimates below zero
-    count as zero. With nothing known it is the least it could be, min(1, s).
-
-    >>> [adascale(4.0, noise=noise, signal=100.0, base_batch=64) for noise in (0.0, 6400.0)]  # the second: S = G2
-    [1.0, 1.6]
-    """
-    variance, square = max(noise, 0.0) / base_batch, max(signal, 0.0)
-    if not (math.isfinite(noise) and math.isfinite(signal)) or variance + square <= 0:
-        return min(1.0, scale)
-    return (variance + square) / (variance / scale + square)
-
-
-# linear: Goyal et al., arXiv 1706.02677, right for SGD while noise dominates. sqrt keeps the variance of an update: the
-# usual rule for Adam.
-RULES: dict[str, Rule] = {
-    "none": lambda scale, noise, signal, *, base_batch: 1.0,
-    "linear": lambda scale, noise, signal, *, base_batch: scale,
-    "sqrt": lambda scale, noise, signal, *, base_batch: math.sqrt(scale),
-    "adascale": adascale,
-}
-
-
-AUTO = "auto"  # linear, or sqrt for an optimizer that divides by the size of its gradients
-
-
-def rule(name: str, optimizer: Optimizer | None = None) -> Rule:
-    """The learning-rate rule of that name; "auto": the usual one for `optimizer`. Raises `ConfigError` if unknown.
-
-    >>> rule("linear")(2.0, float("nan"), float("nan"), base_batch=64)
-    2.0
-    """
-    if name == AUTO:
-        # What keeps Adam and its kin, Adagrad and RMSprop from dividing by zero; SGD has neither.
-        # ZeroRedundancyOptimizer has what it was given as defaults, and what its inner optimizer has in its groups.
-        known = set[str]() if optimizer is None else {*optimizer.defaults, *optimizer.param_groups[0]}
-        divides = not known.isdisjoint(("eps", "betas"))
-        return RULES["sqrt" if divides else "linear"]
-    if name not in RULES:
-        fix = f"'none' leaves the learning rate alone; {spelling(name, (AUTO, *RULES))}"
-        raise ConfigError("lr_rule", name, ", ".join((AUTO, *RULES)), fix)
-    return RULES[name]
-
-
-_rule = rule  # `LearningRate`'s own argument is called so too
+from dynamix.errors import ConfigError
+from dynamix.runtime.rules import rule_of
 
 
 class LearningRate:
@@ -99,7 +39,7 @@ class LearningRate:
     """
 
     def __init__(self, optimizer: Optimizer, rule: str) -> None:
-        self.rule = _rule(rule, optimizer)
+        self.rule = rule_of(rule, optimizer)
         self._factor = 1.0
         # (group, rate as the user set it, tensor changed in place or None); empty unless a step is running
         self._users: list[tuple[dict[str, Any], Any, Tensor | None]] = []
