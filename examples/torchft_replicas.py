@@ -24,7 +24,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 from torchft.local_sgd import LocalSGD
 
 from dynamix.integrations.torchft import WeightedManager
-from dynamix.runtime.replicas import ReplicaShares
+from dynamix.integrations.replicas import ReplicaShares
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ MODULES: dict[str, str] = {
     "dynamix.policies.noise_scale": _moved("dynamix_lab.baselines.noise_scale"),
     "dynamix.policies.pollux": _moved("dynamix_lab.baselines.pollux"),
     "dynamix.probes.bpf": _moved("dynamix_lab.probes.bpf"),
+    "dynamix.runtime.replicas": "dynamix.integrations.replicas, in this distribution",
     "dynamix.simulator": _moved("dynamix_lab.simulator"),
     "dynamix.telemetry.explained": "`dynamix policy show NAME`",
     "dynamix.telemetry.exporter": "what examples/exporter.py does",

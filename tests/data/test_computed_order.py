@@ -20,7 +20,7 @@ from dynamix.data import Allocations, BatchSampler
 from dynamix.data.computed_order import COMPUTED, LARGE, ComputedOrder, Spliced
 from dynamix.data.lengths import SampleCosts
 from dynamix.errors import StateError
-from dynamix.runtime.replicas import ReplicaShares
+from dynamix.integrations.replicas import ReplicaShares
 from tests.data.test_data import Job, expected_order, seen
 from tests.runtime.jobs import Training, order_of
 
@@ -45,7 +45,7 @@ class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Orders are computed whatever the size."""
-    for module in ("dynamix.data.sampler", "dynamix.runtime.replicas"):
+    for module in ("dynamix.data.sampler", "dynamix.integrations.replicas"):
         monkeypatch.setattr(f"{module}.LARGE", 1)
 
 

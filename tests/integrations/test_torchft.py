@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from dynamix.errors import UsageError
+from dynamix.integrations.replicas import ReplicaShares
 from dynamix.integrations.torchft import WeightedManager
-from dynamix.runtime.replicas import ReplicaShares
 from tests.integrations.torchft_job import LR, MICRO, SAMPLES, data
 
 JOB = Path(__file__).parent / "torchft_job.py"

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from dynamix.integrations.replicas import ReplicaShares
 from dynamix.integrations.torchft import WeightedManager
-from dynamix.runtime.replicas import ReplicaShares
 
 SAMPLES, BATCH, MICRO, LR = 1500, 60, 6, 0.05
 TIMEOUT = datetime.timedelta(seconds=60)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dynamix.errors import UsageError
-from dynamix.runtime.replicas import ReplicaShares
+from dynamix.integrations.replicas import ReplicaShares
 
 
 class WeightedManager:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.replicas import ReplicaShares
+from dynamix.integrations.replicas import ReplicaShares
 
 
 def meet(replicas: list[ReplicaShares]) -> None:
