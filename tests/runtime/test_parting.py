@@ -258,7 +258,8 @@ class Two:
         net = nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for _ in range(layers)))
         self.nets = [net, copy.deepcopy(net)]
         self.optimizers = [SGD(net.parameters(), lr=0.1) for net in self.nets]
-        self.parts, self.steps = [Parting(), Parting()], 0
+        each = zip(self.optimizers, self.nets, strict=True)
+        self.parts, self.steps = [Parting([optimizer], [net]) for optimizer, net in each], 0
 
     def move(self, by: float, more_on_one: float = 0.0) -> None:
         """What a window does to all elements."""
@@ -272,8 +273,8 @@ class Two:
         self.steps += steps
         place = {"optimizer steps": self.steps, "samples trained": 8 * self.steps, "position in the data": 7}
         places = place, place | {name.replace("_", " "): value for name, value in place_of_one.items()}
-        each = zip(self.parts, self.optimizers, self.nets, places, strict=True)
-        self.parts[0].look(np.array([part.row([of], [net], where) for part, of, net, where in each]))
+        rows = [part.row(where) for part, where in zip(self.parts, places, strict=True)]
+        self.parts[0].look(np.array(rows))
         return self.parts[0]
 
 
@@ -291,7 +292,7 @@ def test_settings_are_named_by_group_and_optimizer() -> None:
     two = Two()
     one, other, *_ = two.nets[0].parameters()
     of_bias = torch.optim.Adam([{"params": [one]}, {"params": [other], "eps": 1e-7}])
-    facts, near = two.parts[0].facts([two.optimizers[0], of_bias], {"samples trained": 3})
+    facts, near = Parting([two.optimizers[0], of_bias]).facts({"samples trained": 3})
     assert facts["samples trained"] == 3
     assert (facts["lr of parameter group 0"], facts["eps of parameter group 1 of optimizer 1"]) == (0.1, 1e-7)
     assert near["lr of parameter group 0"] == 1e-9
