@@ -98,7 +98,7 @@ class Consumption:
             self.batches_issued += 1
 
     def hand_out(self) -> None:
-        """So does the next of them."""
+        """The next of the pieces that were added goes to who asked for it."""
         self.batches_issued += 1
 
     def newest(self) -> tuple[int, Cursor]:
