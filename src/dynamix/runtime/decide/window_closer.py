@@ -133,7 +133,7 @@ class WindowCloser(Part):
 
     def _close(self, plan: StepPlan) -> None:
         job, progress, source = self.job, self.progress, self.source
-        sizes, done = self.allocations.at(plan.round), plan.round + 1
+        sizes, done = self.allocations.at(plan.round).copy(), plan.round + 1
         crossed, payload, rate = self._told()
         closing = ClosedWindow(
             progress.window,
@@ -165,7 +165,7 @@ class WindowCloser(Part):
             return None
         done = source.rounds
         at = max(done - 1, self.allocations.begin)
-        sizes, age = self.allocations.at(at), float(done - self.allocations.since(at))
+        sizes, age = self.allocations.at(at).copy(), float(done - self.allocations.since(at))
         piece = self.allocations.piece_at(at)
         return ClosedWindow(progress.window, sizes, done, done, age, progress.steps, progress.samples, piece=piece)
 
