@@ -27,9 +27,10 @@ class Job:
     def __init__(self, size: int, sizes: list[int], state: dict | None = None, **options) -> None:
         begin = 0 if state is None else state["consumed"]
         self.world = len(sizes)
+        self.accumulate = options.get("accumulate", 1)
         self.ledgers = [Allocations(sizes) for _ in sizes]
         for ledger in self.ledgers:
-            ledger.reset(begin, sizes)
+            ledger.reset(begin // self.accumulate, self.accumulate * np.array(sizes))
         self.samplers = [
             BatchSampler(size, ledger, rank=i, world_size=self.world, **options)
             for i, ledger in enumerate(self.ledgers)
@@ -43,9 +44,10 @@ class Job:
         for sampler in self.samplers:
             sampler.set_epoch(epoch)
 
-    def schedule(self, step: int, sizes: list[int]) -> None:
+    def schedule(self, number: int, sizes: list[int]) -> None:
+        """From round `number` on, samples of each micro-step."""
         for ledger in self.ledgers:
-            ledger.schedule(step, sizes)
+            ledger.schedule(number, self.accumulate * np.array(sizes))
 
     def step(self, iterators) -> tuple[StepPlan, list[list[int]]] | None:
         """One micro-step of all ranks: the plan and the samples each really used; None at the end."""
@@ -245,7 +247,7 @@ def test_regions_cut_by_other_rules_are_refused_before_anything_is_loaded() -> N
 def test_every_sample_once_under_random_histories(data, sizes, accumulate, size, partition, seed) -> None:
     job = Job(size, sizes, accumulate=accumulate, partition=partition, seed=seed)
     for epoch in range(2):
-        step = max(job.samplers[0].issued, job.ledgers[0].state_dict()["steps"][-1])
+        step = max(job.samplers[0].begun, job.ledgers[0].state_dict()["steps"][-1])
         for _ in range(data.draw(st.integers(0, 4))):
             step += data.draw(st.integers(1, 12))
             job.schedule(step, another(data.draw, job.world))
@@ -279,7 +281,7 @@ def test_stops_and_resumes_at_other_world_sizes_lose_and_repeat_nothing(
     for _ in range(data.draw(st.integers(1, 4))):
         job = Job(size, sizes, state, accumulate=accumulate, partition=partition)
         job.set_epoch(0)
-        job.schedule(steps + data.draw(st.integers(0, 9)), another(data.draw, job.world))
+        job.schedule(-(-steps // accumulate) + data.draw(st.integers(0, 9)), another(data.draw, job.world))
         results = job.run(data.draw(st.integers(0, 12)))
         whole = len(results) - len(results) % accumulate  # gradients of an unfinished optimizer step are not saved
         if results and results[-1][0].last:
@@ -416,7 +418,7 @@ class Decides(Nobody):
     def settle(self) -> None:
         assert not self.lock.locked()
         self.begun.append(self.sampler.begun)
-        self.ledger.schedule(4, [6, 4])
+        self.ledger.schedule(2, [12, 8])
         self.horizon = math.inf
 
     def resumed(self) -> None:
@@ -424,13 +426,13 @@ class Decides(Nobody):
 
 
 def test_no_round_is_begun_that_a_decision_under_way_may_change() -> None:
-    owner = Decides(Allocations([4, 6]))
+    owner = Decides(Allocations([8, 12]))
     assert [len(batch) for batch in owner.sampler] == [4, 4, 4, 4, 6, 6, 6, 6, 6, 6]
-    assert owner.begun == [4]
+    assert owner.begun == [2]
 
 
 def test_the_owner_hears_of_a_resumed_job_once_when_the_iterator_exists() -> None:
-    job, owner = Job(100, [4, 6], accumulate=2), Decides(Allocations([4, 6]))
+    job, owner = Job(100, [4, 6], accumulate=2), Decides(Allocations([8, 12]))
     job.run(2)
     owner.sampler.load_state_dict(job.samplers[0].state_dict())
     iterator = iter(owner.sampler)
@@ -487,7 +489,7 @@ def test_consuming_without_a_batch_says_what_to_do() -> None:
 def test_bad_input_names_the_value(change, message) -> None:
     options = {"dataset_size": 100, "rank": 0, "world_size": 2, "accumulate": 4} | change
     with pytest.raises(ConfigError, match=message):
-        BatchSampler(allocations=Allocations([4, 6]), **options)
+        BatchSampler(allocations=Allocations([16, 24]), **options)
 
 
 def test_a_checkpoint_of_another_order_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -83,11 +84,12 @@ class Stateful(Numbers):
 def streams(sources, sizes, schedule=(), states=None, **options) -> list[Stream]:
     total, made = Sum(len(sizes)), []
     for rank, source in enumerate(sources):
-        ledger = Allocations(sizes)
+        accumulate = options.get("accumulate", 1)
+        ledger = Allocations(accumulate * np.array(sizes))
         if states is not None:
-            ledger.reset(states[rank]["consumed"], sizes)
+            ledger.reset(states[rank]["consumed"] // accumulate, accumulate * np.array(sizes))
         for step, later in schedule:
-            ledger.schedule(step, later)
+            ledger.schedule(step, accumulate * np.array(later))
         made.append(Stream(source, ledger, rank=rank, world_size=len(sizes), agree=total.of(rank), **options))
         if states is not None:
             made[-1].load_state_dict(states[rank])

@@ -45,7 +45,7 @@ def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
     cut = {"accumulate": accumulate, "micro_batch": micro_batch}
     controller = adaptive("static", 6, interval=2 * NORMS_EVERY, **cut)
     coordinator = controller._job
-    coordinator.allocations.reset(0, np.array(SIZES))
+    coordinator.allocations.reset(0, accumulate * np.array(SIZES))
     job = Training(controller, TensorDataset(x, y), net, lr=1e-3, ddp={"bucket_cap_mb": 2e-4}, weighting=weighting)
     found: list[tuple[float, float]] = []
     scale = coordinator.facts.noise_scale

@@ -1,4 +1,4 @@
-"""The ledger of allocations: which batch sizes are in force at which micro-step."""
+"""The ledger of allocations: which batch sizes are in force in which round."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dynamix.window import Ints
 
 
 class Allocations:
-    """Which allocation is in force at which micro-step, a counter over the whole job that never resets.
+    """Which allocation is in force in which round, a counter over the whole job that never resets.
 
-    `sizes` (W,) per rank hold from micro-step 0. All ranks hold equal ledgers, so all cut the same batches without
-    talking. Where ranks may meet in two ways an allocation says which: with a `piece` each rank steps apart, on so many
-    samples a step; with 0 their gradients meet.
+    `sizes` (W,), samples of a round per rank, hold from round 0. All ranks hold equal ledgers, so all cut the same
+    batches without talking. Where ranks may meet in two ways an allocation says which: with a `piece` each rank steps
+    apart, on so many samples a step; with 0 their gradients meet. A round is an optimizer step.
 
     >>> ledger = Allocations([32, 32])
     >>> ledger.schedule(100, [16, 48])
@@ -27,8 +27,8 @@ class Allocations:
     """
 
     def __init__(self, sizes: ArrayLike) -> None:
-        # Steps, sizes and pieces. Replaced as a whole, never changed: a thread may read ahead of the loop, and what was
-        # planned by them stands while they are the same object.
+        # Rounds, sizes and pieces. Replaced as a whole, never changed: a thread may read ahead of the loop, and what
+        # was planned by them stands while they are the same object.
         self.entries: tuple[list[int], list[Ints], list[int]] = [0], [_checked(sizes)], [0]
 
     @property
@@ -38,14 +38,14 @@ class Allocations:
 
     @property
     def begin(self) -> int:
-        """The first micro-step this ledger still knows."""
+        """The first round that this ledger still knows."""
         return self.entries[0][0]
 
     def schedule(self, from_step: int, sizes: ArrayLike, piece: int = 0) -> None:
-        """Put `sizes` (W,) in force from micro-step `from_step`; scheduling the same step again replaces.
+        """Put `sizes` (W,) in force from round `from_step`; scheduling the same round again replaces.
 
-        What is equal to those already in force there change nothing, and `since` then names the older step. Raises
-        `ConfigError` for another W, for negative or all-zero sizes, and for a step before the last entry.
+        What is equal to those already in force there change nothing, and `since` then names the older round. Raises
+        `ConfigError` for another W, for negative or all-zero sizes, and for a round before the last entry.
         """
         fresh = _checked(sizes)
         if fresh.size != self.workers:
@@ -64,38 +64,38 @@ class Allocations:
             pieces.append(piece)
         self.entries = steps, known, pieces
 
-    def at(self, step: int) -> Ints:
-        """Sizes (W,) in force at micro-step `step`; a read-only array."""
-        return self.entries[1][self._find(step)]
+    def at(self, number: int) -> Ints:
+        """Sizes (W,) in force in round `number`; a read-only array."""
+        return self.entries[1][self._find(number)]
 
-    def piece_at(self, step: int) -> int:
-        """Samples of a rank's own step at micro-step `step`, where ranks step apart then; 0 where they do not."""
-        return self.entries[2][self._find(step)]
+    def piece_at(self, number: int) -> int:
+        """Samples of a rank's own step in round `number`, where ranks step apart then; 0 where they do not."""
+        return self.entries[2][self._find(number)]
 
-    def since(self, step: int) -> int:
-        """The micro-step from which the allocation in force at `step` holds."""
-        return self.entries[0][self._find(step)]
+    def since(self, number: int) -> int:
+        """The round from which the allocation in force in round `number` holds."""
+        return self.entries[0][self._find(number)]
 
-    def span(self, step: int) -> range:
-        """The micro-steps in which the allocation in force at `step` holds, as far as is known."""
-        steps, at = self.entries[0], self._find(step)
+    def span(self, number: int) -> range:
+        """The rounds in which the allocation in force in round `number` holds, as far as is known."""
+        steps, at = self.entries[0], self._find(number)
         return range(steps[at], steps[at + 1] if at + 1 < len(steps) else sys.maxsize)
 
     def reset(self, from_step: int, sizes: ArrayLike, piece: int = 0) -> None:
-        """Start over: `sizes` of any W in force from micro-step `from_step`, nothing before it."""
+        """Start over: `sizes` of any W in force from round `from_step`, nothing before it."""
         self.entries = [from_step], [_checked(sizes)], [piece]
 
     def forget(self, before_step: int) -> None:
-        """Drop entries that no step from `before_step` on needs; the one in force there stays."""
+        """Drop entries that no round from `before_step` on needs; the one in force there stays."""
         steps, sizes, pieces = self.entries
         keep = max(bisect_right(steps, before_step) - 1, 0)
         if keep:
             self.entries = steps[keep:], sizes[keep:], pieces[keep:]
 
-    def from_on(self, step: int) -> dict[int, list[int]]:
-        """The allocation in force at `step`, and those to come, by the micro-step from which they hold."""
-        later = {s: sizes.tolist() for s, sizes in zip(*self.entries[:2], strict=True) if s > step}
-        return {step: self.at(step).tolist()} | later
+    def from_on(self, number: int) -> dict[int, list[int]]:
+        """The allocation in force in round `number`, and those to come, by the round from which they hold."""
+        later = {s: sizes.tolist() for s, sizes in zip(*self.entries[:2], strict=True) if s > number}
+        return {number: self.at(number).tolist()} | later
 
     def state_dict(self) -> dict[str, Any]:
         """Plain lists: `{"steps": [...], "sizes": [[...], ...]}`, and the `"pieces"` where ranks step apart in any."""
@@ -121,12 +121,12 @@ class Allocations:
         ledger.load_state_dict(state)
         return ledger
 
-    def _find(self, step: int) -> int:
-        """The number of the entry in force at `step`."""
+    def _find(self, number: int) -> int:
+        """The place of the entry in force in round `number`."""
         steps = self.entries[0]
-        at = bisect_right(steps, step) - 1
+        at = bisect_right(steps, number) - 1
         if at < 0:
-            raise UsageError(f"micro-step {step} is forgotten: the ledger begins at {steps[0]}")
+            raise UsageError(f"round {number} is forgotten: the ledger begins at {steps[0]}")
         return at
 
 

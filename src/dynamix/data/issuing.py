@@ -98,7 +98,7 @@ class Consumption:
             self.batches_issued += 1
 
     def hand_out(self) -> None:
-        """So does the next of them."""
+        """The next of the pieces that were added goes to who asked for it."""
         self.batches_issued += 1
 
     def newest(self) -> tuple[int, Cursor]:
@@ -138,7 +138,7 @@ class Consumption:
 class Issuer:
     """Plans round after round ahead of the loop, and cuts this rank's share of each into pieces.
 
-    begun      micro-steps that were begun to be issued, the one that another thread plans just now included
+    begun      rounds that were begun to be issued, the one that another thread plans just now included
     ahead      where the next micro-step begins
     thread     that asked for the newest batch
     reader     who iterates
@@ -213,7 +213,7 @@ class Issuer:
 
     def _go_back(self) -> None:
         self.ahead = self._of.place
-        self.begun = self.ahead.index
+        self.begun = -(-self.ahead.index // self._of.accumulate)
 
     def _following(self, now: Cursor, epoch: int) -> Cursor:
         """The beginning of `epoch`, after `now`."""
@@ -277,11 +277,11 @@ class Issuer:
             return None
         group = now.group
         if group is None:
-            index = now.index // self._of.accumulate
+            number = now.index // self._of.accumulate
             while True:
                 with owner.lock:
-                    if index < owner.horizon:
-                        self.begun = now.index + 1
+                    if number < owner.horizon:
+                        self.begun = number + 1
                         break
                 owner.settle()
             if (group := self._of.plan_group(now)) is None:
@@ -295,6 +295,7 @@ class Issuer:
         counts, done = group.counts[now.micro], now.micro == self._of.accumulate - 1
         plan = StepPlan(
             index=now.index,
+            round=now.index // self._of.accumulate,
             epoch=now.epoch,
             start=now.position,
             counts=counts,
@@ -318,7 +319,6 @@ class Issuer:
             micro=0 if done else now.micro + 1,
             finished=plan.last,
         )
-        self.begun = now.index + 1
         return plan
 
     def _cut(self, plan: StepPlan) -> list[Piece]:

@@ -14,12 +14,13 @@ from dynamix.data.owner import Nobody, SourceOwner
 from dynamix.data.plan import Cursor, Group, Piece
 from dynamix.data.reader import Asking
 from dynamix.errors import ConfigError, StateError
+from dynamix.window import Ints
 
 
 class SampleOrder(Consumption, ABC):
     """Batches of this rank, epoch after epoch. A source of its own says how a round is planned and samples are read.
 
-    allocations    the ledger that all ranks share
+    allocations    the ledger that all ranks share; of rounds, which are `accumulate` micro-steps each
     low, high      (W,) bounds per micro-step
     micro_batch    most samples of a piece; None: a share of a micro-step is one
     apart          ranks step apart in every round; else where the allocation says so
@@ -87,6 +88,14 @@ class SampleOrder(Consumption, ABC):
             return None if self.either else self.micro_batch
         return min(apart, self.micro_batch)
 
+    def sizes_at(self, index: int) -> Ints:
+        """Samples of each rank (W,) in micro-step `index`, as the ledger says."""
+        sizes, steps = self.allocations.at(index // self.accumulate), self.accumulate
+        if steps > 1 and (sizes % steps).any():
+            fix = "a round is so many micro-steps, and all have as many samples"
+            raise ConfigError("sizes", sizes.tolist(), f"multiples of accumulate={steps}", fix)
+        return sizes if steps == 1 else sizes // steps
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to run next. The epoch under way keeps its position, also after a mid-epoch load.
 
@@ -119,8 +128,13 @@ class SampleOrder(Consumption, ABC):
 
     @property
     def begun(self) -> int:
-        """Micro-steps that were begun to be issued so far, the one that another thread plans just now included."""
+        """Rounds that were begun to be issued so far, the one that another thread plans just now included."""
         return self._issuer.begun
+
+    @property
+    def rounds(self) -> int:
+        """Rounds consumed so far (a counter over the job)."""
+        return self.consumed // self.accumulate
 
     @property
     def exhausted(self) -> bool:

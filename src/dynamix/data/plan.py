@@ -13,6 +13,7 @@ class StepPlan:
     """What every rank does in one micro-step; identical on all ranks.
 
     index     micro-step since the job began
+    round     optimizer step since the job began
     epoch     epoch it belongs to
     start     position in the epoch at which this step's union batch begins (samples dealt before it, all ranks)
     counts    (W,) samples per rank really used; 0: this rank gets a flagged placeholder batch
@@ -29,6 +30,7 @@ class StepPlan:
     """
 
     index: int
+    round: int
     epoch: int
     start: int
     counts: Ints

@@ -40,12 +40,12 @@ class Regions:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """An ordinary optimizer step, planned again and again: by the same `entries` of the ledger, in these micro-steps,
+    """An ordinary optimizer step, planned again and again: by the same `entries` of the ledger, in these rounds,
     while no fewer samples than `least` are left."""
 
     group: Group
     entries: object
-    steps: range
+    rounds: range
     least: int
 
 
@@ -119,7 +119,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             goes_on_ahead=partition == "stream",  # regions are those of the epoch being consumed
         )
         _require_partition(partition, costs)
-        needed = accumulate * int(allocations.at(allocations.begin).sum())
+        needed = int(allocations.at(allocations.begin).sum())
         if needed > dataset_size:
             raise ConfigError(
                 "samples per optimizer step",
@@ -163,9 +163,9 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         if now.group is not None:
             rest = self.accumulate - now.micro
             position += int(now.group.counts[now.micro :].sum())
-        sizes = self._regions.sizes if self._regions and not now.finished else self.allocations.at(now.index)
+        sizes = self._regions.sizes if self._regions and not now.finished else self.sizes_at(now.index)
         groups, _ = self._whole_epoch(position, sizes)
-        if (most := self.most_of_piece(self.allocations.piece_at(now.index))) is not None:
+        if (most := self.most_of_piece(self.allocations.piece_at(now.index // self.accumulate))) is not None:
             return groups * len(pieces_of(int(sizes[self.rank]), most))
         return rest + groups * self.accumulate
 
@@ -302,7 +302,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
     def plan_group(self, now: Cursor) -> Group:
         usual = self._usual
-        same = usual is not None and usual.entries is self.allocations.entries and now.index in usual.steps
+        number = now.index // self.accumulate
+        same = usual is not None and usual.entries is self.allocations.entries and number in usual.rounds
         if usual is not None and same and self.dataset_size - now.position >= usual.least:
             return usual.group  # nearly always
         group = self._shares(now)
@@ -320,8 +321,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     def _shares(self, now: Cursor) -> Group:
         """The optimizer step that begins at `now`, by numbers of samples."""
         left = self.dataset_size - now.position
-        ledger, entries = self.allocations, self.allocations.entries
-        sizes, piece = ledger.at(now.index), ledger.piece_at(now.index)
+        ledger, entries, number = self.allocations, self.allocations.entries, now.index // self.accumulate
+        sizes, piece = self.sizes_at(now.index), ledger.piece_at(number)
         if self.partition == "contiguous":
             if self._regions is None:
                 _, lengths = self._whole_epoch(now.position, sizes)
@@ -331,7 +332,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         counts = next_group(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=first)
         group = Group.of(counts, sizes, piece, final=int(counts.sum()) == left)
         if self.costs is None and self._regions is None and all(group.regular) and not group.final:
-            self._usual = Usual(group, entries, ledger.span(now.index), enough(group.total[0], self.accumulate))
+            self._usual = Usual(group, entries, ledger.span(number), enough(group.total[0], self.accumulate))
         return group
 
     def _whole_epoch(self, position: int, sizes: Ints) -> tuple[int, Ints]:

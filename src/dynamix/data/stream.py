@@ -175,7 +175,7 @@ class Stream(SampleOrder):
         if not self._source.started:
             self._source.start(now.epoch, self._own(now), self._resume)
             self._resume = None
-        sizes = self.allocations.at(now.index)
+        sizes = self.sizes_at(now.index)
         if self.sharded:
             return self._plan_sharded(now, sizes)
         left = self._source.available(now.position, enough(int(sizes.sum()), self.accumulate))
@@ -185,7 +185,7 @@ class Stream(SampleOrder):
             left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=now.position == 0
         )
         final = self._source.dry and int(counts.sum()) == left
-        return Group.of(counts, sizes, self.allocations.piece_at(now.index), final=final)
+        return Group.of(counts, sizes, self.allocations.piece_at(now.index // self.accumulate), final=final)
 
     # ------------------------------------------------------------ sharded
 
@@ -209,7 +209,7 @@ class Stream(SampleOrder):
         final = bool(dry.all() and (held == taken).all())
         if not final:
             self._post(self._own(now) + int(taken[self.rank]), now.index)
-        return Group.of(counts, sizes, self.allocations.piece_at(now.index), final=final)
+        return Group.of(counts, sizes, self.allocations.piece_at(now.index // self.accumulate), final=final)
 
     def _own_groups(self, held: Ints, dry: NDArray[np.bool_], sizes: Ints, first: NDArray[np.bool_]) -> Ints:
         """Counts (A, W) where each rank serves itself: the rules of `next_group`, rank by rank."""
@@ -228,7 +228,7 @@ class Stream(SampleOrder):
 
     def _post(self, position: int, index: int) -> None:
         """Offer what this rank can give to the next step. Its size is unknown yet: up to twice this one's."""
-        size = int(self.allocations.at(index)[self.rank])
+        size = int(self.sizes_at(index)[self.rank])
         reach = max(2 * size, int(self.low[self.rank]), 2)
         ceiling = max(int(self.high[self.rank]), size)
         held = self._source.available(position, enough(min(reach, ceiling), self.accumulate))

@@ -31,7 +31,7 @@ def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
     nan = float("nan")
     progress, source, recorder, windows = job.progress, job.source, job.recorder, job.windows
     sizes, rate = windows.batch_sizes, next(iter(job.rates.learning_rates), None)
-    noise, signal = progress.noise_at(windows.next_step // job.facts.accumulate)
+    noise, signal = progress.noise_at(windows.next_round)
     found = recorder.last | {
         "step": progress.steps,
         "samples": progress.samples,

@@ -78,29 +78,29 @@ class WindowCloser(Part):
         return self.horizon < math.inf
 
     @property
-    def next_step(self) -> int:
-        """The coming micro-step; of a loaded checkpoint without its sampler yet, the first its ledger still knows."""
-        return self.allocations.begin if self.source is None else self.source.consumed
+    def next_round(self) -> int:
+        """The coming round; of a loaded checkpoint without its sampler yet, the first its ledger still knows."""
+        return self.allocations.begin if self.source is None else self.source.rounds
 
     @property
     def batch_sizes(self) -> Ints:
         """Samples of every worker in the coming round, int64 (W,)."""
-        return self.job.accumulate * self.allocations.at(self.next_step)
+        return self.allocations.at(self.next_round).copy()
 
     @property
     def piece_apart(self) -> int:
         """Samples of a worker's own step in the coming round, where the allocation says that workers step apart."""
-        return self.allocations.piece_at(self.next_step)
+        return self.allocations.piece_at(self.next_round)
 
     def put_in_force(self, sizes: Ints) -> None:
         """Begin the ledger anew with `sizes` (W,), samples per round, from the coming round on, in the same way."""
-        self.allocations.reset(self.next_step, sizes // self.job.accumulate, self.piece_apart)
+        self.allocations.reset(self.next_round, sizes, self.piece_apart)
 
     def measures(self, plan: StepPlan) -> bool:
         """Whether the open window will keep what is measured in a round; the same on all ranks."""
         # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
         open_from = max(self.progress.opens, self.job.closing.consumed + 1)
-        return plan.regular and plan.index // self.job.accumulate >= open_from
+        return plan.regular and plan.round >= open_from
 
     # ------------------------------------------------------------ a round is over
 
@@ -108,7 +108,7 @@ class WindowCloser(Part):
         job, recorder = self.job, self.recorder
         self.ended_s = time.perf_counter()
         with self.lock:  # whether a step is kept is known before, or after, a new window opens
-            kept = plan.regular and plan.index // job.accumulate >= self.progress.opens
+            kept = plan.regular and plan.round >= self.progress.opens
             dealt = None if plan.work is None else plan.dealt_to(self.ranks.rank)
             recorder.step_done(keep=kept, first_of_epoch=plan.first, dealt=dealt)
         if self.horizon < math.inf or self._reader_failed is not None:
@@ -127,27 +127,25 @@ class WindowCloser(Part):
         at_once = self.job.at_once
         if at_once is None or self._paced:
             return self._interval
-        total = int(self.allocations.at(plan.index).sum())
+        total = int(self.allocations.at(plan.round).sum())
         at_once = plan.at_once or (at_once if plan.apart else total)
         return max(1, round(self._interval * at_once / total))
 
     def _close(self, plan: StepPlan) -> None:
         job, progress, source = self.job, self.progress, self.source
-        sizes = job.accumulate * self.allocations.at(plan.index)
-        age = (plan.index + 1 - self.allocations.since(plan.index)) / job.accumulate
-        begun = plan.index + 1 if source is None else source.begun
+        sizes, done = self.allocations.at(plan.round).copy(), plan.round + 1
         crossed, payload, rate = self._told()
         closing = ClosedWindow(
             progress.window,
             sizes,
-            consumed=plan.index // job.accumulate + 1,
-            issued=-(-begun // job.accumulate) + job.ahead,
-            age=age,
+            consumed=done,
+            issued=(done if source is None else source.begun) + job.ahead,
+            age=float(done - self.allocations.since(plan.round)),
             step=progress.steps,
             samples=progress.samples,
             rate=rate,
             payload=payload,
-            piece=self.allocations.piece_at(plan.index),
+            piece=self.allocations.piece_at(plan.round),
             comparable=isinstance(source, BatchSampler) and source.compares and not plan.apart,
         )
         job.window_closed(closing)
@@ -162,12 +160,13 @@ class WindowCloser(Part):
 
     def rest(self) -> ClosedWindow | None:
         """What was trained since the last window closed, as a window that nobody decides on; None if nothing was."""
-        pieces, progress, source = self.job.accumulate, self.progress, self.source
+        progress, source = self.progress, self.source
         if source is None or progress.steps == self.job.closing.step:
             return None
-        at = max(source.consumed - 1, self.allocations.begin)
-        sizes, age = pieces * self.allocations.at(at), (source.consumed - self.allocations.since(at)) / pieces
-        done, piece = source.consumed // pieces, self.allocations.piece_at(at)
+        done = source.rounds
+        at = max(done - 1, self.allocations.begin)
+        sizes, age = self.allocations.at(at).copy(), float(done - self.allocations.since(at))
+        piece = self.allocations.piece_at(at)
         return ClosedWindow(progress.window, sizes, done, done, age, progress.steps, progress.samples, piece=piece)
 
     def _place(self, plan: StepPlan) -> dict[str, int]:
@@ -218,9 +217,8 @@ class WindowCloser(Part):
         return self.ranks.end(error)
 
     def _take(self, message: Message) -> None:
-        pieces, source = self.job.accumulate, self.source
-        new = message.kind is Kind.NEW
-        if new and source is not None and message.from_step < (issued := -(-source.issued // pieces)):
+        source, new = self.source, message.kind is Kind.NEW
+        if new and source is not None and message.from_step < (issued := source.begun):
             late = f"starts at step {message.from_step}, but {issued} are already issued"
             fix = "replay with that run's policy and interval, and its num_workers and prefetch_factor or fewer"
             raise StateError(f"the replayed allocation {late}: {fix}")
@@ -234,11 +232,11 @@ class WindowCloser(Part):
         self._interval = message.interval or self._interval
         self._differ |= message.differ
         if new:
-            self.allocations.schedule(message.from_step * pieces, message.sizes // pieces, message.piece)
+            self.allocations.schedule(message.from_step, message.sizes, message.piece)
             self.changes += 1
             self.recorder.reset()
         if source is not None:
-            self.allocations.forget(source.consumed)
+            self.allocations.forget(source.rounds)
 
     def loaded(self) -> None:
         """A state was loaded: the window now open has the length that the policy said."""
@@ -252,5 +250,4 @@ class WindowCloser(Part):
 
     def alike(self) -> dict[str, Any]:
         """What every rank must hold alike, by name."""
-        at = self.next_step
-        return {"batch sizes": self.allocations.from_on(at), "batch size apart": self.piece_apart}
+        return {"batch sizes": self.allocations.from_on(self.next_round), "batch size apart": self.piece_apart}

@@ -206,6 +206,6 @@ def facts_of(job: Any) -> dict[str, Any]:
     for number, attached in enumerate(job.connected):
         if isinstance(attached.model, DistributedDataParallel) and not job.steps_apart:
             known |= sketches_of(attached.model, number)
-    known |= {"batch sizes": job.allocations.from_on(source.consumed), "batch size apart": job.piece_apart}
+    known |= {"batch sizes": job.allocations.from_on(source.rounds), "batch size apart": job.piece_apart}
     known |= {f"progress: {name}": value for name, value in job.progress.state_dict().items()}
     return known | {"progress: steps measured in the open window": job.recorder.steps}

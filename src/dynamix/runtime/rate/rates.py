@@ -75,13 +75,12 @@ class Rates(Part):
             self._watch.look()
         if plan.apart:
             if plan.piece:
-                self._follow(plan.at_once, *self.progress.noise_at(plan.index))
+                self._follow(plan.at_once, *self.progress.noise_at(plan.round))
             if samples and (whole := plan.piece or self.job.piece):
                 self.follow_piece(samples / whole)
         elif self.lr_rule != "none" and self.learning_rates:
-            pieces = self.job.accumulate
-            sizes = plan.samples if plan.regular else pieces * int(self.allocations.at(plan.index).sum())
-            self._follow(sizes, *self.progress.noise_at(plan.index // pieces))
+            sizes = plan.samples if plan.regular else int(self.allocations.at(plan.round).sum())
+            self._follow(sizes, *self.progress.noise_at(plan.round))
 
     def _follow(self, samples: int, noise: float, signal: float) -> None:
         """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""

@@ -58,17 +58,18 @@ class Division(Part):
         job, ledger = self.job, self.allocations.state_dict()
         accumulate, shares = job.accumulate, job.shares
         if job.hosts:
-            shares = remembered(shares, workers_of(job.hosts), np.asarray(ledger["sizes"][-1]))
+            shares = remembered(shares, workers_of(job.hosts), np.asarray(ledger["sizes"][-1]) // accumulate)
         pieces = ledger.get("pieces", [0] * len(ledger["steps"]))
-        rows = [[accumulate * size for size in sizes] for sizes in ledger["sizes"]]
         return {
             "world_size": self.workers,
             "rank": self.rank,
             "hosts": {"names": list(job.hosts), "shares": shares},
             "accumulate": accumulate,
             "base_batch": job.base_batch,
-            "ledger_rounds": [step // accumulate for step in ledger["steps"]],
-            "ledger_sizes": [[*row, piece] if piece else row for row, piece in zip(rows, pieces, strict=True)],
+            "ledger_rounds": ledger["steps"],
+            "ledger_sizes": [
+                [*row, piece] if piece else row for row, piece in zip(ledger["sizes"], pieces, strict=True)
+            ],
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -121,10 +122,10 @@ class Division(Part):
 
     def go_on(self, saved: Mapping[str, Any], resumed: Resumed) -> None:
         """Go on so from a `saved` state."""
-        accumulate, progress = self.job.accumulate, saved["progress"]
+        progress = saved["progress"]
         self.job.resume(saved["base_batch"], progress["steps"], progress["samples"], saved["hosts"]["shares"])
-        ledger = {"steps": [accumulate * begin for begin in resumed.rounds], "pieces": resumed.pieces}
-        self.allocations.load_state_dict({**ledger, "sizes": [of // accumulate for of in resumed.sizes]})
+        ledger = {"steps": resumed.rounds, "sizes": resumed.sizes, "pieces": resumed.pieces}
+        self.allocations.load_state_dict(ledger)
 
     def warn_of_batch(self, saved: Mapping[str, Any]) -> None:
         """Warn if the state brings another global batch than the script asks for; other workers share the saved one."""
