@@ -47,10 +47,10 @@ def test_a_policy_that_moves_the_global_batch_alone_is_refused(policy: str) -> N
 
 def test_a_resumed_job_keeps_the_total_it_began_with() -> None:
     job = JobFacts(fixed_at(Bounds.of(2, 1, 256), 64), 64, fixed=True)
-    job.resume(128, step=0, samples=0)  # it began with four ranks of 32
+    job.resume(128, step=0, samples=0, shares={})  # it began with four ranks of 32
     assert (job.base_batch, int(job.bounds.total_low), int(job.bounds.total_high)) == (128, 128, 128)
     with pytest.raises(ConfigError, match=r"global batch=1024 .* 2 to 512"):
-        job.resume(1024, step=0, samples=0)
+        job.resume(1024, step=0, samples=0, shares={})
 
 
 def _train(rank: int, policy: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from dynamix.policies import make_policy
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.part import Part
 from dynamix.runtime.state.packing import checksum, pack, unpack
 from dynamix.runtime.state.saving import JobState
 from dynamix.window import Bounds, Window
@@ -305,6 +306,45 @@ def test_parts_nested_too_deeply_are_refused() -> None:
         deep = {"": deep}
     with pytest.raises(StateError, match="has schema"):
         controller.load_state_dict({"schema": deep})
+
+
+class Laps(Part):
+    """A new piece of state."""
+
+    name, laps = "laps", 0
+
+    def __init__(self, *, own: bool) -> None:
+        self.own = own
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"laps": self.laps}
+
+    def check(self, state: Any) -> None:
+        if state["laps"] < 0:
+            raise StateError("laps below 0")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.laps = state["laps"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_new_piece_of_state_is_one_part(own: bool) -> None:
+    def made(laps: int) -> tuple[dynamix.Controller, Any, Laps]:
+        (controller, _, train), part = job(), Laps(own=own)
+        part.laps = laps
+        controller._coordinator.state.parts.add(part)
+        return controller, train, part
+
+    first, train, _ = made(7)
+    train(3)
+    state, (second, _, part) = first.state_dict(), made(0)
+    second.load_state_dict(state)
+    assert (part.laps, second.samples_seen) == (7, first.samples_seen)
+    without, (third, *_), (damaged, *_) = job()[0], made(0), made(-1)
+    with pytest.raises(StateError, match="laps"):
+        without.load_state_dict(state)
+    with pytest.raises(StateError, match="laps below 0"):
+        third.load_state_dict(damaged.state_dict())
 
 
 def test_a_policy_can_begin_anew_with_the_rest_of_the_state() -> None:

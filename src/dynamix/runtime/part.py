@@ -34,7 +34,7 @@ class Part:
     part: what it needs it is given in its constructor.
 
     name   of its state in a checkpoint; empty: it has none
-    own    every rank has another state, so that a checkpoint holds one for each
+    own    every rank has another state, so that a checkpoint holds one for each; None is loaded if it lacks this rank's
     """
 
     name = ""

@@ -188,7 +188,7 @@ class JobFacts:
 
     def bounds_from(self, base_batch: int) -> Bounds:
         """`bounds` of a job that began with `base_batch`. Raises `ConfigError` where a fixed one is out of bounds."""
-        return fixed_at(self.bounds, base_batch) if self.fixed else self.bounds
+        return fixed_at(self.bounds, base_batch) if self.fixed and base_batch != self.base_batch else self.bounds
 
     def in_pieces(self) -> Bounds:
         """`bounds` of a piece: samples of a worker per micro-batch. Their totals are the round's."""

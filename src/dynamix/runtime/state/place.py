@@ -10,6 +10,7 @@ from dynamix.data.selection import SELECTED
 from dynamix.errors import StateError, shown
 from dynamix.runtime.expected import fields, wholes, wrong
 from dynamix.runtime.part import Part
+from dynamix.runtime.state.packing import alike
 
 ORDER = ("dataset_size", "seed", "shuffle", "partition", "sharded")  # what must be the same in a job that goes on
 CHECKSUMS = ("lengths", "order", *SELECTED)  # of what the sampler was given, and its order's name; empty where usual
@@ -63,7 +64,7 @@ class Place(Part):
             return
         for name in ORDER:
             saved, mine = own[name], getattr(self._source, name, False if name == "sharded" else None)
-            if saved != mine or type(saved) is not type(mine):
+            if type(saved) is not type(mine) or saved != mine:
                 raise StateError(
                     f"{name}={shown(saved)} in the checkpoint, {name}={shown(mine)} here: the order of samples would "
                     "differ, and some would be lost or repeated; resume with the data set and sampler that saved it"
@@ -88,7 +89,7 @@ def _require_place(state: Any) -> None:
     """Raise `StateError` for what no `Place` wrote, and for a place in which no sampler and no stream can be."""
     kind = state.get("kind")
     if kind == "none":
-        if state != Place(len(wholes("source.taken", state["taken"])), 1).state_dict():
+        if not alike(state, Place(len(wholes("source.taken", state.get("taken"))), 1).state_dict()):
             wrong("source", "a place", "nothing where no sampler was made")
         return
     if kind not in ("sampler", "stream"):

@@ -148,5 +148,6 @@ def _require_hosts(hosts: Any, workers: int) -> None:
         wrong("hosts.names", names, f"a list of {workers} names, or none")
     if set(map(type, shares)) - {str} or set(map(type, shares.values())) - {float}:
         wrong("hosts.shares", shares, "numbers by name")
-    if shares and not 0 <= min(shares.values()) <= max(shares.values()) <= MOST:
-        wrong("hosts.shares", shares, f"numbers from 0 to {MOST}")
+    for worker, share in shares.items():
+        if not 0 <= share <= MOST:
+            wrong(f"hosts.shares[{worker!r}]", share, f"a number from 0 to {MOST}")
