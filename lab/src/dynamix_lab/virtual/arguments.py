@@ -59,8 +59,14 @@ def limits_of(bounds: Bounds | None, clusters: Clusters, batch_size: int, *, apa
     if bounds.low.shape != (workers,):
         fix = "make them with Bounds.of(workers, ...)"
         raise ConfigError("shape of bounds", bounds.low.shape, f"({workers},), one per worker", fix)
-    total = (int(bounds.total_low), int(bounds.total_high)) if adaptive else (None, None)
-    return Limits(bounds.low.tolist(), bounds.high.tolist(), *total, bounds.quantum, bounds.max_change)
+    return Limits(
+        bounds.low.tolist(),
+        bounds.high.tolist(),
+        int(bounds.total_low) if adaptive else None,
+        int(bounds.total_high) if adaptive else None,
+        bounds.quantum,
+        bounds.max_change,
+    )
 
 
 def costs_of(sample_costs: ArrayLike, samples: int) -> Floats:
