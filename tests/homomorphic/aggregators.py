@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dynamix.compression import LocalWire
 from dynamix_homomorphic import Aggregator, AggregatorWire
 from dynamix_homomorphic.aggregator.client import AggregatorClient
-from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.job import AggregatorLimits
 from dynamix_homomorphic.aggregator.server import AggregatorServer
 
-SMALL = Limits(chunk_bytes=4096, window=4)
+SMALL = AggregatorLimits(chunk_bytes=4096, window=4)
 TOKEN = "a token of enough length"
 
 

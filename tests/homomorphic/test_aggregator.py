@@ -15,7 +15,7 @@ from dynamix.errors import ConfigError
 from dynamix_homomorphic import Aggregator
 from dynamix_homomorphic.aggregator.client import AggregatorClient
 from dynamix_homomorphic.aggregator.handshake import answer, greet, hear, require_plain
-from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.job import AggregatorLimits
 from dynamix_homomorphic.aggregator.protocol import ADD, DATA, HEADER, OR, Head, pack, parse_address
 from dynamix_homomorphic.aggregator.server import AggregatorServer
 from tests.compression.local import in_threads
@@ -147,12 +147,12 @@ def test_who_does_not_fit_is_refused_and_the_job_goes_on(
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        (Limits(jobs=1), "no more than 1 jobs"),
-        (Limits(workers=2), "3 workers are too many"),
-        (Limits(memory_bytes=2 * Limits().job_bytes(1)), "--memory-mb"),
+        (AggregatorLimits(jobs=1), "no more than 1 jobs"),
+        (AggregatorLimits(workers=2), "3 workers are too many"),
+        (AggregatorLimits(memory_bytes=2 * AggregatorLimits().job_bytes(1)), "--memory-mb"),
     ],
 )
-def test_a_job_beyond_the_limits_is_refused_and_the_others_go_on(limits: Limits, said: str) -> None:
+def test_a_job_beyond_the_limits_is_refused_and_the_others_go_on(limits: AggregatorLimits, said: str) -> None:
     with AggregatorServer(limits=limits) as server:
         where = Aggregator(server.address)
         client = AggregatorClient.connect(where, session="s", workers=1, rank=0)
@@ -173,7 +173,7 @@ def test_a_session_that_ended_is_over(server: AggregatorServer) -> None:
 
 
 def test_a_job_whose_worker_leaves_before_all_have_come_makes_room() -> None:
-    with AggregatorServer(limits=Limits(jobs=1)) as server:
+    with AggregatorServer(limits=AggregatorLimits(jobs=1)) as server:
         AggregatorClient.connect(Aggregator(server.address), session="s", workers=2, rank=0).close()
         eventually(lambda: server.statistics()["failed"] == {"left": 1})
         join(server, 1, "t")[0].reduce_((OR, np.ones(9, np.uint8)))
@@ -314,4 +314,4 @@ def test_impossible_arguments_are_named() -> None:
     with pytest.raises(ConfigError, match="timeout_s=0"):
         Aggregator("host:1", timeout_s=0)
     with pytest.raises(ConfigError, match="chunk_bytes"):
-        Limits(chunk_bytes=6)
+        AggregatorLimits(chunk_bytes=6)

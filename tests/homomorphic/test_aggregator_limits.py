@@ -26,7 +26,7 @@ from dynamix_homomorphic.aggregator.handshake import (
     receive_part,
     send_part,
 )
-from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.job import AggregatorLimits
 from dynamix_homomorphic.aggregator.link import ASK_EVERY, GOOD, MOST_BETWEEN, Backoff
 from dynamix_homomorphic.aggregator.protocol import ADD, OR, ProtocolError, parse_address
 from dynamix_homomorphic.aggregator.server import AggregatorServer
@@ -156,7 +156,7 @@ def test_one_address_ends_its_own_oldest_handshakes_and_nobody_elses() -> None:
 
 
 def test_one_address_opens_so_many_jobs_and_no_more() -> None:
-    with AggregatorServer(limits=Limits(jobs_per_address=1)) as server:
+    with AggregatorServer(limits=AggregatorLimits(jobs_per_address=1)) as server:
         where = Aggregator(server.address)
         first = AggregatorClient.connect(where, session="s", workers=2, rank=0)
         with pytest.raises(WireLost, match=r"no more than 1 jobs of one address at once: .*--jobs-per-address"):
@@ -207,7 +207,7 @@ def test_workers_that_are_announced_and_not_here_take_no_room() -> None:
 
 
 def test_a_job_that_stays_incomplete_makes_room_where_others_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with AggregatorServer(limits=Limits(jobs=2)) as server:
+    with AggregatorServer(limits=AggregatorLimits(jobs=2)) as server:
         halves = [come(server, f"half {n}", 2) for n in range(2)]
         with pytest.raises(ProtocolError, match="no more than 2 jobs"):
             come(server, "early", 1)  # their other workers may still come
@@ -226,7 +226,7 @@ def test_a_job_that_stays_incomplete_makes_room_where_others_ask_for_it(monkeypa
     [
         ({"connections_per_address": 4}, "no more than 4 workers of one address at once: .*--connections-per-address"),
         (
-            {"memory_bytes": 4 * Limits().job_bytes(2)},
+            {"memory_bytes": 4 * AggregatorLimits().job_bytes(2)},
             "workers of one address have .* bytes, and may have .*--memory-mb",
         ),
         ({"jobs_per_address": 2}, "no more than 2 jobs of one address at once: .*--jobs-per-address"),
@@ -234,7 +234,7 @@ def test_a_job_that_stays_incomplete_makes_room_where_others_ask_for_it(monkeypa
     ids=["connections", "bytes", "jobs"],
 )
 def test_one_address_leaves_room_for_others(more: dict[str, int], said: str) -> None:
-    with AggregatorServer(limits=Limits(**more)) as server:
+    with AggregatorServer(limits=AggregatorLimits(**more)) as server:
         first = [[come(server, f"job {n}", 2, rank) for rank in range(2)] for n in range(2)]
         with pytest.raises(ProtocolError, match=said):
             come(server, "third", 2)
@@ -246,13 +246,13 @@ def test_one_address_leaves_room_for_others(more: dict[str, int], said: str) -> 
 
 
 def test_one_job_of_one_address_may_have_all_of_the_memory() -> None:
-    with AggregatorServer(limits=Limits(memory_bytes=Limits().job_bytes(3))) as server:
+    with AggregatorServer(limits=AggregatorLimits(memory_bytes=AggregatorLimits().job_bytes(3))) as server:
         summed([come(server, "s", 3, rank) for rank in range(3)])
 
 
 def test_a_job_without_room_for_one_of_its_workers_leaves_it_to_another() -> None:
     """Both would fit alone. Without this each would hold what the other lacks."""
-    limits = Limits(memory_bytes=Limits().job_bytes(6) + Limits().job_bytes(2))
+    limits = AggregatorLimits(memory_bytes=AggregatorLimits().job_bytes(6) + AggregatorLimits().job_bytes(2))
     with AggregatorServer(limits=limits) as server:
         one, other = [], []
         for rank in range(4):

@@ -20,7 +20,7 @@ from dynamix.compression.wire import WireLost
 from dynamix.errors import ConfigError
 from dynamix_homomorphic import Aggregator
 from dynamix_homomorphic.aggregator.client import AggregatorClient
-from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.job import AggregatorLimits
 from dynamix_homomorphic.aggregator.protocol import ADD, OR, parse_address
 from dynamix_homomorphic.aggregator.server import AggregatorServer
 from dynamix_homomorphic.aggregator.tls import TlsFiles
@@ -60,8 +60,8 @@ def secured(folder: Path) -> AggregatorServer:
     return AggregatorServer(token=TOKEN, tls=files_of(folder / "here", "aggregator"), limits=SMALL)
 
 
-@pytest.mark.parametrize("limits", [SMALL, Limits()], ids=["small chunks", "usual chunks"])
-def test_sums_over_tls_equal_the_integers(limits: Limits, folder: Path) -> None:
+@pytest.mark.parametrize("limits", [SMALL, AggregatorLimits()], ids=["small chunks", "usual chunks"])
+def test_sums_over_tls_equal_the_integers(limits: AggregatorLimits, folder: Path) -> None:
     generator = np.random.default_rng(0)
     values = generator.integers(-(2**31), 2**31, (3, 400_001)).astype(np.int32)
     bits = generator.integers(0, 256, (3, 5_000)).astype(np.uint8)

@@ -92,15 +92,19 @@ def test_a_misspelt_argument_is_answered_by_the_nearest() -> None:
 
 
 def test_no_batch_size_is_said() -> None:
-    with pytest.warns(RuntimeWarning, match=r"begins with 128 samples\. Write Controller\(batch_size=\.\.\.\)"):
+    says = r"begins with 128 samples\. Write Controller\(batch_size=\.\.\.\)"
+    with pytest.warns(RuntimeWarning, match=says) as warned:
         assert dynamix.Controller("goodput").batch_sizes.tolist() == [128]
+    assert warned[0].filename == __file__
 
 
 @pytest.mark.parametrize("policy", ["lb_bsp", "dbs"])
 @pytest.mark.parametrize("options", [{}, {"interval": 2, "max_batch_size": 64}])
 def test_a_policy_that_moves_shares_only_says_that_it_does_not_adapt(policy: str, options: dict[str, Any]) -> None:
-    with pytest.warns(RuntimeWarning, match=rf"the policy {policy} moves shares only.*goodput, dynamix or stigmergic"):
+    says = rf"the policy {policy} moves shares only.*goodput, dynamix or stigmergic"
+    with pytest.warns(RuntimeWarning, match=says) as warned:
         dynamix.Controller(policy, 8, global_batch="adaptive", **options)
+    assert warned[0].filename == __file__
 
 
 @pytest.mark.parametrize(

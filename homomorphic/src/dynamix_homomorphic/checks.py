@@ -107,7 +107,7 @@ def checksum(totals: Tensor, items: Tensor, width: int, key: int) -> tuple[int, 
 
 
 @dataclass
-class Part:
+class SegmentPart:
     """One segment's share of a payload: int64 items (k,) and int32 values (k * width,)."""
 
     items: Tensor
@@ -115,7 +115,7 @@ class Part:
     width: int
 
 
-def checksums(parts: Sequence[Part], key: int, device: torch.device, *, ranks: int = 1) -> Tensor:
+def checksums(parts: Sequence[SegmentPart], key: int, device: torch.device, *, ranks: int = 1) -> Tensor:
     """int32 (CHECKSUM_WORDS,), which end a payload: the two checksums of all parts, and `ranks` times a constant.
 
     Without the constant a payload that was counted twice throughout would fit its own checksums.

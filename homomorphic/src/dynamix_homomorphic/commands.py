@@ -29,12 +29,12 @@ def aggregator(
     as_json: Json = False,
 ) -> None:
     """Add gradients in the network, for many jobs, until interrupted: CompressionState(aggregator="host:port")."""
-    from dynamix_homomorphic.aggregator.job import Limits
+    from dynamix_homomorphic.aggregator.job import AggregatorLimits
     from dynamix_homomorphic.aggregator.service import serve
     from dynamix_homomorphic.aggregator.tls import TlsFiles
 
     tls = TlsFiles.of(tls_cert, tls_key, tls_ca)
-    limits = Limits(
+    limits = AggregatorLimits(
         jobs=jobs,
         jobs_per_address=jobs_per_address,
         connections_per_address=connections_per_address,

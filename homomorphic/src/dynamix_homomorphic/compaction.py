@@ -13,7 +13,7 @@ from dynamix.compression.index import positions
 from dynamix.compression.layout import Layout
 from dynamix.compression.settings import ExchangeSettings
 from dynamix.compression.wire import Wire
-from dynamix_homomorphic.checks import CHECKSUM_WORDS, Part, checksums
+from dynamix_homomorphic.checks import CHECKSUM_WORDS, SegmentPart, checksums
 from dynamix_homomorphic.fixed_point import Scales, quantise
 from dynamix_homomorphic.union import clip_
 
@@ -36,7 +36,7 @@ class Round:
     settings: ExchangeSettings
 
 
-def compact(bucket: Round, union: Tensor) -> tuple[list[Part], str]:
+def compact(bucket: Round, union: Tensor) -> tuple[list[SegmentPart], str]:
     """Gather the items of `union`, int32 bitmap (words,), and sum them over ranks.
 
     Returns the sums by segment and the check that failed ("none").
@@ -48,7 +48,7 @@ def compact(bucket: Round, union: Tensor) -> tuple[list[Part], str]:
     return parts, "none" if torch.equal(payload[-CHECKSUM_WORDS:], want) else "checksum"
 
 
-def gather(bucket: Round, words: Tensor) -> tuple[Tensor, list[Part]]:
+def gather(bucket: Round, words: Tensor) -> tuple[Tensor, list[SegmentPart]]:
     """int32 payload with room for the checksums, and its parts, whose values are views of it."""
     segments = bucket.layout.segments
     found = [positions(words[s.word_slice]) for s in segments]
@@ -57,7 +57,7 @@ def gather(bucket: Round, words: Tensor) -> tuple[Tensor, list[Part]]:
     outs = payload[: sum(sizes)].split(sizes)
     for s, items, out in zip(segments, found, outs, strict=True):
         quantise(bucket.values, s, items, bucket.codes, bucket.scales, out)
-    return payload, [Part(items, out, s.width) for s, items, out in zip(segments, found, outs, strict=True)]
+    return payload, [SegmentPart(items, out, s.width) for s, items, out in zip(segments, found, outs, strict=True)]
 
 
 def everything(layout: Layout, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from dynamix.compression.bucket import RELEARN, VERSION, BucketExchange
 from dynamix.compression.checks import digest
 from dynamix.compression.layout import Layout
 from dynamix.compression.wire import Wire
-from dynamix_homomorphic.checks import Part, agree, confirm_union, settle
+from dynamix_homomorphic.checks import SegmentPart, agree, confirm_union, settle
 from dynamix_homomorphic.compaction import Round, compact, everything
 from dynamix_homomorphic.fixed_point import Scales, scan, working, write_mean_
 from dynamix_homomorphic.lhc import UnionForecast, one_phase, two_phase
@@ -41,7 +41,7 @@ class FixedPoint:
 
     def _exchange(
         self, bucket: BucketExchange, flat: Tensor, way: str, wire: Wire, step: int, scales: Scales
-    ) -> tuple[tuple[Tensor, Tensor, list[Part]], str]:
+    ) -> tuple[tuple[Tensor, Tensor, list[SegmentPart]], str]:
         """The union, the exponents and the sums, and the check that failed ("none"). Leaves `flat` alone."""
         values, layout, settings = working(flat), bucket.layout, bucket.settings
         expected = self._prediction.expected() if way == "lhc-one-phase" else None
@@ -69,7 +69,7 @@ class FixedPoint:
         return union
 
     def learn(
-        self, bucket: BucketExchange, union: Tensor, codes: Tensor, parts: list[Part], way: str, flat: Tensor
+        self, bucket: BucketExchange, union: Tensor, codes: Tensor, parts: list[SegmentPart], way: str, flat: Tensor
     ) -> None:
         """From a union that all ranks know."""
         if way == "fixed":

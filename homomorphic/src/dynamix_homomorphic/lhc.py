@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynamix.compression.checks import Doubt
 from dynamix.compression.index import positions
-from dynamix_homomorphic.checks import CHECKSUM_WORDS, Part, checksums
+from dynamix_homomorphic.checks import CHECKSUM_WORDS, SegmentPart, checksums
 from dynamix_homomorphic.compaction import Round, gather
 from dynamix_homomorphic.peeling import Peeling, extract, peel
 from dynamix_homomorphic.sketch import Hashing, insert_, slots
@@ -25,7 +25,7 @@ SPARE = 16  # and by so many items, for small ones
 MEMORY = 0.8  # weight of the past in the prediction
 
 
-def two_phase(bucket: Round, union: Tensor, seed: tuple[int, ...]) -> tuple[list[Part], str]:
+def two_phase(bucket: Round, union: Tensor, seed: tuple[int, ...]) -> tuple[list[SegmentPart], str]:
     """As `compaction.compact`, by sketch. Raises `Doubt("peel")`, on every rank alike, when no seed will decode."""
     _, parts = gather(bucket, union)
     found = [_decodable(bucket, part.items, (*seed, place)) for place, part in enumerate(parts)]
@@ -35,7 +35,7 @@ def two_phase(bucket: Round, union: Tensor, seed: tuple[int, ...]) -> tuple[list
     payload[-CHECKSUM_WORDS:] = checksums(parts, bucket.key, payload.device)
     bucket.wire.total(payload)
     decoded = [
-        Part(part.items, extract(table, where, signs, peeling, part.width), part.width)
+        SegmentPart(part.items, extract(table, where, signs, peeling, part.width), part.width)
         for table, part, (_, where, signs, peeling) in zip(tables, parts, found, strict=True)
     ]
     return decoded, _verdict(bucket, payload, decoded)
@@ -65,7 +65,7 @@ def _decodable(bucket: Round, items: Tensor, seed: tuple[int, ...]) -> tuple[Has
 
 def one_phase(
     bucket: Round, words: Tensor, expected: list[int], seed: tuple[int, ...]
-) -> tuple[list[Part], str, Tensor]:
+) -> tuple[list[SegmentPart], str, Tensor]:
     """Send sketches for `expected` items a segment together with this rank's bitmap `words`.
 
     Returns the sums by segment, the check that failed ("peel" when the union was larger than expected), and the union.
@@ -92,11 +92,11 @@ def one_phase(
         peeling = peel(where, hashing.counters)
         if not peeling.complete:
             return [], "peel", union
-        decoded.append(Part(items, extract(table, where, signs, peeling, s.width), s.width))
+        decoded.append(SegmentPart(items, extract(table, where, signs, peeling, s.width), s.width))
     return decoded, _verdict(bucket, payload, decoded), union
 
 
-def _verdict(bucket: Round, payload: Tensor, decoded: list[Part]) -> str:
+def _verdict(bucket: Round, payload: Tensor, decoded: list[SegmentPart]) -> str:
     """The check that failed, of a payload from which everything has been extracted."""
     if bool(payload[:-CHECKSUM_WORDS].any()):
         return "residual"

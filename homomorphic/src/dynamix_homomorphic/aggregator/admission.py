@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.job import AggregatorLimits
 from dynamix_homomorphic.aggregator.tls import shut
 
 
@@ -73,12 +73,14 @@ class Greetings:
         shut(greeting.sock)  # its thread sees the end, counts and closes
 
 
-def beyond(limits: Limits, here: Mapping[Any, Sequence[str]], job: Any, workers: int, address: str) -> str | None:
+def beyond(
+    limits: AggregatorLimits, here: Mapping[Any, Sequence[str]], job: Any, workers: int, address: str
+) -> str | None:
     """Which limit one more worker of `address` exceeds, in a job that says it will have `workers`; None: none.
 
     here    addresses of the workers that came, by job
 
-    >>> beyond(Limits(workers=2), {}, "a", 3, "10.0.0.7")
+    >>> beyond(AggregatorLimits(workers=2), {}, "a", 3, "10.0.0.7")
     '3 workers are too many: allowed are 2 a job'
     """
     came = here.get(job, ())

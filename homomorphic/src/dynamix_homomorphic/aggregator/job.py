@@ -27,7 +27,7 @@ _PAD = -HEADER.size % 64  # so that payloads begin where words do: their checksu
 
 
 @dataclass(frozen=True)
-class Limits:
+class AggregatorLimits:
     """What an aggregator gives at most. A job that asks for more is refused, or ended where it asks in a round.
 
     chunk_bytes     of a message at most; a multiple of 4
@@ -114,7 +114,7 @@ class AggregatedJob:
     `peak_bytes` (the most that its chunks took) can be read at any time.
     """
 
-    def __init__(self, workers: Mapping[int, socket.socket], limits: Limits, timeout_s: float) -> None:
+    def __init__(self, workers: Mapping[int, socket.socket], limits: AggregatorLimits, timeout_s: float) -> None:
         self.workers = len(workers)
         self.limits, self.timeout_s = limits, min(timeout_s, limits.timeout_s)
         self.rounds = self.payload_bytes = self.peak_bytes = 0

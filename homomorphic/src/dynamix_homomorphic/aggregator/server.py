@@ -33,7 +33,7 @@ from dynamix_homomorphic.aggregator.handshake import (
     seconds_left,
     send_part,
 )
-from dynamix_homomorphic.aggregator.job import AggregatedJob, Failure, Limits
+from dynamix_homomorphic.aggregator.job import AggregatedJob, AggregatorLimits, Failure
 from dynamix_homomorphic.aggregator.protocol import ProtocolError, is_loopback
 from dynamix_homomorphic.aggregator.tls import FIRST_BYTE, TlsFiles, explained, is_closed
 
@@ -64,7 +64,7 @@ class AggregatorServer:
     host, port   where to listen; port 0 takes a free one, see `address`
     token        what workers must hold, at least 16 characters
     tls          certificate, key and authority; workers must show a certificate of that authority
-    limits       see `Limits`
+    limits       see `AggregatorLimits`
 
     Both `token` and `tls` are needed unless `host` is this machine's loopback. Raises `ConfigError` where one of them
     is missing, for files that cannot be read, and where it cannot listen.
@@ -77,14 +77,14 @@ class AggregatorServer:
         *,
         token: str = "",
         tls: TlsFiles | None = None,
-        limits: Limits | None = None,
+        limits: AggregatorLimits | None = None,
     ) -> None:
         if not (token and tls) and not is_loopback(host):
             fix = "give --token-file, --tls-cert, --tls-key and --tls-ca"
             raise ConfigError("host", host, "127.0.0.1 or ::1 without a token and TLS", fix)
         if token and len(token) < MIN_TOKEN:
             raise ConfigError("token", f"{len(token)} characters", f"{MIN_TOKEN} or more", "make a longer one")
-        self.limits, self._token = limits or Limits(), token
+        self.limits, self._token = limits or AggregatorLimits(), token
         self._tls = tls.server() if tls else None
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET

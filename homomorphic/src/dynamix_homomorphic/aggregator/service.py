@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 from dynamix.errors import ConfigError
-from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.job import AggregatorLimits
 from dynamix_homomorphic.aggregator.metrics import MetricsServer
 from dynamix_homomorphic.aggregator.server import MIN_TOKEN, AggregatorServer
 from dynamix_homomorphic.aggregator.tls import TlsFiles
@@ -21,7 +21,7 @@ def serve(
     *,
     token_file: Path | None,
     tls: TlsFiles | None = None,
-    limits: Limits,
+    limits: AggregatorLimits,
     metrics_port: int | None = None,
     as_json: bool = False,
 ) -> None:

@@ -25,7 +25,7 @@ import psutil
 from dynamix.compression.wire import WireLost
 from dynamix_homomorphic.aggregator.client import Aggregator, AggregatorClient
 from dynamix_homomorphic.aggregator.handshake import NONCE_BYTES, PLAIN, Introduction, introduce, proof, receive_part
-from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.job import AggregatorLimits
 from dynamix_homomorphic.aggregator.protocol import ADD, DATA, RESULT, ProtocolError, pack, parse_address
 from dynamix_lab.suites.aggregator.hostile import combined, contributions, damaged, frames, odd_json
 from dynamix_lab.suites.aggregator.load import WrongSum
@@ -35,7 +35,7 @@ THREADS, SILENT = 16, 8  # that connect at once, and connections that each of th
 END_S = 20.0  # in which the aggregator must end a connection: beyond what it allows a handshake
 WARM_UP = 0.1  # part of the connections after which memory counts as growth
 JOB_ELEMENTS = 20_000
-CHUNK = Limits().chunk_bytes
+CHUNK = AggregatorLimits().chunk_bytes
 
 
 def crowd(connections: int, *, seed: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from dynamix_homomorphic.aggregator.handshake import (
     proof,
     require_plain,
 )
-from dynamix_homomorphic.aggregator.job import AggregatedJob, Limits
+from dynamix_homomorphic.aggregator.job import AggregatedJob, AggregatorLimits
 from dynamix_homomorphic.aggregator.protocol import (
     ADD,
     DATA,
@@ -50,7 +50,7 @@ from dynamix_homomorphic.aggregator.protocol import (
 from dynamix_lab.suites.aggregator.load import WrongSum
 from dynamix_lab.suites.fuzz import mutations
 
-LIMITS = Limits(chunk_bytes=1024, window=4, round_bytes=1 << 16, timeout_s=2.0)
+LIMITS = AggregatorLimits(chunk_bytes=1024, window=4, round_bytes=1 << 16, timeout_s=2.0)
 HANG_S = 5.0
 TOKEN = "a token of enough length"
 SIZES = (4, 100, 1024, 1500, 4096)  # bytes of a round

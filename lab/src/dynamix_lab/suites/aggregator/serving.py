@@ -17,7 +17,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.job import AggregatorLimits
 from dynamix_homomorphic.aggregator.server import AggregatorServer
 from dynamix_homomorphic.aggregator.tls import WOULD_BLOCK, TlsFiles
 
@@ -91,7 +91,7 @@ def main(kind: str, core: int, *files: str) -> None:
         print(f"127.0.0.1:{listener.getsockname()[1]}", flush=True)
         sys.stdin.read()
         return
-    limits = Limits(jobs=64, jobs_per_address=64, address_share=1.0)  # all come from this machine
+    limits = AggregatorLimits(jobs=64, jobs_per_address=64, address_share=1.0)  # all come from this machine
     with AggregatorServer(token=TOKEN, tls=tls, limits=limits) as server:
         print(server.address, flush=True)
         sys.stdin.read()

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from dynamix_homomorphic.aggregator.handshake import NONCE_BYTES, PLAIN, Introduction, introduce
-from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.job import AggregatorLimits
 from dynamix_homomorphic.aggregator.protocol import Bytes, parse_address
 from dynamix_homomorphic.aggregator.tls import TlsFiles
 from dynamix_lab.suites.aggregator.load import LoadConnection, Prepared, buffers, drive
@@ -150,7 +150,7 @@ def throughput(
     of_memory               per core, beside copying memory
     """
     brought, total = buffers(workers, total_bytes)
-    prepared = [Prepared.of(values, Limits().chunk_bytes) for values in brought]
+    prepared = [Prepared.of(values, AggregatorLimits().chunk_bytes) for values in brought]
     kinds = KINDS if tls else KINDS[:2]
     turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     copies: list[float] = []

@@ -33,7 +33,7 @@ from dynamix.compression.settings import ExchangeSettings
 from dynamix.compression.traffic import HEADER_BYTES
 from dynamix.compression.wire import LocalWire, Wire
 from dynamix.errors import ConfigError, DynamixError
-from dynamix_homomorphic.checks import Part
+from dynamix_homomorphic.checks import SegmentPart
 from dynamix_homomorphic.exchange import FixedPoint
 from dynamix_lab.harness.suite import Tell, untold
 
@@ -222,7 +222,7 @@ class _Recorded(BucketExchange):
 
 class _RecordedFixedPoint(FixedPoint):
     def learn(
-        self, bucket: BucketExchange, union: Tensor, codes: Tensor, parts: list[Part], way: str, flat: Tensor
+        self, bucket: BucketExchange, union: Tensor, codes: Tensor, parts: list[SegmentPart], way: str, flat: Tensor
     ) -> None:
         assert isinstance(bucket, _Recorded)
         whole = np.zeros(bucket.layout.elements, dtype=np.int64)
