@@ -62,7 +62,7 @@ def _train(rank: int, flat_up_to: int, policy: str, odd: bool = False) -> dict[s
     control.FLAT_UP_TO = flat_up_to
     script = Script([[6, 2, 4, 4, 3], [1, 7, 4, 4, 5]])
     controller = adaptive(script if policy == "script" else policy, 4)
-    assert isinstance(controller._parts.control, HierarchicalGroup) == (controller.world_size > flat_up_to)
+    assert isinstance(controller._coordinator.ranks.group, HierarchicalGroup) == (controller.world_size > flat_up_to)
     job = Training(controller, classes(400), sampling={"seed": int(odd and rank == 3)})
     plans = []
     for x, y in job.loader:

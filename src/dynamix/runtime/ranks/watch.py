@@ -59,7 +59,8 @@ class RankWatch:
         self.errors, self.alive, self.stopping = JobErrors(rank), Liveness(rank, workers), Stopping()
         self.lost: WorkerLostError | None = None
         self._setting_up = True
-        self._source, self._store = store, None
+        self._source: Any = store
+        self._store: Any = None  # a connection of the thread's own
         self._begun = {rank}
         self._haste_until = -math.inf
         self._wake, self._end = threading.Event(), threading.Event()
