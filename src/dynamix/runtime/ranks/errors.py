@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynamix.errors import DynamixError, MemoryLimitError, StateError, UsageError, WorkerLostError
+from dynamix.errors import DynamixError, MemoryLimitError, StateError, UsageError
 
 FIRST_PASS = "a comparison before the first forward pass"  # since the start, a load, or a loop that was left early
 ALIKE = "call what waits for all ranks on every rank, after the same optimizer step"
 _KINDS: dict[str, type[DynamixError]] = {kind.__name__: kind for kind in (StateError, MemoryLimitError)}
-
-
-def unnamed(error: BaseException, what: str) -> WorkerLostError:
-    """What to raise where a collective, which was for `what`, has failed, and nobody knows which rank it was."""
-    return WorkerLostError(f"{what}: a rank died or did not answer within the process group's timeout ({error})")
 
 
 class JobErrors:

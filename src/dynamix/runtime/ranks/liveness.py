@@ -77,7 +77,7 @@ class Liveness:
         self.unaware = set(range(1, workers))  # of these, who has not read the first rank's last word
         self._others: dict[int, float] = {}  # seconds of silence, of ranks that the first one hears
         self._first: dict[int, float] = {}  # the same of the first, or of the store
-        self._hosts = {rank: own_host()}
+        self._hosts = dict[int, str]()
         self._said: dict[int, float] = {}  # silence at which the log says it next
         self._heard: dict[int, Silence] = {}
         self._listened, self.beats = Silence(), 0
@@ -104,6 +104,8 @@ class Liveness:
     def beat(self) -> dict[str, Any]:
         """What this rank tells the first."""
         self.beats += 1
+        if self.rank not in self._hosts:
+            self._hosts[self.rank] = own_host()
         return {"n": self.beats, "host": self._hosts[self.rank], "left": self.word, "aware": 0 in self.left}
 
     def lead(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dynamix.errors import DynamixError, UsageError, WorkerLostError
 from dynamix.runtime.ranks.compare import FIXES, GROUPS, PLACE, require_same
-from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS, unnamed
+from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.rendezvous import require_alone
@@ -183,44 +183,19 @@ class Ranks:
 
 
 class Alone(Ranks):
-    """This process has nobody to wait for, and is asked all the same; each answer is there at once."""
+    """Nobody else is there; whatever is asked of the others is answered at once."""
 
     def __init__(self) -> None:
         self.group, self.rank, self.workers, self.agreed = None, 0, 1, True
-        self._stop_wanted = False
-
-    @property
-    def lost(self) -> None:
-        return None
-
-    def wait(self, work: Any, what: str = "") -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._raise(error, what)
-
-    def wait_here(self, work: Any, what: str = "") -> None:
-        self.wait(work, what)
-
-    def wait_until(self, event: threading.Event) -> None:
-        event.wait()
-
-    def arrivals(self) -> Arrivals:
-        return Arrivals(None)
-
-    def explain(self, error: BaseException, what: str) -> WorkerLostError:
-        return unnamed(error, what)
+        self._watch = RankWatch(None, 0, 1)
 
     def gather(self, value: Any, what: str) -> list[Any]:
         return [value]
 
-    def agree(self, facts: Mapping[str, Any]) -> None: ...
+    def rows(self, mine: Tensor, what: str) -> Any:
+        return mine.numpy()[None]
 
     def forget_agreement(self) -> None: ...
-
-    def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None: ...
-
-    def wait_for_all(self, what: str) -> None: ...
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
@@ -230,23 +205,6 @@ class Alone(Ranks):
 
     def begin(self) -> None:
         require_alone()
-
-    def end(self, error: DynamixError) -> DynamixError:
-        return error
-
-    def request_stop(self) -> None:
-        self._stop_wanted = True
-
-    def stop_after(self, steps: int) -> bool:
-        return self._stop_wanted
-
-    def leave(self, word: str = "") -> None: ...
-
-    def leave_with(self, error: BaseException) -> None: ...
-
-    def leave_unclosed(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Naming:

@@ -60,7 +60,7 @@ class RankWatch:
         self.lost: WorkerLostError | None = None
         self._setting_up = True
         self._source: Any = store
-        self._store: Any = None
+        self._store: Any = None  # a connection of the thread's own
         self._begun = {rank}
         self._haste_until = -math.inf
         self._wake, self._end = threading.Event(), threading.Event()

@@ -1,0 +1,113 @@
+"""The watch of ranks, driven by a clock of the test's: nobody sleeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from dynamix.errors import UsageError, WorkerLostError
+from dynamix.runtime.ranks.liveness import LATE_S, SUSPECT_S
+from dynamix.runtime.ranks.waits import BESIDE_S, AbortableWait
+from dynamix.runtime.ranks.watch import RankWatch
+
+
+class Three:
+    """Three ranks over one store; a second goes by where the test says so."""
+
+    def __init__(self) -> None:
+        self.now, store = 0.0, HashStore()
+        self.every = [RankWatch(store, rank, 3, clock=lambda: self.now, threads=False) for rank in range(3)]
+
+    def pass_s(self, seconds: int, *, without: int | None = None) -> None:
+        """`without` this rank, which stands still."""
+        for _ in range(seconds):
+            self.now += 1.0
+            for awake in (watch for watch in self.every[::-1] if watch.rank != without):
+                awake.beat()
+                awake.listen()
+
+
+def test_a_rank_that_stands_still_is_known_to_all_and_accuses_nobody() -> None:
+    three = Three()
+    three.pass_s(3)
+    three.pass_s(int(SUSPECT_S) + 3, without=2)
+    assert [sorted(watch.alive.silent) for watch in three.every] == [[2], [2], []]
+    three.pass_s(2)
+    assert not any(watch.alive.silent for watch in three.every)
+
+
+def test_the_first_rank_is_missed_by_the_others() -> None:
+    three = Three()
+    three.pass_s(3)
+    three.pass_s(int(SUSPECT_S) + 2, without=0)
+    assert [sorted(watch.alive.silent) for watch in three.every] == [[], [0], [0]]
+    lost = three.every[1].explain(RuntimeError("closed"), "the ranks could not add")
+    assert lost.ranks == (0,)
+
+
+def test_a_rank_that_never_comes_is_missed_while_controllers_are_made_and_not_after() -> None:
+    three = Three()
+    three.every[1].all_have_come()
+    three.pass_s(int(LATE_S) + 3, without=2)
+    three.every[1].require_all_come()
+    with pytest.raises(WorkerLostError, match="not all ranks have made a Controller: rank 2 has been silent"):
+        three.every[0].require_all_come()
+
+
+def test_an_error_of_one_rank_reaches_all_and_it_hears_that_they_know() -> None:
+    three = Three()
+    three.pass_s(2)
+    three.every[1].end(UsageError("write this line"))
+    three.pass_s(4)
+    for rank in (0, 2):
+        with pytest.raises(UsageError, match="rank 1 ended the job: write this line"):
+            AbortableWait(three.every[rank]).look()
+    assert three.every[1].errors.all_know
+
+
+def test_a_last_word_is_told() -> None:
+    three = Three()
+    three.pass_s(2)
+    three.every[2].alive.word = "ValueError: a bug"
+    three.pass_s(2)
+    told = three.every[1].explain(RuntimeError("closed"), "the ranks could not add")
+    assert told.ranks == (2,)
+    assert "has ended (ValueError: a bug)" in str(told)
+
+
+def _waits(three: Three, rank: int, seconds: int) -> None:
+    wait: Any = AbortableWait(three.every[rank])
+    for _ in range(4 * seconds):
+        three.now += 0.25
+        for watch in three.every:
+            watch.beat()
+        wait.look()
+
+
+def test_ranks_that_wait_for_unlike_things_are_told() -> None:
+    three = Three()
+    three.every[0].errors.agreeing("one thing")
+    three.every[1].errors.agreeing("another thing")
+    with pytest.raises(UsageError, match="this rank waits in one thing, another one in another thing"):
+        _waits(three, 0, 2)
+
+
+def test_who_waits_beside_an_agreement_that_it_did_not_join_is_told_in_seconds() -> None:
+    three = Three()
+    three.every[0].errors.agreeing("controller.warm_up()")
+    with pytest.raises(UsageError, match=r"another rank waits in controller.warm_up\(\), which this rank did not call"):
+        _waits(three, 2, int(BESIDE_S) + 2)
+    assert BESIDE_S < three.now < BESIDE_S + 2
+
+
+def test_one_wish_stops_all_after_one_step() -> None:
+    three = Three()
+    steps = stopped = 0
+    three.every[2].stopping.wanted = True
+    while not stopped and steps < 100:
+        three.pass_s(4)  # all have agreed on the step before it is over
+        steps += 1
+        stopped = sum(watch.stop_after(steps) for watch in three.every)
+    assert stopped == 3
