@@ -27,7 +27,7 @@ STACK_BYTES = 512 * 1024  # of a rank's thread, of which there may be 1,024
 T = TypeVar("T")
 
 
-class LocalWork:
+class ThreadWork:
     """What is under way for one rank; as `dist.Work`.
 
     take   called with the call that it is a part of, once all has come; None: it waits for nothing
@@ -71,13 +71,8 @@ class Call:
     kind: str
     sources: int
     came: int = 0
-    unlike: str = ""
     given: dict[int, Any] = field(default_factory=dict)
-    waiting: list[LocalWork] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        return len(self.given) == self.sources and not self.unlike
+    waiting: list[ThreadWork] = field(default_factory=list)
 
     @cached_property
     def parts(self) -> list[Any]:
@@ -90,11 +85,11 @@ class Call:
         return torch.stack(self.parts)
 
 
-class LocalWire:
+class ThreadWire:
     """What the ranks of one process share in place of sockets and a store.
 
     Calls are matched by order, as gloo's are. One that needs a rank which has left fails, also where it comes later;
-    so does any, once a rank has ended the job, and one at which another rank made a call of another kind.
+    so does any, once a rank has ended the job, or two made calls of unlike kinds where one belongs to the other.
 
     left    what ranks that have left said, by rank
     ended   the error with which a rank ended the job: its number, kind and message
@@ -111,17 +106,18 @@ class LocalWire:
         self._agreements: dict[int, str] = {}
         self._steps: dict[int, int] = {}
         self._stop_at: int | None = None
+        self._unlike = ""
 
     def join(
         self, number: int, kind: str, sources: int, rank: int, value: Any, take: Callable[[Call], None] | None
-    ) -> LocalWork:
+    ) -> ThreadWork:
         """The part of `rank` in the call with this `number`; a `value` of None gives nothing."""
-        work = LocalWork(rank, take)
+        work = ThreadWork(rank, take)
         with self._lock:
             call = self._open.setdefault(number, Call(kind, sources))
             call.came += 1
             if call.kind != kind:
-                call.unlike = f"rank {rank} is in {kind}, another one in {call.kind}: {ALIKE}"
+                self._unlike = f"rank {rank} is in {kind}, another one in {call.kind}: {ALIKE}"
             if value is not None:
                 call.given[rank] = value
             if take is not None:
@@ -133,6 +129,8 @@ class LocalWire:
             work.end(call)
         for other, error in over:
             other.end(call, error)
+        if self._unlike:
+            self._fail()
         return work
 
     def leave(self, rank: int, word: str) -> None:
@@ -169,28 +167,29 @@ class LocalWire:
             for work, error in of_call:
                 work.end(call, error)
 
-    def _over(self, call: Call) -> list[tuple[LocalWork, Exception | None]]:
+    def _over(self, call: Call) -> list[tuple[ThreadWork, Exception | None]]:
         """Those that wait in `call` no longer, with what they failed with. It forgets them."""
-        if not (call.complete or call.unlike or self.left or self.ended):
+        complete = len(call.given) == call.sources and not self._unlike
+        if not (complete or self._unlike or self.left or self.ended):
             return []
-        every = [(work, None if call.complete else self._failure(call, work.rank)) for work in call.waiting]
-        call.waiting = [work for work, error in every if not call.complete and error is None]
-        return [(work, error) for work, error in every if call.complete or error is not None]
+        every = [(work, None if complete else self._failure(call, work.rank)) for work in call.waiting]
+        call.waiting = [work for work, error in every if not complete and error is None]
+        return [(work, error) for work, error in every if complete or error is not None]
 
     def _failure(self, call: Call, rank: int) -> Exception | None:
         """Why `rank` waits in vain; None if the rest may still come."""
         if self.ended is not None and self.ended["rank"] != rank:
             return ended_by(self.ended)
-        if call.unlike:
-            return UsageError(call.unlike)
+        if self._unlike:
+            return UsageError(self._unlike)
         missing = [r for r in self.left if r == rank or (r < call.sources and r not in call.given)]
         return RuntimeError(f"Connection closed by rank {missing[0]}") if missing else None
 
 
-class LocalGroup(ControlGroup):
+class ThreadGroup(ControlGroup):
     """The control group of one of those ranks."""
 
-    def __init__(self, wire: LocalWire, rank: int, settle: Callable[[Work], None]) -> None:
+    def __init__(self, wire: ThreadWire, rank: int, settle: Callable[[Work], None]) -> None:
         self.rank, self.workers, self.name, self.settle = rank, wire.workers, "threads", settle
         self._wire, self._calls, self._lock = wire, 0, threading.Lock()
 
@@ -219,7 +218,7 @@ class LocalGroup(ControlGroup):
         """There is no process group behind it."""
         return []
 
-    def _join(self, kind: str, value: Any, take: Callable[[Call], None] | None) -> LocalWork:
+    def _join(self, kind: str, value: Any, take: Callable[[Call], None] | None) -> ThreadWork:
         with self._lock:
             number, self._calls = self._calls, self._calls + 1
         return self._wire.join(number, kind, 1 if kind == "an answer" else self.workers, self.rank, value, take)
@@ -232,10 +231,10 @@ def _copy(to: Tensor, value: Tensor) -> None:
     to.copy_(value)
 
 
-class LocalWatch:
+class ThreadWatch:
     """What one of those ranks knows of the others, and tells them: `JobErrors` and `Liveness` of ranks in processes."""
 
-    def __init__(self, wire: LocalWire, rank: int) -> None:
+    def __init__(self, wire: ThreadWire, rank: int) -> None:
         self.rank = rank
         self.lost: WorkerLostError | None = None
         self._wire, self._agreements = wire, 0
@@ -313,16 +312,16 @@ class ThreadRanks(Ranks):
     [[0, 1, 4], [0, 1, 4], [0, 1, 4]]
     """
 
-    def __init__(self, wire: LocalWire, rank: int) -> None:
-        self._watch = watch = LocalWatch(wire, rank)
+    def __init__(self, wire: ThreadWire, rank: int) -> None:
+        self._watch = watch = ThreadWatch(wire, rank)
         self.rank, self.workers, self.agreed = rank, wire.workers, False
         self.ending, self.explain = cast(Any, watch), watch.explain
-        self.group = LocalGroup(wire, rank, self.wait)
+        self.group = ThreadGroup(wire, rank, self.wait)
 
     @classmethod
     def of(cls, workers: int) -> list[ThreadRanks]:
         """So many ranks, each to be handed to a thread, which calls `leave` or `leave_with` at its end."""
-        wire = LocalWire(workers)
+        wire = ThreadWire(workers)
         return [cls(wire, rank) for rank in range(workers)]
 
     @property

@@ -1,0 +1,94 @@
+"""Cases that run over any wire: ranks in threads of this process, or in processes over gloo, all cases in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.runtime.ranks import errors
+from dynamix.runtime.ranks.errors import wait_for
+from dynamix.runtime.ranks.group import open_control
+from dynamix.runtime.ranks.liveness import Liveness
+from dynamix.runtime.ranks.process_groups import destroy_groups
+from dynamix.runtime.ranks.ranks import Ranks
+from dynamix.runtime.ranks.threads import in_threads
+from tests.ranks import run_ranks
+
+Case = Callable[[Any], Any]
+
+
+def over_threads(case: Case, workers: int) -> list[Any]:
+    """What `case(ranks)` returns on each rank, or the words of what it raises."""
+    return in_threads(partial(_outcome, case), workers)
+
+
+def over_gloo(cases: Mapping[str, Case], workers: int) -> dict[str, list[Any]]:
+    """The same of each case, which must be a function of a module. Each has a group of its own."""
+    by_rank = run_ranks(_every_case, workers, dict(cases), timeout_s=150)
+    return {name: [told[name] for told in by_rank] for name in cases}
+
+
+def _every_case(rank: int, cases: Mapping[str, Case]) -> dict[str, Any]:
+    errors.BESIDE_S = errors.SETUP_ERROR_S = 0.5
+    return {name: _in_a_group(case) for name, case in cases.items()}
+
+
+def _in_a_group(case: Case) -> Any:
+    ranks = GlooRanks()
+    found = _outcome(case, ranks)
+    # A rank that ended by itself closes its sockets; one that waits no longer for others cannot.
+    waited = isinstance(found, str) and found.split(":")[0] in ("UsageError", "StateError", "WorkerLostError")
+    destroy_groups(ranks.group.release(), patience_s=0.0 if waited else 2.0)
+    return found
+
+
+def _outcome(case: Case, ranks: Any) -> Any:
+    try:
+        found = case(ranks)
+    except Exception as error:
+        ranks.leave_with(error)
+        return f"{type(error).__name__}: {error}"
+    ranks.close()
+    return found
+
+
+class GlooRanks(Ranks):
+    """Those of the whole job."""
+
+    def __init__(self) -> None:
+        super().__init__(open_control(list(range(dist.get_world_size()))))
+        self.rank, self.workers = self.group.rank, self.group.workers
+        self.liveness = Liveness.open(self.group)
+        self.explain = self.liveness.explain
+
+    @property
+    def lost(self) -> WorkerLostError | None:
+        return self.liveness.lost
+
+    def wait(self, work: Any, what: str = "") -> None:
+        wait_for(work, self.ending)
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        self.wait_for_all(what)
+        return self.group.all_gather_object(value)
+
+    def end(self, error: DynamixError) -> DynamixError:
+        return self.ending.report(error)
+
+    def request_stop(self) -> None:
+        self.liveness.stopping.wanted = True
+
+    def stop_after(self, steps: int) -> bool:
+        return self.liveness.step_done(steps)
+
+    def leave_with(self, error: BaseException) -> None:
+        self.liveness.leave_with(error)
+        self.ending.close()
+
+    def close(self) -> None:
+        self.liveness.leave()
+        self.ending.close()
