@@ -1,4 +1,4 @@
-"""Cases that run over any wire: ranks in threads of this process, or in processes over gloo, all cases in one launch."""
+"""Cases that run over any wire: ranks in threads of this process, or in processes over gloo (one launch for all)."""
 
 from __future__ import annotations
 

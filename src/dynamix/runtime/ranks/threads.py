@@ -139,6 +139,11 @@ class ThreadWire:
             self.left.setdefault(rank, word)
         self._fail()
 
+    def last_words(self) -> dict[int, str]:
+        """Of ranks that have left."""
+        with self._lock:
+            return dict(self.left)
+
     def end(self, told: dict[str, Any]) -> None:
         """A rank ends the job with an error."""
         with self._lock:
@@ -247,7 +252,7 @@ class ThreadWatch:
 
     def told(self) -> DynamixError | None:
         """What another rank has ended the job with, or raised before training."""
-        every = [self._wire.ended, *self._wire.failed.values()]
+        every = [self._wire.ended, *list(self._wire.failed.values())]
         return next((ended_by(told) for told in every if told is not None and told["rank"] != self.rank), None)
 
     def report(self, error: DynamixError) -> DynamixError:
@@ -271,7 +276,7 @@ class ThreadWatch:
 
     def explain(self, error: BaseException, what: str) -> WorkerLostError:
         """What to raise where a collective has failed with `error`: it names those that have ended."""
-        left = {rank: word for rank, word in self._wire.left.items() if rank != self.rank}
+        left = {rank: word for rank, word in self._wire.last_words().items() if rank != self.rank}
         # Who ended because of another is no news, where that one is known.
         left = {rank: word for rank, word in left.items() if not word.startswith("WorkerLostError")} or left
         if self.lost is None:
