@@ -79,9 +79,9 @@ class ThreadJob:
         if state is not None:
             self.job.load_state_dict(state)
 
-    def rounds(self, epochs: int = 1) -> Iterator[StepPlan]:
-        """Those of some epochs, each done when it is given."""
-        for epoch in range(self.sampler.epoch + self.sampler.finished, epochs):
+    def rounds(self, epochs: int = 1, *, first: int | None = None) -> Iterator[StepPlan]:
+        """Those of the epochs before `epochs`, from the `first` or the one under way; each is done when it is given."""
+        for epoch in range(self.sampler.epoch + self.sampler.finished if first is None else first, epochs):
             self.sampler.set_epoch(epoch)
             for batch in self._ahead(iter(self.sampler)):
                 plan = self.sampler.plan()
