@@ -16,7 +16,7 @@ import dynamix
 from dynamix.errors import DynamixError
 from dynamix.runtime.decide.channel import PATIENCE_S
 from dynamix.runtime.decide.decision import Decider
-from tests.ranks import Ok, refusal, run_ranks
+from tests.ranks import refusal, run_ranks
 from tests.runtime.jobs import Training, adaptive, classes, decided
 
 pytestmark = pytest.mark.multiproc
@@ -25,13 +25,10 @@ pytestmark = pytest.mark.multiproc
 class Restless:
     """Answers at random, after a random delay."""
 
-    def __init__(self, delay_s: float, fail_at: int | None = None) -> None:
-        self.random, self.delay_s, self.fail_at, self.asked = np.random.default_rng(0), delay_s, fail_at, 0
+    def __init__(self, delay_s: float) -> None:
+        self.random, self.delay_s, self.asked = np.random.default_rng(0), delay_s, 0
 
     def decide(self, window: dynamix.Window, bounds: dynamix.Bounds) -> Any:
-        self.asked += 1
-        if self.asked == self.fail_at:
-            raise ZeroDivisionError("a bug in the policy")
         time.sleep(self.delay_s * self.random.random())
         return self.random.integers(2, 12, size=window.workers)
 
@@ -57,28 +54,14 @@ def _train(rank: int, policy: Any, num_workers: int, epochs: int = 3, interval: 
         time.sleep(0.004 * jitter.random())
         job.finish(loss=loss, logits=logits, target=y)
     controller.close()
-    return {"plans": plans, "sizes_ok": sizes_ok, "waited_s": controller._job.windows.channel.waited_s}
+    return {"plans": plans, "sizes_ok": sizes_ok}
 
 
-@pytest.mark.parametrize(("workers", "num_workers"), [(4, 0), (3, 2), (2, 2)])
-def test_same_step_same_allocation(workers: int, num_workers: int) -> None:
-    results = run_ranks(_train, workers, Restless(0.02), num_workers, timeout_s=100)
+def test_same_step_same_allocation_with_loaders_of_processes() -> None:
+    results = run_ranks(_train, 3, Restless(0.02), 2, timeout_s=100)
     assert all(r["plans"] == results[0]["plans"] for r in results)
     assert all(r["sizes_ok"] for r in results)
     assert len({counts for _, _, counts in results[0]["plans"]}) > 8, "allocations hardly ever changed"
-
-
-def test_a_late_policy_keeps_the_allocation_and_training_goes_on() -> None:
-    results = run_ranks(_train, 2, Restless(2.0), 0, 1, timeout_s=60)
-    assert all(r["plans"] == results[0]["plans"] for r in results)
-    assert max(r["waited_s"] for r in results) < 12  # some 20 decisions of 1 s on average were asked for
-
-
-def test_a_failing_policy_ends_every_rank_with_its_error() -> None:
-    outcomes = run_ranks(_train, 3, Restless(0.0, fail_at=3), 0, timeout_s=60, expect_failure=True)
-    assert not any(isinstance(o, Ok) for o in outcomes)
-    assert "a bug in the policy" in outcomes[0]
-    assert all("the policy failed on rank 0" in o for o in outcomes[1:])
 
 
 def _different_arguments(rank: int) -> str:

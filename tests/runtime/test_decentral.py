@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
-import dynamix
 from dynamix.errors import ConfigError
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic.policy import PRETRAINED, StigmergicPolicy
@@ -23,17 +21,15 @@ from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel, own_window
 from dynamix.runtime.measure.recorder import ROW
-from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.window import Bounds, Window
-from tests.ranks import Ok, run_ranks
+from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, adaptive, classes, classifier, decided
-from tests.runtime.test_resume import _assert_every_sample_once, _run
 
 SAMPLES = 1200
 DATA = TensorDataset(*classes(SAMPLES, 4).tensors, torch.arange(SAMPLES))
 
 
-def _train(rank: int, options: dict[str, Any], *, at: Any = None) -> dict[str, Any]:
+def _train(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """One epoch; rank r's samples take r + 1 times as long as rank 0's."""
     job = Training(adaptive("stigmergic", max_batch_size=16, **options), DATA, classifier(4), sampling={"seed": 3})
     controller, seen, plans = job.controller, [], []
@@ -45,8 +41,6 @@ def _train(rank: int, options: dict[str, Any], *, at: Any = None) -> dict[str, A
         time.sleep(0.0005 * (rank + 1) * len(x))
         loss.backward()
         job.finish(loss=loss)
-        if at is not None:
-            at(controller, len(plans))
     controller.close()
     channel = controller._job.windows.channel
     assert isinstance(channel, PeerChannel) or "replay" in options
@@ -139,73 +133,6 @@ def test_a_guard_which_needs_all_workers_times_is_refused() -> None:
     ranks: Any = SimpleNamespace(workers=2)
     with pytest.raises(ConfigError, match="guard=True"):
         open_channel(ranks, 2, job, guarded, Decider(guarded, job), replays=False, lr_rule="none")
-
-
-def _fails_on_rank_1(rank: int) -> dict[str, Any]:
-    if rank == 1:
-        StigmergicPolicy.choose = lambda *_, **__: 1 / 0  # type: ignore[assignment, method-assign]
-    return _train(rank, {})
-
-
-@pytest.mark.multiproc
-def test_a_rule_that_fails_on_one_rank_ends_all_with_its_error() -> None:
-    outcomes = run_ranks(_fails_on_rank_1, 2, expect_failure=True)
-    assert not any(isinstance(o, Ok) for o in outcomes)
-    assert "failed on rank 1" in outcomes[0]
-    assert "ZeroDivisionError" in outcomes[1]
-
-
-@pytest.mark.multiproc
-def test_a_checkpoint_goes_on_with_every_sample_once(tmp_path: Path) -> None:
-    _run(2, tmp_path, policy="stigmergic", save_at=9, stop_at=9)
-    first = [eval((tmp_path / f"seen{rank}").read_text()) for rank in range(2)]
-    after = _run(2, tmp_path, policy="stigmergic", resume=True)
-    _assert_every_sample_once(first + [r["seen"] for r in after], 2)
-    assert np.array_equal(after[0]["sizes"], after[1]["sizes"])
-
-
-def _saved(rank: int, path: str, gather: bool) -> tuple[Any, Any]:
-    """What a rank remembers of the noise and of the field at a save, and after a load of its own or rank 0's state."""
-    found: list[Any] = []
-
-    def at(controller: dynamix.Controller, steps: int) -> None:
-        if steps == 20:
-            state = controller.state_dict(gather=gather)  # a decision under way is taken first
-            torch.save(state, f"{path}/{rank}.pt")
-            dist.barrier()
-            found.append(controller.policy.state_dict())
-
-    _train(rank, {"lr_rule": "none"}, at=at)
-    controller = adaptive("stigmergic", max_batch_size=16)
-    controller.batch_sampler(DATA, seed=3)
-    controller.load_state_dict(torch.load(f"{path}/{0 if gather else rank}.pt", weights_only=False))
-    again = controller.policy.state_dict()
-    controller.close()
-    return found[0], again
-
-
-def _traces_do_not_travel(rank: int) -> None:
-    def gone(*_: Any) -> Any:
-        raise KeyError("gone")
-
-    ControlGroup.all_sum = gone  # type: ignore[method-assign]
-    _train(rank, {})
-
-
-@pytest.mark.multiproc
-def test_no_sizes_are_taken_where_traces_do_not_travel() -> None:
-    outcomes = run_ranks(_traces_do_not_travel, 2, expect_failure=True)
-    assert not any(isinstance(o, Ok) for o in outcomes)
-    assert any("KeyError" in str(o) and "gone" in str(o) for o in outcomes)
-
-
-@pytest.mark.multiproc
-@pytest.mark.parametrize("gather", [False, True])
-def test_averages_of_the_noise_and_the_field_are_in_checkpoints(tmp_path: Path, gather: bool) -> None:
-    for before, after in run_ranks(_saved, 2, str(tmp_path), gather):
-        assert before["habit"]["heard"][1] > 0.0
-        assert before["field"] is not None
-        assert repr(after) == repr(before)  # NaN included
 
 
 def _row(window: Window, worker: int, steps: int) -> Any:

@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,22 +119,13 @@ def test_replayed_allocations_repeat_to_the_last_bit(tmp_path: Path) -> None:
         assert torch.equal(before["weights"], after["weights"])
 
 
-@pytest.mark.parametrize("workers_after", [4, 2, 3])
-def test_killed_job_resumes_with_every_sample_once(tmp_path: Path, workers_after: int) -> None:
+def test_killed_job_resumes_with_fewer_ranks_with_every_sample_once(tmp_path: Path) -> None:
     options = {"policy": Script(ANSWERS), "save_at": 8, "stop_at": 13, "kill_rank": 2}
     outcomes = run_ranks(_job, 4, str(tmp_path), options, timeout_s=60, group_timeout_s=10, expect_failure=True)
     assert "died" in outcomes[2]
     assert not any(isinstance(o, Ok) or o == "hung" for o in outcomes), outcomes
     before = [eval((tmp_path / f"seen{rank}").read_text()) for rank in range(4)]
-    script = Script([[5] * workers_after, [3] * workers_after])
-    after = _run(workers_after, tmp_path, resume=True, policy=script)
+    script = Script([[5] * 3, [3] * 3])
+    after = _run(3, tmp_path, resume=True, policy=script)
     _assert_every_sample_once(before + [r["seen"] for r in after], 2)
     assert {r["samples"] for r in after} == {2 * SAMPLES}
-
-
-def test_a_live_adaptive_run_resumes_exactly_and_goes_on_deciding(tmp_path: Path) -> None:
-    _run(4, tmp_path, policy=Script(ANSWERS), save_at=9, stop_at=9)
-    first = [eval((tmp_path / f"seen{rank}").read_text()) for rank in range(4)]
-    after = _run(4, tmp_path, policy=Script(ANSWERS), resume=True)
-    _assert_every_sample_once(first + [r["seen"] for r in after], 2)
-    assert np.array_equal(after[0]["sizes"], after[3]["sizes"])

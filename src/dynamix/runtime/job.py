@@ -205,7 +205,7 @@ class TrainingJob:
         if self.source is not None and self.source.left_early:
             self.ranks.forget_agreement()  # a rank may have left it after another round than the others
         if getattr(self.source, "sharded", False):
-            self._agree()  # iterating is a collective there
+            self.agree()  # iterating is a collective there
 
     def pass_begins(self, model: ConnectedModel, training: bool, args: Any, kwargs: dict[str, Any]) -> None:
         """A forward pass of a connected model begins: what it belongs to is handed along."""
@@ -219,7 +219,7 @@ class TrainingJob:
             recorder.timer.interrupted()
             return
         if not self.ranks.agreed:
-            self._agree()
+            self.agree()
         # A loss that is weighted by its own count may be of fewer samples than were dealt.
         self.loop.look_at(piece, () if self.loss_weight.required else (*args, *kwargs.values()))
         if (self.loss_weight.given or kwargs) and self.ranks.workers > 1:
@@ -253,7 +253,7 @@ class TrainingJob:
         in_loss = weight.required or weight.given or weight.applied is not None
         seen = Observation(loss, logits, target, count, weight.take() if in_loss else None, weight.given)
         if not self.ranks.agreed:
-            self._agree()
+            self.agree()
         self.loop.piece_done(piece, seen)
         source.consume()
         if mine:
@@ -299,7 +299,7 @@ class TrainingJob:
         self.windows.settle()
         return self.ranks.gather(told, what)
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         """Compare with the other ranks what is about to be trained.
 
         A collective call. Raises `UsageError` on every rank, naming what differs, by rank.

@@ -49,6 +49,7 @@ def open_channel(
     *,
     replays: bool,
     lr_rule: str,
+    patience_s: float = PATIENCE_S,
 ) -> DecisionChannel | PeerChannel:
     """The way in which `ranks` agree: a `PeerChannel` if every rank is to decide for itself.
 
@@ -57,7 +58,7 @@ def open_channel(
     """
     rule = None if ranks.workers < 2 or replays else peers_of(policy)
     if rule is None:
-        return DecisionChannel(ranks, workers, decider, patience_s=REPLAY_PATIENCE_S if replays else PATIENCE_S)
+        return DecisionChannel(ranks, workers, decider, patience_s=REPLAY_PATIENCE_S if replays else patience_s)
     return PeerChannel(ranks, job, rule, decider, share_noise=lr_rule == "adascale")
 
 
