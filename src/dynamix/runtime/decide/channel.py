@@ -9,11 +9,8 @@ nobody's training step to go on, so no such wait can be circular.
 from __future__ import annotations
 
 import enum
-import logging
-import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import DynamixError
+from dynamix.runtime.decide.in_turn import InTurn, write_down
 from dynamix.runtime.ranks.group import ControlGroup, Work
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.window import Floats, Ints
@@ -35,7 +33,6 @@ DRAIN_S = 5.0
 
 NOT_AGREED = "the ranks could not agree on the next allocation"
 _HEAD = 7  # numbers of a message before its sizes
-_log = logging.getLogger("dynamix")
 
 
 class Kind(enum.IntEnum):
@@ -104,16 +101,10 @@ class DecisionChannel:
         self.rank = ranks.rank
         self.waited_s = 0.0
         self.failed: DynamixError | None = None
-        self._rounds: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if self.group is not None and self.rank == 0:
-            self._thread = threading.Thread(target=self._decide_all, name="dynamix-decide", daemon=True)
-            self._thread.start()
+        self._deciding = InTurn("dynamix-decide")  # one round after the other: a late policy is never asked twice
         self._pending: Tensor | None = None
         self._receive: Work | None = None
         self._round: _Round | None = None
-        self._latest: threading.Event | None = None
-        self._rows: _Rows | None = None
 
     @property
     def judge(self) -> Judge:
@@ -131,33 +122,16 @@ class DecisionChannel:
         if self.group is None:
             message = self.judge.decide(row[None], about)
             self._pending = message.pack()
-            _write_down(lambda: self.judge.write_event(message))
+            write_down(lambda: self.judge.write_event(message))
             return
         packed = torch.from_numpy(np.ascontiguousarray(row, dtype=np.float64))
         self._pending = torch.zeros(_HEAD + self.workers, dtype=torch.float64)
         if self.rank == 0:
-            rows = self._free_rows(len(packed))
-            gather = self.group.collect(packed, rows.block)
-            self._round = _Round(self, gather, rows, about, self._pending)
-            self._latest = self._round.ended
-            self._rounds.put(self._round)
+            rows = torch.zeros(self.workers, len(packed), dtype=torch.float64)
+            self._round = _Round(self, self.group.collect(packed, rows), rows, about, self._pending)
+            self._deciding.run(self._round.run)
         else:
             self._receive = self.group.send(packed, self._pending)
-
-    def _free_rows(self, length: int) -> _Rows:
-        """What a gather writes into. The last ones again where they fit: at 10,000 workers new ones take 20 ms."""
-        if self._rows is None or self._rows.busy or self._rows.block.shape[1] != length:
-            self._rows = _Rows(self.workers, length)
-        self._rows.busy = True
-        return self._rows
-
-    def _decide_all(self) -> None:
-        while (current := self._rounds.get()) is not None:
-            try:
-                current.run()
-            finally:
-                current.ended.set()
-            del current  # or an idle thread would hold a process group's work
 
     def receive(self) -> Message:
         """Wait for the message (normally it is there) and take it. Raises `WorkerLostError` or the policy's error."""
@@ -176,40 +150,32 @@ class DecisionChannel:
             raise DynamixError("the policy failed on rank 0; its own error is in that rank's output")
         return message
 
+    def fails(self, error: DynamixError) -> None:
+        """The policy has failed: `error` is raised here, or at the next window if this one was answered already."""
+        self.failed = error
+
     def drain(self, timeout_s: float = DRAIN_S) -> bool:
         """Wait until rank 0's thread has nothing left to do; False if it is busy even after `timeout_s`."""
-        latest, self._latest = self._latest, None
-        return latest is None or latest.wait(timeout_s)
+        return self._deciding.drain(timeout_s)
 
     def close(self, timeout_s: float = DRAIN_S) -> None:
         """Drain, and end rank 0's thread, if it is not busy even then. The group is its maker's to destroy."""
-        self.drain(timeout_s)
-        if self._thread is not None:
-            self._rounds.put(None)
-            self._thread.join(timeout_s)
-        self.group = self._thread = self._latest = None
-
-
-class _Rows:
-    """A block (W, length), until the deciding thread has read it."""
-
-    def __init__(self, workers: int, length: int) -> None:
-        self.block = torch.zeros(workers, length, dtype=torch.float64)
-        self.busy = True
+        self._deciding.end(timeout_s)
+        self.group = None
 
 
 class _Round:
     """Rank 0's side of one decision."""
 
-    def __init__(self, channel: DecisionChannel, gather: Work, rows: _Rows, about: Any, out: Tensor) -> None:
+    def __init__(self, channel: DecisionChannel, gather: Work, rows: Tensor, about: Any, out: Tensor) -> None:
         self.channel, self.gather, self.rows, self.about, self.out = channel, gather, rows, about, out
         self.lock = threading.Lock()
-        self.published, self.ended = threading.Event(), threading.Event()
-        self.error: BaseException | None = None
+        self.published = threading.Event()
+        self.error: DynamixError | None = None
         self.work: Work | None = None
 
     def run(self) -> None:
-        """In the deciding thread: one round after the other, so that a late policy is never asked twice at once."""
+        """In the deciding thread."""
         try:
             self.gather.wait()
         except RuntimeError as error:
@@ -218,30 +184,22 @@ class _Round:
             return
         if self.published.is_set():
             # The policy was still busy with an earlier window, and this one has been answered "late".
-            _write_down(lambda: self.channel.judge.skip(self._gathered(), self.about, Message.unpack(self.out)))
+            write_down(lambda: self.channel.judge.skip(self.rows.numpy(), self.about, Message.unpack(self.out)))
             return
         try:
             if self.channel.failed is not None:
                 raise self.channel.failed
-            message = self.channel.judge.decide(self._gathered(), self.about)
+            message = self.channel.judge.decide(self.rows.numpy(), self.about)
         except Exception as error:  # whatever the policy raised is raised again, in the training thread
-            self.error = error if isinstance(error, DynamixError) else DynamixError(f"the policy failed: {error!r}")
-            if self.error is not error:
-                self.error.__cause__ = error
-            # Raised here, or at the next window if this one has been answered "late" already.
-            self.channel.failed = self.error
+            self.error = error if isinstance(error, DynamixError) else caused_by(error, f"the policy failed: {error!r}")
+            self.channel.fails(self.error)
             message = self.channel.judge.keep(Kind.FAILED)
         try:
             sent = self._publish(message)
         except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
             self.error = self.error or self.channel.ranks.explain(error, NOT_AGREED)
             return
-        _write_down(lambda: self.channel.judge.write_event(sent))
-
-    def _gathered(self) -> Floats:
-        rows = self.rows.block.clone().numpy()
-        self.rows.busy = False
-        return rows
+        write_down(lambda: self.channel.judge.write_event(sent))
 
     def _publish(self, message: Message) -> Message:
         with self.lock:
@@ -263,9 +221,8 @@ class _Round:
         self.channel.ranks.wait(self.work, NOT_AGREED)
 
 
-def _write_down(write: Callable[[], None]) -> None:
-    """What follows a decision: the answer is out, and training goes on by it, whatever becomes of this."""
-    try:
-        write()
-    except Exception:
-        _log.warning("what follows a decision has failed; training goes on", exc_info=True)
+def caused_by(error: Exception, said: str) -> DynamixError:
+    """An error of ours that says so, caused by one of whatever kind."""
+    ours = DynamixError(said)
+    ours.__cause__ = error
+    return ours

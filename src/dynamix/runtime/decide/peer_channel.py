@@ -10,11 +10,9 @@ go on, so no wait for it can be circular.
 from __future__ import annotations
 
 import contextlib
-import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -27,8 +25,17 @@ from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range
 from dynamix.policies.stigmergic.traces import TRACES, Own, noise_part
 from dynamix.policies.stigmergic.worker import Sense
 from dynamix.policies.wrappers import peers_of
-from dynamix.runtime.decide.channel import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, DecisionChannel, Kind, Message
+from dynamix.runtime.decide.channel import (
+    DRAIN_S,
+    PATIENCE_S,
+    REPLAY_PATIENCE_S,
+    DecisionChannel,
+    Kind,
+    Message,
+    caused_by,
+)
 from dynamix.runtime.decide.decision import Decider
+from dynamix.runtime.decide.in_turn import InTurn
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.measure.recorder import HELD, ROW
 from dynamix.runtime.ranks.group import ControlGroup, Work
@@ -37,7 +44,6 @@ from dynamix.window import Floats, Window
 
 _EXCHANGE = "the ranks could not exchange their batch sizes"
 _FAILED = -1  # sent in place of a size
-_log = logging.getLogger("dynamix")
 
 
 def open_channel(
@@ -84,9 +90,7 @@ class PeerChannel:
         self.rank, self.workers = ranks.rank, ranks.workers
         self.waited_s = 0.0
         self._round: _Round | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="dynamix-choose", daemon=True)
-        self._thread.start()
+        self._choosing = InTurn("dynamix-choose")
 
     @property
     def pending(self) -> bool:
@@ -96,7 +100,7 @@ class PeerChannel:
     def send(self, row: Floats, about: ClosedWindow) -> None:
         """Choose by this rank's `row` (of `observation.ROW`), and send the choice. Returns at once."""
         self._round = _Round(self, row, about)
-        self._jobs.put(self._round.run)
+        self._choosing.run(self._round.run)
 
     def receive(self) -> Message:
         """Wait for all sizes (normally they are there) and take them. Raises `WorkerLostError` or the rule's error."""
@@ -113,20 +117,16 @@ class PeerChannel:
         message = self._message(current.closing, told)
         decider = self.decider
         if decider is not None and decider.events is not None:
-            self._jobs.put(lambda: self._write_event(decider, current, message))
+            self._choosing.run(lambda: self._write_event(decider, current, message))
         return message
 
     def drain(self, timeout_s: float = DRAIN_S) -> bool:
         """Wait until this rank's thread has nothing left to do; False if it is busy even then."""
-        done = threading.Event()
-        self._jobs.put(done.set)
-        return done.wait(timeout_s)
+        return self._choosing.drain(timeout_s)
 
     def close(self, timeout_s: float = DRAIN_S) -> None:
         """Drain, and end the thread, if it is not busy even then."""
-        self.drain(timeout_s)
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
+        self._choosing.end(timeout_s)
         self.group = None
 
     def observe(self, row: Floats, closing: ClosedWindow) -> tuple[Own, Sense, Floats]:
@@ -177,14 +177,6 @@ class PeerChannel:
         steps = len(current.row) - len(ROW)
         decider.witness(Window.of(closing.sizes, **seen, steps=steps, **self.job.facts(closing)), closing, message)
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception:  # the sizes are known, and training goes on with them
-                _log.warning("what follows a decision has failed; training goes on", exc_info=True)
-            del job  # or an idle thread would hold a process group's work
-
 
 class _Round:
     """One rank's side of one decision."""
@@ -219,8 +211,7 @@ class _Round:
         try:
             yield
         except Exception as error:  # raised again in the training thread, here and by what it sends on the others
-            self.error = DynamixError(f"choosing a batch size failed: {error!r}")
-            self.error.__cause__ = error
+            self.error = caused_by(error, f"choosing a batch size failed: {error!r}")
 
     def _post(self, size: int) -> None:
         channel, told = self.channel, [float(size), float(self.closing.issued)]
