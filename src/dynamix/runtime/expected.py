@@ -48,7 +48,7 @@ def whole(name: str, value: Any, least: int, most: int) -> int:
 def wholes(name: str, value: Any, length: int | None = None) -> list[int]:
     """A list of counters, of that length."""
     if type(value) is not list or set(map(type, value)) - {int} or (length is not None and len(value) != length):
-        wrong(name, value, f"a list of {'' if length is None else length} whole numbers")
+        wrong(name, value, f"a list of {'' if length is None else f'{length} '}whole numbers")
     if value and not 0 <= min(value) <= max(value) <= MOST:
         wrong(name, value, f"whole numbers from 0 to {MOST}")
     return value

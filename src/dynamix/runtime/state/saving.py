@@ -138,9 +138,9 @@ class JobState:
     def _written(self, states: dict[str, Any], ranks: dict[int, Any]) -> dict[str, Any]:
         source = states["source"] | {name: pack(states["source"][name]) for name in _OF_SOURCE}
         values = {**self._division.state_dict(), **states, "source": source, "ranks": ranks}
-        state = {"schema": STATE_SCHEMA, "version": sys.modules["dynamix"].__version__}
+        state = {"schema": STATE_SCHEMA, "version": sys.modules["dynamix"].__version__, "checksum": ""}
         state |= {name: value if name in _PLAIN else pack(value) for name, value in values.items()}
-        return {**state, "checksum": checksum(state)}
+        return state | {"checksum": checksum(state)}
 
 
 def _mine(division: Division, saved: Mapping[str, Any]) -> dict[str, Any]:
