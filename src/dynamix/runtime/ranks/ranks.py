@@ -156,7 +156,7 @@ class Ranks:
 
     def stop_after(self, steps: int) -> bool:
         """An optimizer step is over, `steps` in all: whether the job stops after it."""
-        return self._watch.stop_after(steps)
+        return self._watch.stopping.reached(steps, self._watch.require_alive)
 
     def leave(self, word: str = "its controller was closed") -> None:
         """Say goodbye to the other ranks with `word`; safe to call twice."""

@@ -56,7 +56,7 @@ class RankWatch:
         threads: bool = True,
     ) -> None:
         self.rank, self.workers, self._prefix, self.clock = rank, workers, prefix, clock
-        self.errors, self.alive, self.stopping = JobErrors(rank), Liveness(rank, workers), Stopping()
+        self.errors, self.alive, self.stopping = JobErrors(rank), Liveness(rank, workers), Stopping(alone=workers == 1)
         self.lost: WorkerLostError | None = None
         self._setting_up = True
         self._source: Any = store
@@ -73,13 +73,8 @@ class RankWatch:
 
     # ------------------------------------------------------------ in the loop
 
-    def stop_after(self, steps: int) -> bool:
-        """An optimizer step is over, `steps` in all: whether the job stops after it."""
-        if self.workers == 1:
-            return self.stopping.wanted
-        return self.stopping.reached(steps, self._still_there)
-
-    def _still_there(self) -> None:
+    def require_alive(self) -> None:
+        """Raise `WorkerLostError` where a rank whose word on when to stop is waited for has ended, or is silent."""
         if self.alive.left or self._silent_s() > GONE_S:
             raise self.explain(RuntimeError("no answer"), "the ranks could not agree on the step to stop after")
 
