@@ -109,5 +109,5 @@ def test_one_wish_stops_all_after_one_step() -> None:
     while not stopped and steps < 100:
         three.pass_s(4)  # all have agreed on the step before it is over
         steps += 1
-        stopped = sum(watch.stop_after(steps) for watch in three.every)
+        stopped = sum(watch.stopping.reached(steps, watch.require_alive) for watch in three.every)
     assert stopped == 3

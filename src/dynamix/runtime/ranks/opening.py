@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -81,6 +82,7 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
         watch.leave_with(error)
         raise
     watch.all_have_come()
+    weakref.finalize(ranks, watch.leave_unclosed)  # where the constructor that they are for fails
     return ranks
 
 

@@ -38,7 +38,7 @@ class Ranks:
 
     def __init__(self, group: ControlGroup, watch: RankWatch) -> None:
         self.group, self.rank, self.workers, self.agreed = group, group.rank, group.workers, False
-        self._control, self._watch, self._stopping = group, watch, watch.stopping
+        self._control, self._watch = group, watch
 
     @property
     def lost(self) -> WorkerLostError | None:
@@ -165,9 +165,7 @@ class Ranks:
 
     def stop_after(self, steps: int) -> bool:
         """An optimizer step is over, `steps` in all: whether the job stops after it."""
-        if self.workers == 1:
-            return self._stopping.wanted
-        return self._stopping.reached(steps, self._watch.require_all_there)
+        return self._watch.stopping.reached(steps, self._watch.require_alive)
 
     def leave(self, word: str = "its controller was closed") -> None:
         """Say goodbye to the other ranks with `word`; safe to call twice."""

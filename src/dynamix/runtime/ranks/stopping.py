@@ -18,12 +18,13 @@ _POLL_S = 0.02
 class Stopping:
     """One rank's part; the first rank also calls `lead`.
 
+    alone    there are no others, and a wish is enough
     wanted   set by this rank: stop soon
     steps    optimizer steps this rank has done
     """
 
-    def __init__(self) -> None:
-        self.wanted, self.steps = False, 0
+    def __init__(self, *, alone: bool = False) -> None:
+        self.alone, self.wanted, self.steps = alone, False, 0
         self._round, self._at, self._sure = 0, None, False
         self._answer: list[Any] = [0, False]
         self._seen: tuple[int, float] | None = None
@@ -39,6 +40,8 @@ class Stopping:
     def reached(self, steps: int, check: Callable[[], None]) -> bool:
         """A step is over, `steps` in all: whether to stop. `check` raises where waiting has become useless."""
         self.steps = steps
+        if self.alone:
+            return self.wanted
         while (at := self._at) is not None and steps >= at:
             if self._sure:
                 return True

@@ -56,7 +56,7 @@ class RankWatch:
         threads: bool = True,
     ) -> None:
         self.rank, self.workers, self._prefix, self.clock = rank, workers, prefix, clock
-        self.errors, self.alive, self.stopping = JobErrors(rank), Liveness(rank, workers), Stopping()
+        self.errors, self.alive, self.stopping = JobErrors(rank), Liveness(rank, workers), Stopping(alone=workers == 1)
         self.lost: WorkerLostError | None = None
         self._setting_up = True
         self._source: Any = store
@@ -73,8 +73,8 @@ class RankWatch:
 
     # ------------------------------------------------------------ in the loop
 
-    def require_all_there(self) -> None:
-        """Raise `WorkerLostError` where waiting for the step to stop after has become useless."""
+    def require_alive(self) -> None:
+        """Raise `WorkerLostError` where a rank whose word on when to stop is waited for has ended, or is silent."""
         if self.alive.left or self._silent_s() > GONE_S:
             raise self.explain(RuntimeError("no answer"), "the ranks could not agree on the step to stop after")
 
