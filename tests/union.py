@@ -206,8 +206,8 @@ def worst_error(rank: int, case: Case) -> float:
             assert controller.optimizer_due == last
             if last:
                 seen.append(tuple(int(c) for c in plan.counts))
-                begin = plan.start + int(plan.counts.sum()) - int(plan.group.sum())
-                union = order[begin : begin + int(plan.group.sum())]
+                begin = plan.start + int(plan.counts.sum()) - int(plan.round.counts.sum())
+                union = order[begin : begin + int(plan.round.counts.sum())]
                 reference.load_state_dict(net.state_dict())
                 reference.zero_grad()
                 factor = 1.0 if case.divide else case.accumulate

@@ -262,8 +262,8 @@ def test_every_sample_once_under_random_histories(data, sizes, accumulate, size,
         for first in range(0, len(results), accumulate):
             group = [plan for plan, _ in results[first : first + accumulate]]
             assert [plan.micro for plan in group] == list(range(accumulate))
-            assert all((plan.group == group[0].group).all() for plan in group)
-            assert [plan.counts.tolist() for plan in group] == group[0].group.tolist()
+            assert all(plan.round is group[0].round for plan in group)
+            assert [plan.counts.tolist() for plan in group] == group[0].round.counts.tolist()
 
 
 @SETTINGS

@@ -46,8 +46,8 @@ def test_every_sample_once_over_a_resume_at_another_world_size(job: dict[str, An
     done, as_plain = (each.run(steps * job["accumulate"]) for each in (before, plain))
     for (plan, used), (_, other) in zip(done, as_plain, strict=True):  # each round has the samples that it would have
         assert sorted(seen([(plan, used)])) == sorted(seen([(plan, other)]))
-        assert plan.work is not None
-        assert plan.work.shape == plan.group.shape
+        assert plan.round.work is not None
+        assert plan.round.work.shape == plan.round.counts.shape
         assert all(count or not size for count, size in zip(plan.counts, job["sizes"], strict=True) if plan.regular)
     after = Job(
         job["size"], [max(sum(job["sizes"]) // workers, 1)] * workers, before.samplers[0].state_dict(), **options

@@ -322,7 +322,7 @@ def _either(rank: int, optimizer: str) -> int:
         own = model.teacher.weight.detach() * int(plan.counts[rank]) / plan.samples
         controller.step()
         if controller.met:
-            ways.add(plan.apart)
+            ways.add(plan.round.apart)
             dist.all_reduce(own)
             torch.testing.assert_close(model.teacher.weight.detach(), own, rtol=0, atol=1e-13)
             numbers = [torch.tensor(0.0)] * 2

@@ -64,7 +64,7 @@ def asked(rank: int, way: str) -> tuple[list[tuple[int, bool, bool]], int]:
         between += due and not controller.met
         if controller.met:
             stepped = controller._job.loop.stepped
-            told.append((controller.samples_seen, stepped is not None and stepped.plan.apart, due))
+            told.append((controller.samples_seen, stepped is not None and stepped.round.apart, due))
         if due:  # all ranks are here, with the same model, and none between two meetings
             controller.state_dict(gather=True)
             if way != "fsdp2" and controller.world_size > 1:
@@ -111,7 +111,7 @@ def saved_and_gone_on(rank: int, way: str) -> list[int]:
         if job.controller.met:
             stepped = job.controller._job.loop.stepped
             moved = job.controller.samples_seen - before
-            own = stepped is not None and stepped.plan.apart
+            own = stepped is not None and stepped.round.apart
             steps, before = steps + (moved / (job.controller.world_size * PIECE[way]) if own else 1), before + moved
         if job.controller.checkpoint_due(every=EVERY + 2):
             due.append(job.controller.samples_seen)

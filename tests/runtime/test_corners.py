@@ -89,7 +89,7 @@ def test_single_process_accumulation_with_an_unequal_tail() -> None:
     def compare(*_: Any) -> None:
         plan = job.sampler.plan()
         end = plan.start + int(plan.counts.sum())
-        union = data[order[end - int(plan.group.sum()) : end]]
+        union = data[order[end - int(plan.round.counts.sum()) : end]]
         seen.append(furthest(net, torch.autograd.grad(F.cross_entropy(net(union[0]), union[1]), [*net.parameters()])))
 
     job.optimizer.register_step_pre_hook(compare)  # after the controller's own

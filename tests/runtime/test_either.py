@@ -88,20 +88,24 @@ def train(job: Training, seen: Seen, *, rounds: int | None = None, epochs: int =
             with controller.piece():
                 loss = job.backward(inputs, target)
             assert controller.optimizer_due
-            if not piece.plan.apart and not any(isinstance(m, nn.BatchNorm1d) for m in model.modules()):
+            if not piece.round.apart and not any(isinstance(m, nn.BatchNorm1d) for m in model.modules()):
                 reference = copy.deepcopy(job.net)
                 reference.zero_grad()
-                union = order_of(SAMPLES, 1, piece.plan.epoch)[piece.plan.start : piece.plan.start + piece.plan.samples]
+                union = order_of(SAMPLES, 1, piece.round.epoch)[
+                    piece.plan.start : piece.plan.start + piece.round.samples
+                ]
                 F.cross_entropy(reference(x[union]), y[union]).backward()
                 seen.worst = larger(seen.worst, furthest(model, [p.grad for p in reference.parameters()]))
             factor, plan = controller.metrics()["lr_factor"], piece.plan
             job.finish(loss=loss)
-            if plan.regular and piece.samples in (plan.piece, plan.counts[rank]):
-                seen.factors.append((factor, (plan.at_once if plan.apart else plan.samples) / controller.base_batch))
+            if plan.regular and piece.samples in (plan.round.piece, plan.counts[rank]):
+                seen.factors.append(
+                    (factor, (plan.round.at_once if plan.round.apart else plan.samples) / controller.base_batch)
+                )
             seen.indices += index.tolist() if piece.samples else []
             if controller.met:
-                seen.apart.append(piece.plan.apart)
-                seen.pieces.append(piece.plan.piece)
+                seen.apart.append(piece.round.apart)
+                seen.pieces.append(piece.round.piece)
                 kept = (t.detach().flatten().double() for t in model.state_dict().values())
                 seen.weights.append(torch.cat([*kept]))
                 if rounds is not None and len(seen.apart) == rounds:

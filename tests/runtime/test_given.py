@@ -47,7 +47,7 @@ def _given(rank: int, accumulate: int) -> float:
     for bx, by in loader:
         piece = loader.cut.piece()
         with controller.piece():
-            total = piece.plan.group.sum()
+            total = piece.round.counts.sum()
             loss = F.cross_entropy(model(bx), by, reduction="sum") / total * 2
             loss.backward()
         if piece.last:
@@ -71,7 +71,7 @@ def test_weights_in_the_loss_are_left_as_they_are(accumulate: int) -> None:
 
 def _weighted(loss: Tensor, controller: Any, loader: Any) -> Tensor:
     piece = loader.cut.piece()
-    return loss * piece.samples * 2 / piece.plan.samples
+    return loss * piece.samples * 2 / piece.round.samples
 
 
 def _told(rank: int) -> list[str]:

@@ -1,8 +1,8 @@
 """The global sample stream: every sample once, unequal shares, one order whatever the split."""
 
 from dynamix.data.allocations import Allocations
-from dynamix.data.plan import Piece, StepPlan
+from dynamix.data.plan import Piece, Round, StepPlan
 from dynamix.data.sampler import BatchSampler
 from dynamix.data.stream import Stream
 
-__all__ = ["Allocations", "BatchSampler", "Piece", "StepPlan", "Stream"]
+__all__ = ["Allocations", "BatchSampler", "Piece", "Round", "StepPlan", "Stream"]

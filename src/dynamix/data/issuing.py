@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynamix.data.plan import Cursor, Group, Piece, StepPlan, pieces_of
+from dynamix.data.plan import Cursor, Group, Piece, Round, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of
 from dynamix.errors import DynamixError, UsageError
 
@@ -275,39 +275,47 @@ class Issuer:
             # One that goes on from the end of an epoch begins twice, and has asked here for batches ahead.
             self._hold = self._hold and bool(self.reader.resumes.get("_iterator_finished"))
             return None
-        group = now.group
-        if group is None:
-            number = now.index // self._of.accumulate
-            while True:
-                with owner.lock:
-                    if number < owner.horizon:
-                        self.begun = number + 1
-                        break
-                owner.settle()
-            if (group := self._of.plan_group(now)) is None:
-                self._of.end_epoch(replace(now, finished=True))
-                self._go_back()
-                return None
-        return self._next_of(now, group)
+        if (group := now.group) is not None and now.round is not None:
+            return self._next_of(now, group, now.round)
+        number = now.index // self._of.accumulate
+        while True:
+            with owner.lock:
+                if number < owner.horizon:
+                    self.begun = number + 1
+                    break
+            owner.settle()
+        if (group := self._of.plan_group(now)) is None:
+            self._of.end_epoch(replace(now, finished=True))
+            self._go_back()
+            return None
+        return self._next_of(now, group, self._round_of(now, group))
 
-    def _next_of(self, now: Cursor, group: Group) -> StepPlan:
-        """The micro-step at `now` of the optimizer step `group`, behind which the next begins."""
-        counts, done = group.counts[now.micro], now.micro == self._of.accumulate - 1
-        plan = StepPlan(
-            index=now.index,
-            round=now.index // self._of.accumulate,
+    def _round_of(self, now: Cursor, group: Group) -> Round:
+        """The round that does `group`, which begins at `now`."""
+        return Round(
+            index=now.index // self._of.accumulate,
             epoch=now.epoch,
             start=now.position,
-            counts=counts,
-            group=group.counts,
-            micro=now.micro,
-            regular=group.regular[now.micro],
+            counts=group.counts,
             samples=group.samples,
-            first=now.position == (sum(group.total[: now.micro]) if now.micro else 0),
-            last=done and group.final,
+            regular=group.regular[-1],
+            first=now.position == 0,
+            last=group.final,
             apart=self._of.apart or group.piece > 0,
             piece=group.piece,
             work=group.work,
+        )
+
+    def _next_of(self, now: Cursor, group: Group, begun: Round) -> StepPlan:
+        """The micro-step at `now` of the round `begun`, behind which the next begins."""
+        counts, done = group.counts[now.micro], now.micro == self._of.accumulate - 1
+        plan = StepPlan(
+            round=begun,
+            micro=now.micro,
+            start=now.position,
+            counts=counts,
+            regular=group.regular[now.micro],
+            last=done and group.final,
             order=None if group.cuts is None else group.cuts[now.micro].samples,
         )
         self.ahead = Cursor(
@@ -316,6 +324,7 @@ class Issuer:
             index=now.index + 1,
             taken=now.taken + counts,
             group=None if done else group,
+            round=None if done else begun,
             micro=0 if done else now.micro + 1,
             finished=plan.last,
         )
@@ -325,14 +334,14 @@ class Issuer:
         """This rank's pieces of a micro-step."""
         rank, steps = self._of.rank, self._of.accumulate
         mine = int(plan.counts[rank])
-        if self._of.micro_batch is None or (most := self._of.most_of_piece(plan.piece)) is None:
-            micro, group = plan.micro, plan.group[:, rank]
+        if self._of.micro_batch is None or (most := self._of.most_of_piece(plan.round.piece)) is None:
+            micro, group = plan.micro, plan.round.counts[:, rank]
             following = int(group[micro + 1]) if micro + 1 < steps else 0
             share = mine if steps == 1 else int(group.sum())
-            return [Piece(plan, micro, steps, micro + 1 == steps, mine, 0, following, share, by_size=False)]
+            return [Piece(plan.round, plan, micro, steps, micro + 1 == steps, mine, 0, following, share, by_size=False)]
         sizes = pieces_of(mine, most)
         ends = np.cumsum(sizes).tolist()
         return [
-            Piece(plan, k, len(sizes), k + 1 == len(sizes), n, end - n, more, mine, by_size=True)
+            Piece(plan.round, plan, k, len(sizes), k + 1 == len(sizes), n, end - n, more, mine, by_size=True)
             for k, (n, end, more) in enumerate(zip(sizes, ends, [*sizes[1:], 0], strict=True))
         ]

@@ -1,4 +1,6 @@
-"""What is done next: a step as all ranks plan it, one rank's pieces of it, and where the next step begins."""
+"""What is done next: a round as all ranks plan it, its micro-steps, one rank's pieces, where the next one begins."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
@@ -6,81 +8,6 @@ import numpy as np
 
 from dynamix.data.lengths import CutRound
 from dynamix.window import Floats, Ints
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What every rank does in one micro-step; identical on all ranks.
-
-    index     micro-step since the job began
-    round     optimizer step since the job began
-    epoch     epoch it belongs to
-    start     position in the epoch at which this step's union batch begins (samples dealt before it, all ranks)
-    counts    (W,) samples per rank really used; 0: this rank gets a flagged placeholder batch
-    group     (A, W) counts of all micro-steps of this optimizer step
-    micro     0..A-1 within the optimizer step
-    regular   what was dealt equals the allocation in force (False at the end of an epoch that they do not divide)
-    samples   of this optimizer step, of all ranks and micro-steps
-    first     the optimizer step is its epoch's first
-    last      last micro-step of the epoch
-    apart     every piece of it is an optimizer step of its rank's own, and ranks meet over parameters after it
-    piece     samples of such a step, where the allocation says so; 0: it does not
-    work      (A, W) what the samples of `group` cost, in samples of mean cost; None where that is not known
-    order     (N,) indices of the micro-step's samples, rank by rank; None: as they come in the epoch's order
-    """
-
-    index: int
-    round: int
-    epoch: int
-    start: int
-    counts: Ints
-    group: Ints
-    micro: int
-    regular: bool
-    samples: int
-    first: bool
-    last: bool
-    apart: bool = False
-    piece: int = 0
-    work: Floats | None = None
-    order: Ints | None = None
-
-    @property
-    def at_once(self) -> int:
-        """Samples of all ranks' steps that are taken at the same time, where each takes its own of a `piece`."""
-        return self.piece * self.counts.size
-
-    def dealt_to(self, rank: int) -> tuple[float, float] | None:
-        """Samples of this rank in the optimizer step, and what they cost; None where that is not known."""
-        if self.work is None:
-            return None
-        return float(self.group[:, rank].sum()), float(self.work[:, rank].sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One batch of this rank's loop: a part of its share of an optimizer step.
-
-    plan       of the micro-step that it belongs to
-    number     0 to of - 1, of all pieces of this rank in the optimizer step
-    of         how many those are; they differ by rank where shares are cut by size
-    last       the optimizer step comes after it
-    samples    really used; 0: a flagged placeholder batch
-    offset     samples of this rank's share of the micro-step before it
-    following  samples of the next piece; 0 after the last
-    share      samples of this rank in the optimizer step
-    by_size    whether shares are cut by size, so that no other rank need have a batch of this number
-    """
-
-    plan: StepPlan
-    number: int
-    of: int
-    last: bool
-    samples: int
-    offset: int
-    following: int
-    share: int
-    by_size: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +33,133 @@ class Group:
     work: Floats | None = None
 
     @classmethod
-    def of(cls, counts: Ints, sizes: Ints, piece: int, *, final: bool) -> "Group":
+    def of(cls, counts: Ints, sizes: Ints, piece: int, *, final: bool) -> Group:
         """Shares `counts` that are dealt as they are."""
         total, regular = counts.sum(1).tolist(), (counts == sizes).all(1).tolist()
         return cls(counts, sizes, piece, final, sum(total), tuple(total), tuple(regular))
 
-    def cut(self, cuts: list[CutRound]) -> "Group":
+    def cut(self, cuts: list[CutRound]) -> Group:
         """The same samples, cut otherwise."""
         counts, work = np.stack([cut.counts for cut in cuts]), np.stack([cut.work for cut in cuts])
         return replace(self, counts=counts, cuts=tuple(cuts), work=work)
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """What every rank does between two optimizer steps of all, or two meetings over parameters; alike on all ranks.
+
+    index     rounds since the job began
+    epoch     epoch it belongs to
+    start     position in the epoch at which it begins (samples dealt before it, all ranks)
+    counts    (A, W) samples per rank really used, of each of its micro-steps
+    samples   of all ranks and micro-steps
+    regular   what its last micro-step deals equals the allocation in force (not at the end of an epoch that is cut)
+    first     it is its epoch's first
+    last      it is its epoch's last
+    apart     every piece of it is an optimizer step of its rank's own, and ranks meet over parameters after it
+    piece     samples of such a step, where the allocation says so; 0: it does not
+    work      (A, W) what the samples of `counts` cost, in samples of mean cost; None where that is not known
+    """
+
+    index: int
+    epoch: int
+    start: int
+    counts: Ints
+    samples: int
+    regular: bool
+    first: bool
+    last: bool
+    apart: bool
+    piece: int
+    work: Floats | None
+
+    @property
+    def at_once(self) -> int:
+        """Samples of all ranks' steps that are taken at the same time, where each takes its own of a `piece`."""
+        return self.piece * len(self.counts[0])
+
+    def dealt_to(self, rank: int) -> tuple[float, float] | None:
+        """Samples of this rank, and what they cost; None where that is not known."""
+        if self.work is None:
+            return None
+        return float(self.counts[:, rank].sum()), float(self.work[:, rank].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What every rank does in one micro-step of a round; identical on all ranks.
+
+    round     that it belongs to
+    micro     0 to A - 1 within the round
+    start     position in the epoch at which this step's union batch begins (samples dealt before it, all ranks)
+    counts    (W,) samples per rank really used; 0: this rank gets a flagged placeholder batch
+    regular   what was dealt equals the allocation in force (False at the end of an epoch that they do not divide)
+    last      last micro-step of the epoch
+    order     (N,) indices of the micro-step's samples, rank by rank; None: as they come in the epoch's order
+    """
+
+    round: Round
+    micro: int
+    start: int
+    counts: Ints
+    regular: bool
+    last: bool
+    order: Ints | None
+
+    @property
+    def index(self) -> int:
+        """Micro-steps since the job began."""
+        return self.round.index * len(self.round.counts) + self.micro
+
+    @property
+    def epoch(self) -> int:
+        """The epoch it belongs to."""
+        return self.round.epoch
+
+    @property
+    def samples(self) -> int:
+        """Those of its round, of all ranks and micro-steps."""
+        return self.round.samples
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One batch of this rank's loop: a part of its share of a round.
+
+    round      that it belongs to
+    plan       of the micro-step that it belongs to
+    number     0 to of - 1, of all pieces of this rank in the round
+    of         how many those are; they differ by rank where shares are cut by size
+    last       the round ends with it
+    samples    really used; 0: a flagged placeholder batch
+    offset     samples of this rank's share of the micro-step before it
+    following  samples of the next piece; 0 after the last
+    share      samples of this rank in the round
+    by_size    whether shares are cut by size, so that no other rank need have a batch of this number
+    """
+
+    round: Round
+    plan: StepPlan
+    number: int
+    of: int
+    last: bool
+    samples: int
+    offset: int
+    following: int
+    share: int
+    by_size: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where the next micro-step begins. `group` is the optimizer step under way, None between optimizer steps."""
+    """Where the next micro-step begins. `group` and `round` are those under way, None between rounds."""
 
     epoch: int
     position: int
     index: int
     taken: Ints  # (W,) samples per rank in the cut in force; matters where every rank has samples of its own
     group: Group | None = None
+    round: Round | None = None
     micro: int = 0
     finished: bool = False
 

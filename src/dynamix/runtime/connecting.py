@@ -145,7 +145,7 @@ def piece(job: TrainingJob) -> Iterator[None]:
     now = job.need_source().piece()
     with ExitStack() as stack:
         for model in job.models:
-            if now.plan.apart or not now.last:
+            if now.round.apart or not now.last:
                 stack.enter_context(model.local_passes(by_size=now.by_size))
             job.own_gradients.finish(model, now, more=True)
         stack.enter_context(job.loop.piece_in_hand())

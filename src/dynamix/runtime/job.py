@@ -224,7 +224,7 @@ class TrainingJob:
         self.loop.look_at(piece, () if self.loss_weight.required else (*args, *kwargs.values()))
         if (self.loss_weight.given or kwargs) and self.ranks.workers > 1:
             self.loss_weight.require_fit(source, kwargs, self.loop.fail)
-        kept = source.draws_alike and self.windows.measures(piece.plan)
+        kept = source.draws_alike and self.windows.measures(piece)
         for hand in self._hands:
             hand(piece, kept)
         if not training:
@@ -263,7 +263,7 @@ class TrainingJob:
                 test.judge(loss, mine, piece.plan.counts)
         if not piece.last:
             self.recorder.micro_done()
-            for model in [] if piece.plan.apart else self.models:
+            for model in [] if piece.round.apart else self.models:
                 model.make_ready(piece, seen.applied)
         for hears in self._heard["piece_done"]:
             hears(piece, seen)
@@ -273,9 +273,9 @@ class TrainingJob:
     def round_done(self, piece: Piece) -> None:
         """A round is over, of which `piece` was the last."""
         progress = self.progress
-        progress.count(piece.plan, self.facts.at_once)
+        progress.count(piece.round, self.facts.at_once)
         for hears in self._heard["round_done"]:
-            hears(piece.plan)
+            hears(piece.round)
         self.stopping = self.ranks.stop_after(progress.steps)
 
     def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float, float]:

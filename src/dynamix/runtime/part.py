@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamix.data.plan import Piece, StepPlan
+from dynamix.data.plan import Piece, Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Part:
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         """`controller.step()`: the batch in hand is done."""
 
-    def round_done(self, plan: StepPlan) -> None:
+    def round_done(self, done: Round) -> None:
         """The last batch of a round is done."""
 
     def job_ends(self) -> None:
@@ -67,7 +67,7 @@ def heard(parts: Iterable[Part], event: str) -> tuple[Callable[..., None], ...]:
     """The methods of `parts` for `event`, in order, of those that override its default.
 
     >>> class Counts(Part):
-    ...     def round_done(self, plan: StepPlan) -> None: ...
+    ...     def round_done(self, done: Round) -> None: ...
     >>> len(heard([Part(), Counts()], "round_done")), len(heard([Part(), Counts()], "job_ends"))
     (1, 0)
     """

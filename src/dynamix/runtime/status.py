@@ -28,7 +28,7 @@ class ControllerStatus:
     def optimizer_due(self) -> bool:
         """Whether the optimizer steps with this batch: it is the last of this rank's share of the round."""
         piece = self._job.need_source().piece()
-        return piece.plan.apart or piece.last
+        return piece.round.apart or piece.last
 
     @property
     def met(self) -> bool:

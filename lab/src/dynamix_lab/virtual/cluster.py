@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from dynamix.data import BatchSampler, StepPlan
+from dynamix.data import BatchSampler, Round
 from dynamix.data.lengths import Lengths, costs_by_length
 from dynamix.errors import ConfigError
 from dynamix.events.records import EventLog
@@ -278,15 +278,15 @@ class VirtualCluster:
             yield from map(self._step, self._sampler)
 
     def _step(self, placeholder: Indices) -> Step:
-        of_round, job = self._sampler.piece(), self._job
-        plan = of_round.plan
-        job.rates.follow(plan)
+        hand, job = self._sampler.piece(), self._job
+        coming = hand.round
+        job.rates.follow(coming)
         shares = self._sampler.shares()
         apart: RoundApart | None = None
         global_sq: float | None = None
-        piece = (plan.piece or self._piece) if plan.apart else 0
+        piece = (coming.piece or self._piece) if coming.apart else 0
         with self._own_random():
-            if plan.apart and self._replicas is not None:
+            if coming.apart and self._replicas is not None:
                 most = self._workers.most(piece)
                 seen, apart = self._replicas(shares, most=most, whole=piece, follow=job.rates.follow_piece)
             elif self._union is not None:
@@ -294,21 +294,21 @@ class VirtualCluster:
                 seen = self._union(shares, placeholder=placeholder, norms=norms)
                 global_sq = self._union.norm_sq() if norms else None
                 if self._workers.count == 1:
-                    job.own_gradients.observe_pair(self._union.parameters, plan.samples)
+                    job.own_gradients.observe_pair(self._union.parameters, coming.samples)
                 if self._replicas is not None:
                     self._replicas.together()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         costs = self._sample_costs
         charged = None if costs is None else np.array([costs[share].sum() for share in shares])
-        busy_s, whole_s = self._workers.spend(plan, charged, apart)
-        self._recorder.saw(plan, busy_s, whole_s, seen, global_sq)
+        busy_s, whole_s = self._workers.spend(coming, charged, apart)
+        self._recorder.saw(coming, busy_s, whole_s, seen, global_sq)
         self._sampler.consume()
-        job.round_done(of_round)
+        job.round_done(hand)
         if job.windows.pending:  # this step closed a window
             self.world.decided()
-        loss = sum(piece.loss * piece.samples for pieces in seen for piece in pieces) / float(plan.counts.sum())
-        return Step(self.time_s, whole_s, busy_s, plan.counts, loss, piece)
+        loss = sum(piece.loss * piece.samples for pieces in seen for piece in pieces) / float(coming.samples)
+        return Step(self.time_s, whole_s, busy_s, coming.counts[0], loss, piece)
 
     def _snapshot(self, score: Callable[[nn.Module], float] | None) -> Snapshot:
         value = float("nan")
@@ -341,11 +341,11 @@ class _AllRecorders(Recorder):
     def __init__(self, workers: VirtualWorkers, facts: JobFacts) -> None:
         super().__init__(torch.device("meta"))
         self._workers, self._facts = workers, facts
-        self._of_step: tuple[StepPlan, Floats, float, Shares, float | None]  # what `VirtualWorkers.record` takes
+        self._of_step: tuple[Round, Floats, float, Shares, float | None]  # what `VirtualWorkers.record` takes
 
-    def saw(self, plan: StepPlan, busy_s: Floats, whole_s: float, seen: Shares, global_sq: float | None) -> None:
+    def saw(self, done: Round, busy_s: Floats, whole_s: float, seen: Shares, global_sq: float | None) -> None:
         """What all workers have seen of the step that is about to be done."""
-        self._of_step = plan, busy_s, whole_s, seen, global_sq
+        self._of_step = done, busy_s, whole_s, seen, global_sq
 
     def add(self, name: str, value: Tensor | float, *, part: int = 0, weight: float = 1.0) -> None:
         self._workers.recorders[0].add(name, float(value), part=part, weight=weight)

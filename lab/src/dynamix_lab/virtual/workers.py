@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dynamix.data import StepPlan
+from dynamix.data import Round
 from dynamix.errors import ConfigError
 from dynamix.probes.timing import CpuClock, StepTimer
 from dynamix.runtime.measure.recorder import ROW, Recorder
@@ -46,20 +46,20 @@ class VirtualWorkers:
         self._busy_s, self._whole_s = np.zeros(self.count), 0.0
 
     def spend(
-        self, plan: StepPlan, costs: Floats | None = None, apart: RoundApart | None = None
+        self, coming: Round, costs: Floats | None = None, apart: RoundApart | None = None
     ) -> tuple[Floats, float]:
-        """Advance the world by one step on `plan.counts`: seconds each worker computes (W,), and of the whole step.
+        """Advance the world by one step on `coming.counts` (1, W): seconds each worker computes (W,), and of it all.
 
         costs   (W,) what the samples of each worker cost beside their number; None: nothing
         apart   how the workers cut these counts where they step apart; None: they meet over gradients
         """
-        counts = np.array(plan.counts[None], dtype=np.int64)
+        counts = np.array(coming.counts, dtype=np.int64)
         changed = self._applied is not None and not np.array_equal(counts, self._applied)
-        if plan.regular and changed:
+        if coming.regular and changed:
             self.world.apply(counts)
         else:
             self.world.batch = counts  # the tail of an epoch is no new allocation
-        self._applied = counts if plan.regular else self._applied
+        self._applied = counts if coming.regular else self._applied
         if costs is not None:
             self.world.charge(costs[None])
         busy, whole = self.world.advance() if apart is None else self.world.advance_apart(apart)
@@ -77,7 +77,7 @@ class VirtualWorkers:
 
     def record(
         self,
-        plan: StepPlan,
+        done: Round,
         busy_s: Floats,
         whole_s: float,
         seen: Shares,
@@ -86,7 +86,7 @@ class VirtualWorkers:
         keep: bool,
         first_of_epoch: bool,
     ) -> None:
-        """The optimizer step of `plan` in every worker's recorder; the clock stands at its end afterwards.
+        """The optimizer step `done` in every worker's recorder; the clock stands at its end afterwards.
 
         global_sq   |g|^2, None where norms were not due
         """
@@ -108,7 +108,7 @@ class VirtualWorkers:
                     recorder.observe(None, piece.logits, piece.target, samples=piece.samples)
             if global_sq is not None:
                 recorder.add("global_sq", global_sq)
-            recorder.step_done(keep=keep, first_of_epoch=first_of_epoch, dealt=plan.dealt_to(rank))
+            recorder.step_done(keep=keep, first_of_epoch=first_of_epoch, dealt=done.dealt_to(rank))
 
     def rows(self, sizes: Ints, *, issued: int) -> Floats:
         """Close the window: the rows (W, n) that `observation.assemble` takes."""

@@ -300,13 +300,13 @@ class LoopCheck(Part):
         now = None if source is None else source.current
         if source is None or now is None:
             return self.stepped
-        belongs = self.forwards or ((now.last or now.plan.apart) and source.received()[0] > source.batches_consumed)
+        belongs = self.forwards or ((now.last or now.round.apart) and source.received()[0] > source.batches_consumed)
         return now if belongs else self.stepped
 
     def steps_apart(self) -> bool:
         """Whether the batch in hand is an optimizer step of this rank's own."""
         piece = None if self.source is None else self.source.current
-        return piece is not None and piece.plan.apart
+        return piece is not None and piece.round.apart
 
     def too_late(self) -> bool:
         """Whether every batch that the loop has is over."""
@@ -334,7 +334,7 @@ class LoopCheck(Part):
         if source is not None and source.batches_consumed >= source.received()[0]:
             twice = "controller.step() was called twice for one batch, or before the first"
             self.fail(f"{twice}: {REPEATED if self.epoch_over() else STEP}")
-        apart = piece.plan.apart
+        apart = piece.round.apart
         for check in self._checks:
             check.piece_done(round_over=piece.last and not apart)
         self._turns.piece_done(piece, seen.loss, counted=seen.count is not None or seen.given)
@@ -349,7 +349,7 @@ class LoopCheck(Part):
         if source is None or not self._checks or self.recorder.muted or self._strangers is None:
             return
         piece = self.piece_of_optimizer()
-        apart = piece is not None and piece.plan.apart
+        apart = piece is not None and piece.round.apart
         stepping = any(check.inside for check in self._checks)
         if (
             wrong := self._strangers.look(optimizer, source.batches_consumed, apart=apart, stepping=stepping)

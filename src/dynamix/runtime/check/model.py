@@ -170,7 +170,7 @@ class ModelCheck:
         self.inside, self._held_since = True, None
         made, self._made = self._made, False
         piece = loop.piece if loop.forwards else loop.piece_of_optimizer()
-        if apart := piece is not None and piece.plan.apart:
+        if apart := piece is not None and piece.round.apart:
             if loop.too_late() and self.probe is not None and _nonzero(self.probe.grad):
                 late = "optimizer.step() came after controller.step(), where the workers may have met already"
                 do = "with meet='parameters' every piece has its optimizer step before controller.step()"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamix.data import StepPlan
+from dynamix.data import Round
 from dynamix.runtime.expected import fields, numbers, wholes, wrong
 from dynamix.runtime.part import Part
 
@@ -46,11 +46,11 @@ class Progress(Part):
             self._due[every] = self.here
         return self._due.get(every) == self.here
 
-    def count(self, plan: StepPlan, at_once: int | None) -> None:
+    def count(self, done: Round, at_once: int | None) -> None:
         """A round is over; where workers step apart, `at_once` samples of it are taken at the same time."""
         self.steps += 1
-        self.samples += plan.samples
-        self.here += plan.samples / (plan.at_once or at_once or 1) if plan.apart else 1.0
+        self.samples += done.samples
+        self.here += done.samples / (done.at_once or at_once or 1) if done.apart else 1.0
 
     def told(self, from_step: int, noise: float, signal: float, *, interval: int = 0, opens: int | None = None) -> None:
         """A window was answered; its noise scale counts from round `from_step` on.

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
+from dynamix.data import Allocations, BatchSampler, Piece, Round, Stream
 from dynamix.errors import DynamixError, StateError
 from dynamix.runtime.decide.channel import DecisionChannel, Kind, Message
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
@@ -96,64 +96,64 @@ class WindowCloser(Part):
         """Begin the ledger anew with `sizes` (W,), samples per round, from the coming round on, in the same way."""
         self.allocations.reset(self.next_round, sizes, self.piece_apart)
 
-    def measures(self, plan: StepPlan) -> bool:
-        """Whether the open window will keep what is measured in a round; the same on all ranks."""
+    def measures(self, piece: Piece) -> bool:
+        """Whether the open window will keep what is measured of a batch; the same on all ranks."""
         # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
         open_from = max(self.progress.opens, self.job.closing.consumed + 1)
-        return plan.regular and plan.round >= open_from
+        return piece.plan.regular and piece.round.index >= open_from
 
     # ------------------------------------------------------------ a round is over
 
-    def round_done(self, plan: StepPlan) -> None:
+    def round_done(self, done: Round) -> None:
         job, recorder = self.job, self.recorder
         self.ended_s = time.perf_counter()
         with self.lock:  # whether a step is kept is known before, or after, a new window opens
-            kept = plan.regular and plan.round >= self.progress.opens
-            dealt = None if plan.work is None else plan.dealt_to(self.ranks.rank)
-            recorder.step_done(keep=kept, first_of_epoch=plan.first, dealt=dealt)
+            kept = done.regular and done.index >= self.progress.opens
+            dealt = None if done.work is None else done.dealt_to(self.ranks.rank)
+            recorder.step_done(keep=kept, first_of_epoch=done.first, dealt=dealt)
         if self.horizon < math.inf or self._reader_failed is not None:
             self.settle()
         if job.unlike is not None or (job.weight_test is not None and job.weight_test.wrong is not None):
             job.require_right()
         if self._differ:
-            self._compare(plan)
-        if recorder.steps and (plan.last if job.per_epoch else recorder.steps >= self._rounds_of_window(plan)):
+            self._compare(done)
+        if recorder.steps and (done.last if job.per_epoch else recorder.steps >= self._rounds_of_window(done)):
             with self.lock:  # no further round is begun until the window waits for its answer
-                self._close(plan)
+                self._close(done)
 
-    def _rounds_of_window(self, plan: StepPlan) -> int:
+    def _rounds_of_window(self, done: Round) -> int:
         """Rounds that make a window, the same on all ranks: `interval` optimizer steps, at least one round; where their
         number follows what changes, it is that of rounds."""
         at_once = self.job.at_once
         if at_once is None or self._paced:
             return self._interval
-        total = int(self.allocations.at(plan.round).sum())
-        at_once = plan.at_once or (at_once if plan.apart else total)
+        total = int(self.allocations.at(done.index).sum())
+        at_once = done.at_once or (at_once if done.apart else total)
         return max(1, round(self._interval * at_once / total))
 
-    def _close(self, plan: StepPlan) -> None:
+    def _close(self, done: Round) -> None:
         job, progress, source = self.job, self.progress, self.source
-        sizes, done = self.allocations.at(plan.round).copy(), plan.round + 1
+        sizes, consumed = self.allocations.at(done.index).copy(), done.index + 1
         crossed, payload, rate = self._told()
         closing = ClosedWindow(
             progress.window,
             sizes,
-            consumed=done,
-            issued=(done if source is None else source.begun) + job.ahead,
-            age=float(done - self.allocations.since(plan.round)),
+            consumed=consumed,
+            issued=(consumed if source is None else source.begun) + job.ahead,
+            age=float(consumed - self.allocations.since(done.index)),
             step=progress.steps,
             samples=progress.samples,
             rate=rate,
             payload=payload,
-            piece=self.allocations.piece_at(plan.round),
-            comparable=isinstance(source, BatchSampler) and source.compares and not plan.apart,
+            piece=self.allocations.piece_at(done.index),
+            comparable=isinstance(source, BatchSampler) and source.compares and not done.apart,
         )
         job.window_closed(closing)
         self._warn_of_lag(closing.issued - closing.consumed)
-        mine, place = float(sizes[self.ranks.rank]), self._place(plan)
+        mine, place = float(sizes[self.ranks.rank]), self._place(done)
         weight = mine / float(sizes.sum())
         held = job.parting.row(place) if self.ranks.workers > 1 else None
-        turn = {"epoch": plan.epoch, "crossed": crossed}
+        turn = {"epoch": done.epoch, "crossed": crossed}
         row = self.recorder.row(issued=closing.issued, count=mine, weight=weight, **turn, held=held)
         self.channel.send(row, closing)
         self.horizon = closing.issued + job.slack
@@ -169,13 +169,14 @@ class WindowCloser(Part):
         piece = self.allocations.piece_at(at)
         return ClosedWindow(progress.window, sizes, done, done, age, progress.steps, progress.samples, piece=piece)
 
-    def _place(self, plan: StepPlan) -> dict[str, int]:
-        return dict(zip(PLACE, (self.progress.steps, self.progress.samples, plan.start), strict=True))
+    def _place(self, done: Round) -> dict[str, int]:
+        start = done.start + int(done.counts[:-1].sum())  # of its last micro-step
+        return dict(zip(PLACE, (self.progress.steps, self.progress.samples, start), strict=True))
 
-    def _compare(self, plan: StepPlan) -> None:
+    def _compare(self, done: Round) -> None:
         """Compare with the other ranks what digests were not alike of. A collective call."""
         self._differ = False
-        self.ranks.compare(*self.job.parting.facts(self._place(plan)))
+        self.ranks.compare(*self.job.parting.facts(self._place(done)))
 
     def _warn_of_lag(self, rounds: int) -> None:
         """The loader has issued so many rounds ahead: a decision waits for them."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dynamix.data import Allocations, Piece, StepPlan
+from dynamix.data import Allocations, Piece, Round
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.part import Part
@@ -63,24 +63,24 @@ class Rates(Part):
         return rate / self._largest
 
     def pass_begins(self, piece: Piece) -> None:
-        self.follow(piece.plan, piece.samples)
+        self.follow(piece.round, piece.samples)
 
-    def follow(self, plan: StepPlan, samples: int = 0) -> None:
-        """Let the rates fit the global batch of `plan`; an epoch's tail has that of the steps before.
+    def follow(self, coming: Round, samples: int = 0) -> None:
+        """Let the rates fit the global batch of a round; an epoch's tail has that of the steps before.
 
         Where workers step apart they follow the steps that are taken at the same time, and the `samples` of this
         worker's: those of a part of a piece are a smaller step.
         """
         if self._watch is not None:
             self._watch.look()
-        if plan.apart:
-            if plan.piece:
-                self._follow(plan.at_once, *self.progress.noise_at(plan.round))
-            if samples and (whole := plan.piece or self.job.piece):
+        if coming.apart:
+            if coming.piece:
+                self._follow(coming.at_once, *self.progress.noise_at(coming.index))
+            if samples and (whole := coming.piece or self.job.piece):
                 self.follow_piece(samples / whole)
         elif self.lr_rule != "none" and self.learning_rates:
-            sizes = plan.samples if plan.regular else int(self.allocations.at(plan.round).sum())
-            self._follow(sizes, *self.progress.noise_at(plan.round))
+            sizes = coming.samples if coming.regular else int(self.allocations.at(coming.index).sum())
+            self._follow(sizes, *self.progress.noise_at(coming.index))
 
     def _follow(self, samples: int, noise: float, signal: float) -> None:
         """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
@@ -97,19 +97,19 @@ class Rates(Part):
             part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
             learning_rate.set_factor(factor * part)
 
-    def round_done(self, plan: StepPlan) -> None:
+    def round_done(self, done: Round) -> None:
         watch, advanced = self._watch, False
         if watch is not None:
             watch.look()
         for schedule in self.schedules:
-            advanced = bool(schedule.advance(plan.samples)) or advanced
+            advanced = bool(schedule.advance(done.samples)) or advanced
         if watch is not None:
             if advanced:
                 watch.accept()
-            if plan.last:
+            if done.last:
                 watch.forget()
-            if plan.regular:
-                watch.stepped(plan.samples)
+            if done.regular:
+                watch.stepped(done.samples)
 
     def job_ends(self) -> None:
         """Take every hook off the optimizers."""

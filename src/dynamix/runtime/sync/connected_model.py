@@ -62,7 +62,7 @@ class ConnectedModel(Part):
 
     def before_forward(self, piece: Piece) -> None:
         """A forward pass of training begins. Raises `UsageError` where DDP would fail later without a reason."""
-        if piece.plan.apart and self.averaging is not None:
+        if piece.round.apart and self.averaging is not None:
             self.averaging.begin()
         ddp, hook = self.model, self.hook
         if hook is None or hook.buckets_seen or not isinstance(ddp, DistributedDataParallel):
@@ -95,15 +95,15 @@ class ConnectedModel(Part):
         the loop leaves `no_sync` out, by the union's. `applied` is the weight that was in the loss, if it was weighted
         there. Raises `UsageError` where the two cannot be told apart.
         """
-        plan, now, following = piece.plan, piece.samples, piece.following
+        micro, counts, now, following = piece.plan.micro, piece.round.counts, piece.samples, piece.following
         reductions = 0 if self.hook is None else self.hook.reductions
-        if applied is None and reductions and (plan.group != plan.group[0]).any():
-            if reductions != plan.micro + 1:
+        if applied is None and reductions and (counts != counts[0]).any():
+            if reductions != micro + 1:
                 do = "use no_sync() for all micro-batches of an optimizer step but the last, or for none of them"
                 raise UsageError(f"some of this step's earlier micro-batches synchronised and some did not: {do}")
-            union = plan.group.sum(1)
-            if union[plan.micro + 1]:
-                self.scale_gradients(float(union.mean() / union[plan.micro + 1]))
+            union = counts.sum(1)
+            if union[micro + 1]:
+                self.scale_gradients(float(union.mean() / union[micro + 1]))
             return
         if applied is not None:
             if now == 0 and self.hook is not None:
@@ -274,7 +274,7 @@ def exchange_buffers(
         average_(buffers.values(), last[0], group, ranks)
         piece = weights.piece
         if model.training and not recorder.muted and piece is not None:
-            last[0] = piece.share / piece.plan.samples
+            last[0] = piece.share / piece.round.samples
 
     def broadcast(buffers: dict[str, Tensor]) -> None:
         if any(buffer.device.type != "cpu" for buffer in buffers.values()):
@@ -286,7 +286,7 @@ def exchange_buffers(
 
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:
         piece = weights.piece
-        if model.training and torch.is_grad_enabled() and piece is not None and piece.plan.apart:
+        if model.training and torch.is_grad_enabled() and piece is not None and piece.round.apart:
             return  # DDP asks for it before the first of several passes that cross nothing
         with ranks.naming("the ranks could not exchange the model's buffers"), recorder.timer.exchanging():
             exchange(buffers)

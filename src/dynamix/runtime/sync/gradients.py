@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import GradBucket as Bucket
 from torch.autograd import Variable
 from torch.futures import Future
 
-from dynamix.data import Piece, StepPlan
+from dynamix.data import Piece, Round
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.part import Observation, Part
 from dynamix.runtime.ranks.ranks import Ranks
@@ -115,7 +115,7 @@ class GradientWeight:
         own = piece.share / piece.samples if piece.by_size and piece.samples else 1.0
         in_loss = weights.given or weights.applied is not None
         applied = weights.in_gradient(piece) if in_loss else None
-        return cls(float(piece.samples), piece.plan.samples / weights.accumulate, kept, applied, own)
+        return cls(float(piece.samples), piece.round.samples / weights.accumulate, kept, applied, own)
 
 
 class _Closed:
@@ -308,7 +308,7 @@ class GradientHook(Part):
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         self.piece = None
 
-    def round_done(self, plan: StepPlan) -> None:
+    def round_done(self, done: Round) -> None:
         self.steps, self.reductions = self.steps + 1, 0
         self._since_dense = 0 if self._measuring else self._since_dense + 1
         if self.inner.chained and self.steps >= 2:  # the bucket layout is known by now

@@ -46,7 +46,7 @@ class LossWeight:
     def in_gradient(self, piece: Piece) -> float | Tensor | None:
         """This rank's gradient of the round so far over its mean; None where the hook is to weight it."""
         if self.given:
-            return piece.share * (piece.number + 1) / piece.of * self.workers / piece.plan.samples
+            return piece.share * (piece.number + 1) / piece.of * self.workers / piece.round.samples
         return None if self.applied is None else self.held
 
     def require_fit(
@@ -58,14 +58,14 @@ class LossWeight:
                 return
             why = "the model divides its loss by num_items_in_batch, so the loss carries its weight already"
             fail(f"{why}: write controller.wrap(..., weighting='given'), or take dynamix.integrations.transformers")
-        if source.placeholder is not None or source.plan().group.all():
+        if source.placeholder is not None or source.piece().round.counts.all():
             return
         why = "some rank has no samples in this step, and a loss with weighting='given' would count its placeholder"
         fail(f"{why}: say what becomes of it, controller.loader(..., placeholder=lambda batch: ...)")
 
     def in_loss(self, piece: Piece) -> float:
         """A loss as the loop shows it, over its mean."""
-        return piece.samples * self.workers / piece.plan.samples if self.given else 1.0
+        return piece.samples * self.workers / piece.round.samples if self.given else 1.0
 
     def sum_async(self, values: Tensor) -> Any:
         """Start summing `values` in place over workers; returns a handle with `wait()`. A collective call."""
@@ -86,7 +86,7 @@ class LossWeight:
         if self.applied is not None:
             raise UsageError("weight() was called twice for one batch: call controller.step() after each batch")
         if count is None:
-            self.applied = piece.samples * self.workers * self.accumulate / piece.plan.samples
+            self.applied = piece.samples * self.workers * self.accumulate / piece.round.samples
             self._hold(piece, self.applied)
             return loss * self.applied
         if not isinstance(count, Tensor) and not count >= 0:
@@ -119,7 +119,7 @@ class LossWeight:
     def _apply_summed(self, loss: Tensor, piece: Piece, count: Tensor) -> Tensor:
         """Ranks have unlike numbers of pieces, so counts travel once, with the last."""
         self._own = count if piece.number == 0 or self._own is None else self._own + count
-        reference = torch.tensor(float(piece.plan.samples), dtype=count.dtype, device=count.device)
+        reference = torch.tensor(float(piece.round.samples), dtype=count.dtype, device=count.device)
         weight = count * self.workers / reference
         self.applied = weight if piece.samples else 0.0
         self._hold(piece, self.applied)

@@ -114,7 +114,7 @@ class ParameterAveraging:
 
     def _before_step(self) -> None:
         """One of the optimizers is about to step."""
-        if not self._at_times or (self._piece is not None and self._piece.plan.apart):
+        if not self._at_times or (self._piece is not None and self._piece.round.apart):
             self.begin()
         elif self._piece is not None:
             with self.workers.ranks.naming("the ranks could not average the state of their optimizers"):

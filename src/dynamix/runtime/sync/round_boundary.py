@@ -48,9 +48,9 @@ class RoundBoundary(Part):
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         """If a round apart ends with this piece, a collective call: the workers' models become one."""
-        self._between = piece.plan.apart
-        if piece.last and piece.plan.apart:
-            self._average(piece.share / piece.plan.samples)
+        self._between = piece.round.apart
+        if piece.last and piece.round.apart:
+            self._average(piece.share / piece.round.samples)
 
     def _average(self, weight: float) -> None:
         """`weight` is this rank's."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dynamix.data import Piece, StepPlan
+from dynamix.data import Piece, Round
 from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Observation
@@ -138,8 +138,8 @@ class ShardedHook(GradientHook):
         super().piece_done(piece, seen)
         self._seen.clear()
 
-    def round_done(self, plan: StepPlan) -> None:
-        super().round_done(plan)
+    def round_done(self, done: Round) -> None:
+        super().round_done(done)
         self._times.clear()
 
     def close(self) -> list[dist.ProcessGroup]:

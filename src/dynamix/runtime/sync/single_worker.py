@@ -59,10 +59,10 @@ class SingleWorkerSync:
 
     def _before_optimizer(self, model: ConnectedModel, optimizer: Optimizer) -> None:
         piece: Any = self._piece()
-        if piece is None or (self.workers > 1 and not piece.plan.apart):
+        if piece is None or (self.workers > 1 and not piece.round.apart):
             return  # gradients have met, and were measured, in DDP's hook
         self.recorder.gradients_ready()
         self.recorder.reduced()
         self.finish(model, piece)
-        if own := piece.samples if piece.plan.apart else piece.plan.samples:
+        if own := piece.samples if piece.round.apart else piece.round.samples:
             self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], own)
