@@ -145,7 +145,7 @@ class HierarchicalGroup(ControlGroup):
     def send(self, row: Tensor, answer: Tensor) -> Work:
         if self._heads is None:
             return self._room.send(row, answer)
-        done = _Chain()
+        done = Chain()
         neighbours = self._neighbours(row)
         heads = self._heads
 
@@ -160,7 +160,7 @@ class HierarchicalGroup(ControlGroup):
 
     def collect(self, row: Tensor, rows: Tensor) -> Work:
         assert self._heads is not None
-        done, heads, neighbours = _Chain(), self._heads, self._neighbours(row)
+        done, heads, neighbours = Chain(), self._heads, self._neighbours(row)
         every = row.new_zeros(heads.workers, neighbours.numel())
 
         def arrived() -> None:
@@ -175,7 +175,7 @@ class HierarchicalGroup(ControlGroup):
 
     def answer(self, answer: Tensor) -> Work:
         assert self._heads is not None
-        done, room = _Chain(), self._room
+        done, room = Chain(), self._room
         far = self._heads.answer(answer)
         near = room.answer(answer)
         done.follow(far, lambda: done.follow(near, done.end))
@@ -184,14 +184,14 @@ class HierarchicalGroup(ControlGroup):
     def all_gather(self, row: Tensor, rows: Tensor) -> Work:
         if self.rank:
             return self.send(row, rows)
-        done = _Chain()
+        done = Chain()
         done.follow(self.collect(row, rows), lambda: done.follow(self.answer(rows), done.end))
         return done
 
     def all_sum(self, row: Tensor, total: Tensor) -> Work:
         if self.rank:
             return self.send(row, total)
-        done, rows = _Chain(), row.new_zeros(self.workers, len(row))
+        done, rows = Chain(), row.new_zeros(self.workers, len(row))
 
         def collected() -> None:
             torch.sum(rows, 0, out=total)
@@ -208,7 +208,7 @@ class HierarchicalGroup(ControlGroup):
         return row.new_zeros(self._seats, len(row))
 
 
-class _Chain:
+class Chain:
     """Work of several steps, each begun on the thread that ends the one before."""
 
     def __init__(self) -> None:

@@ -35,6 +35,7 @@ ANSWER_S = 1.0  # longest wait for others' word on why a collective has failed, 
 LEAVE_S = 2.0  # for the last word
 CONNECT_S = 1.0  # for another connection to a store that did not answer
 GIVE_UP_S = 60.0  # without an answer: the store is gone
+CLOSED = "its controller was closed"
 _log = logging.getLogger("dynamix")
 
 
@@ -80,6 +81,11 @@ class RankWatch:
 
     def _silent_s(self) -> float:
         return max(self.alive.silent.values(), default=0.0)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after the same step, soon."""
+        self.stopping.wanted = True
+        self.hurry()
 
     # ------------------------------------------------------------ while this rank waits for others
 
@@ -145,7 +151,7 @@ class RankWatch:
         """Tell the other ranks of `error`, with which this process is about to end."""
         self.leave(f"{type(error).__name__}: {first_line(error)}", linger=True)
 
-    def leave(self, word: str = "its controller was closed", *, linger: bool = False) -> None:
+    def leave(self, word: str = CLOSED, *, linger: bool = False) -> None:
         """Say goodbye with `word`, end the threads and let go of the store; safe to call twice.
 
         linger   rank 0, whose process may hold the store, stays until the others have read that, or live no more
