@@ -55,7 +55,9 @@ class Ranks:
         try:
             wait_for(work, self._watch)
         except RuntimeError as error:
-            self._raise(error, what)
+            if what and failed_collective(error):
+                raise self.explain(error, what) from error
+            raise
 
     def wait_here(self, work: Any, what: str = "") -> None:
         """`wait` for a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
@@ -88,12 +90,6 @@ class Ranks:
     def explain(self, error: BaseException, what: str) -> WorkerLostError:
         """What to raise where a collective, which was for `what`, has failed with `error`."""
         return self._watch.explain(error, what)
-
-    def _raise(self, error: RuntimeError, what: str) -> None:
-        """In the handler of `error`."""
-        if what and failed_collective(error):
-            raise self.explain(error, what) from error
-        raise error
 
     # ------------------------------------------------------------ what all call
 
@@ -170,7 +166,7 @@ class Ranks:
         return self._watch.stopping.reached(steps, self._watch.require_alive)
 
     def leave(self, word: str = CLOSED) -> None:
-        """Say goodbye to the other ranks with `word`; safe to call twice."""
+        """Say goodbye to the other ranks with `word`, and let go of the store; safe to call twice."""
         self._watch.leave(word)
 
     def leave_with(self, error: BaseException) -> None:
@@ -180,10 +176,6 @@ class Ranks:
     def leave_unclosed(self) -> None:
         """Nobody has closed the controller, and it is collected or its process ends: perhaps with an error."""
         self._watch.leave_unclosed()
-
-    def close(self) -> None:
-        """Let go of the store, and end the threads that talk to it."""
-        self._watch.leave()
 
 
 class Alone(Ranks):

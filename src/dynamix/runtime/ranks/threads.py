@@ -9,7 +9,7 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynamix.errors import DynamixError
-from dynamix.runtime.ranks.group import Chain, ControlGroup, Work
+from dynamix.runtime.ranks.group import Chain, ControlGroup, Pending, Work
 from dynamix.runtime.ranks.liveness import BEAT_S
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.ranks.waits import wait_for
@@ -28,7 +28,7 @@ STACK_BYTES = 512 * 1024  # of a rank's thread, of which there may be 1,024
 T = TypeVar("T")
 
 
-class Call(Chain):
+class Call(Pending):
     """A call of all ranks, done once the first `sources` of them have given their parts.
 
     parts    by rank
@@ -168,7 +168,7 @@ class ThreadGroup(ControlGroup):
     """The control group of one of those ranks."""
 
     def __init__(self, wire: ThreadWire, watch: RankWatch) -> None:
-        self.rank, self.workers, self.name = watch.rank, watch.workers, "threads"
+        self.rank, self.workers = watch.rank, watch.workers
         self.settle = lambda work: wait_for(work, watch)
         self._wire, self._calls, self._lock = wire, 0, threading.Lock()
 
@@ -203,12 +203,13 @@ class ThreadGroup(ControlGroup):
         """`take` is called with the call once it is done; without it, this rank waits for nothing."""
         with self._lock:
             number, self._calls = self._calls, self._calls + 1
-        call, done = self._wire.join(kind, number, sources or self.workers, self.rank, part), Chain()
-        if take is None:
-            done.end()
-        else:
-            done.follow(call, lambda: done.end(take(call)))
-        return done
+        return Chain(_taken(self._wire.join(kind, number, sources or self.workers, self.rank, part), take))
+
+
+def _taken(call: Call, take: Callable[[Call], None] | None) -> Iterator[Work]:
+    if take is not None:
+        yield call
+        take(call)
 
 
 def _copy(to: Tensor, value: Tensor) -> None:
