@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.ranks.errors import said_beside
 from dynamix.runtime.ranks.watch import RankWatch
 
 LOOK_EVERY_S = 0.25
@@ -39,7 +38,7 @@ class AbortableWait:
         if (unlike := errors.unlike) is not None:
             raise watch.end(UsageError(unlike))
         if beside is not None and self._beside_s > BESIDE_S:
-            raise watch.end(UsageError(said_beside(beside)))
+            raise watch.end(UsageError(beside))
         if error is not None and self._error_s > SETUP_ERROR_S:
             raise watch.end(error)
         watch.require_all_come()

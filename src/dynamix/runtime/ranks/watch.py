@@ -67,7 +67,7 @@ class RankWatch:
         self._wake, self._end = threading.Event(), threading.Event()
         self._threads = list[threading.Thread]()
         if threads and workers > 1:
-            tell_of_uncaught(self)
+            tell_of_uncaught(self.uncaught)
             for work, name in ((self._talk, "dynamix-beat"), (self._listen, "dynamix-listen")):
                 self._threads.append(threading.Thread(target=work, name=name, daemon=True))
                 self._threads[-1].start()
@@ -263,8 +263,6 @@ class RankWatch:
         deadline = time.monotonic() + most_s
         self.hurry(most_s)
         self._wake.set()
-        while not (known() or self._end.is_set()) and self._talks() and time.monotonic() < deadline:
+        talks = self._threads[:1]
+        while not (known() or self._end.is_set()) and time.monotonic() < deadline and any(t.is_alive() for t in talks):
             time.sleep(0.02)
-
-    def _talks(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads[:1])
