@@ -83,9 +83,8 @@ class RankWatch:
         return max(self.alive.silent.values(), default=0.0)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop after the same step, soon."""
+        """Ask all ranks to stop after the same step, soon. A handler of a signal may call it: it takes no lock."""
         self.stopping.wanted = True
-        self.hurry()
 
     # ------------------------------------------------------------ while this rank waits for others
 
