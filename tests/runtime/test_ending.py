@@ -335,7 +335,7 @@ def _rolled_back(rank: int) -> tuple[int, list[int], list[int]]:
     for x, y in job.loader:
         job.train(x, y)
         windows.append(coordinator.progress.window)
-        rounds.append(coordinator.windows.next_step)
+        rounds.append(coordinator.progress.steps)
     job.controller.close()
     return state["progress"]["window"], windows, rounds
 

@@ -48,5 +48,5 @@ def _outcome(case: Case, ranks: Any) -> Any:
     except Exception as error:
         ranks.leave_with(error)
         return f"{type(error).__name__}: {error}"
-    ranks.close()
+    ranks.leave()
     return found

@@ -369,7 +369,7 @@ class TrainingJob:
             self.end_events()
             control = [] if ranks.group is None else ranks.group.release()
             destroy_groups(groups + control, patience_s=patience_s)
-            ranks.close()
+            ranks.leave()
 
     def end_events(self) -> None:
         """Write the steps after the last window, and close the events file. A rank does it alone; twice does no harm.

@@ -31,7 +31,7 @@ class ExitNote:
     def __init__(self, rank: int, samples: Callable[[], int | None], tell: Callable[[MemoryLimitError], None]) -> None:
         self.rank, self._told = rank, False
         self._samples, self._tell = weakref.WeakMethod(samples), weakref.WeakMethod(tell)
-        tell_of_uncaught(self)
+        tell_of_uncaught(self.uncaught)
 
     def uncaught(self, error: BaseException) -> None:
         """Add the note and tell the others, if it is such an error; once."""

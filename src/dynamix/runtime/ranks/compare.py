@@ -187,25 +187,3 @@ def hook_settings(state: Any) -> dict[str, Any]:
     if not all(hasattr(state, name) for name in (*_OF_POWERSGD, "rng")):
         return {}
     return {name: getattr(state, name) for name in _OF_POWERSGD} | {"random_seed": int(state.rng.get_state()[1][0])}
-
-
-def facts_of(job: Any) -> dict[str, Any]:
-    """What every rank must hold alike, by name; `job` is its `TrainingJob`."""
-    source, bounds, facts = job.need_source(), job.job.bounds, job.job
-    known: dict[str, Any] = {"samples": type(source).__name__, **source.identity()}
-    known |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
-    known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
-    known |= {"base batch": facts.base_batch, "decides once per epoch": job.per_epoch, "slack": facts.slack}
-    known |= {"models": job.loop.models, "schedules": [s.nominal_batch_size for s in job.rates.schedules]}
-    known |= {"exchange of gradients and buffers": [attached.exchanges for attached in job.connected]}
-    settings = [attached.settings for attached in job.connected]
-    names = dict.fromkeys(name for of_model in settings for name in of_model)
-    known |= {f"exchange: {name}": [of_model.get(name) for of_model in settings] for name in names}
-    known |= job.meetings.facts()
-    known |= {"weighting": job.loss_weight.weighting, **settings_of(job.loop.optimizers)}
-    for number, attached in enumerate(job.connected):
-        if isinstance(attached.model, DistributedDataParallel) and not job.steps_apart:
-            known |= sketches_of(attached.model, number)
-    known |= {"batch sizes": job.allocations.from_on(source.rounds), "batch size apart": job.piece_apart}
-    known |= {f"progress: {name}": value for name, value in job.progress.state_dict().items()}
-    return known | {"progress: steps measured in the open window": job.recorder.steps}

@@ -67,9 +67,15 @@ class JobErrors:
 
     @property
     def beside(self) -> str | None:
-        """What another rank waits in, to which this one has not come."""
+        """What is wrong if another rank goes on waiting for what this one has not come to."""
         number, whats = self._heard["agree"]
-        return whats[0] if number > self.agreements else None
+        if number <= self.agreements:
+            return None
+        if whats[0] != FIRST_PASS:
+            return f"another rank waits in {whats[0]}, which this rank did not call: {ALIKE}"
+        why = "a rank loaded a state, left an epoch early, or made a first forward pass, that this rank did not"
+        do = "call controller.load_state_dict(state) on every rank or on none"
+        return f"{why}: {do}; leave a loop early only after the same optimizer step on all ranks"
 
     # ------------------------------------------------------------ for the watch
 
@@ -99,15 +105,6 @@ class JobErrors:
 
     def _words(self, error: Exception) -> dict[str, Any]:
         return {"rank": self.rank, "kind": type(error).__name__, "message": str(error)}
-
-
-def said_beside(what: str) -> str:
-    """What is wrong where another rank waits in `what`, and this one does not come."""
-    if what != FIRST_PASS:
-        return f"another rank waits in {what}, which this rank did not call: {ALIKE}"
-    why = "a rank loaded a state, left an epoch early, or made a first forward pass, that this rank did not"
-    do = "call controller.load_state_dict(state) on every rank or on none"
-    return f"{why}: {do}; leave a loop early only after the same optimizer step on all ranks"
 
 
 def ended_by(told: Mapping[str, Any]) -> DynamixError:

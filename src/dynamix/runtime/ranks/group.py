@@ -12,7 +12,7 @@ import math
 import os
 import pickle
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -38,6 +38,50 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
+class Pending:
+    """What ends once, with a result of nobody's or an error: on whichever thread."""
+
+    def __init__(self) -> None:
+        self._future: Future[Any] = Future()
+
+    def end(self, error: Exception | None = None) -> None:
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def get_future(self) -> Future[Any]:
+        return self._future
+
+    def wait(self) -> None:
+        self._future.wait()
+
+
+class Chain(Pending):
+    """Work of several `steps`, each begun on the thread that ends the one before. An error of one ends it."""
+
+    def __init__(self, steps: Iterator[Work]) -> None:
+        super().__init__()
+        self._steps = steps
+        self._go_on(None)
+
+    def _go_on(self, before: Future[Any] | None) -> None:
+        try:
+            if before is not None:
+                before.wait()  # not the work's: it counts as ended only after this
+            work = next(self._steps, None)
+        except Exception as error:  # raised again from `wait`, on the thread that asks
+            self.end(error)
+            return
+        if work is None:
+            self.end()
+        else:
+            work.get_future().add_done_callback(self._go_on)
+
+
 def _wait(work: Work) -> None:
     work.wait()
 
@@ -53,7 +97,7 @@ class ControlGroup:
 
     def __init__(self, group: dist.ProcessGroup, settle: Callable[[Work], None] = _wait) -> None:
         self._group, self.settle = group, settle
-        self.rank, self.workers, self.name = dist.get_rank(group), dist.get_world_size(group), str(group.group_name)
+        self.rank, self.workers = dist.get_rank(group), dist.get_world_size(group)
         self._root = dist.get_global_rank(group, 0)
         self._sending: tuple[Any, Tensor] | None = None
 
@@ -134,71 +178,53 @@ class HierarchicalGroup(ControlGroup):
         rank: int,
         workers: int,
         seats: int,
-        name: str,
         settle: Callable[[Work], None] = _wait,
     ) -> None:
-        self.rank, self.workers, self.name, self.settle = rank, workers, name, settle
-        self._room, self._heads, self._seats = ControlGroup(room), None, seats
-        if heads is not None:
-            self._heads = ControlGroup(heads)
+        self.rank, self.workers, self.settle, self._seats = rank, workers, settle, seats
+        self._room, self._heads = ControlGroup(room), None if heads is None else ControlGroup(heads)
 
     def send(self, row: Tensor, answer: Tensor) -> Work:
-        if self._heads is None:
-            return self._room.send(row, answer)
-        done = _Chain()
+        return self._room.send(row, answer) if self._heads is None else Chain(self._send(row, answer, self._heads))
+
+    def _send(self, row: Tensor, answer: Tensor, heads: ControlGroup) -> Iterator[Work]:
         neighbours = self._neighbours(row)
-        heads = self._heads
-
-        def answered() -> None:
-            done.follow(self._room.answer(answer), done.end)
-
-        def collected() -> None:
-            done.follow(heads.send(neighbours.reshape(-1), answer), answered)
-
-        done.follow(self._room.collect(row, neighbours[: self._room.workers]), collected)
-        return done
+        yield self._room.collect(row, neighbours[: self._room.workers])
+        yield heads.send(neighbours.reshape(-1), answer)
+        yield self._room.answer(answer)
 
     def collect(self, row: Tensor, rows: Tensor) -> Work:
+        return Chain(self._collect(row, rows))
+
+    def _collect(self, row: Tensor, rows: Tensor) -> Iterator[Work]:
         assert self._heads is not None
-        done, heads, neighbours = _Chain(), self._heads, self._neighbours(row)
-        every = row.new_zeros(heads.workers, neighbours.numel())
-
-        def arrived() -> None:
-            rows.copy_(every.view(-1, len(row))[: self.workers])
-            done.end()
-
-        def collected() -> None:
-            done.follow(heads.collect(neighbours.reshape(-1), every), arrived)
-
-        done.follow(self._room.collect(row, neighbours[: self._room.workers]), collected)
-        return done
+        neighbours = self._neighbours(row)
+        every = row.new_zeros(self._heads.workers, neighbours.numel())
+        yield self._room.collect(row, neighbours[: self._room.workers])
+        yield self._heads.collect(neighbours.reshape(-1), every)
+        rows.copy_(every.view(-1, len(row))[: self.workers])
 
     def answer(self, answer: Tensor) -> Work:
+        return Chain(self._answer(answer))
+
+    def _answer(self, answer: Tensor) -> Iterator[Work]:
         assert self._heads is not None
-        done, room = _Chain(), self._room
-        far = self._heads.answer(answer)
-        near = room.answer(answer)
-        done.follow(far, lambda: done.follow(near, done.end))
-        return done
+        yield from [self._heads.answer(answer), self._room.answer(answer)]  # both are begun at once
 
     def all_gather(self, row: Tensor, rows: Tensor) -> Work:
-        if self.rank:
-            return self.send(row, rows)
-        done = _Chain()
-        done.follow(self.collect(row, rows), lambda: done.follow(self.answer(rows), done.end))
-        return done
+        return self.send(row, rows) if self.rank else Chain(self._all_gather(row, rows))
+
+    def _all_gather(self, row: Tensor, rows: Tensor) -> Iterator[Work]:
+        yield from self._collect(row, rows)
+        yield from self._answer(rows)
 
     def all_sum(self, row: Tensor, total: Tensor) -> Work:
-        if self.rank:
-            return self.send(row, total)
-        done, rows = _Chain(), row.new_zeros(self.workers, len(row))
+        return self.send(row, total) if self.rank else Chain(self._all_sum(row, total))
 
-        def collected() -> None:
-            torch.sum(rows, 0, out=total)
-            done.follow(self.answer(total), done.end)
-
-        done.follow(self.collect(row, rows), collected)
-        return done
+    def _all_sum(self, row: Tensor, total: Tensor) -> Iterator[Work]:
+        rows = row.new_zeros(self.workers, len(row))
+        yield from self._collect(row, rows)
+        torch.sum(rows, 0, out=total)
+        yield from self._answer(total)
 
     def release(self) -> list[dist.ProcessGroup]:
         return self._room.release() + (self._heads.release() if self._heads is not None else [])
@@ -208,48 +234,9 @@ class HierarchicalGroup(ControlGroup):
         return row.new_zeros(self._seats, len(row))
 
 
-class _Chain:
-    """Work of several steps, each begun on the thread that ends the one before."""
-
-    def __init__(self) -> None:
-        self._future: Future[Any] = Future()
-
-    def follow(self, work: Work, action: Callable[[], None]) -> None:
-        """Once `work` has ended, `action`; an error of either ends the chain."""
-
-        def after(ended: Future[Any]) -> None:
-            try:
-                ended.wait()  # not the work's: it counts as ended only after this
-                action()
-            except Exception as error:  # raised again from `wait`, on the thread that asks
-                self.end(error)
-
-        work.get_future().add_done_callback(after)
-
-    def end(self, error: Exception | None = None) -> None:
-        if self._future.done():
-            return
-        if error is None:
-            self._future.set_result(None)
-        else:
-            self._future.set_exception(error)
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def get_future(self) -> Future[Any]:
-        return self._future
-
-    def wait(self) -> None:
-        self._future.wait()
-
-
-def open_control(
-    ranks: list[int], timeout: Any = None, *, name: str = "", settle: Callable[[Work], None] = _wait
-) -> ControlGroup:
+def open_control(ranks: list[int], timeout: Any = None, settle: Callable[[Work], None] = _wait) -> ControlGroup:
     """For the ranks with these global numbers, this one among them. A collective call of those ranks alone.
 
-    name   the same on all of them, and of no others
     Raises `ConfigError` where this process may not open as many sockets as that takes.
     """
     workers, mine = len(ranks), ranks.index(dist.get_rank())
@@ -261,7 +248,7 @@ def open_control(
     require_descriptors(2 * seats, workers)
     room = new_gloo_group(ranks[first : first + seats], timeout)
     heads = new_gloo_group(ranks[::seats], timeout) if mine == first else None
-    return HierarchicalGroup(room, heads, rank=mine, workers=workers, seats=seats, name=f"rooms/{name}", settle=settle)
+    return HierarchicalGroup(room, heads, rank=mine, workers=workers, seats=seats, settle=settle)
 
 
 def require_descriptors(sockets: int, workers: int) -> None:

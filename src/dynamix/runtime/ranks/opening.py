@@ -52,7 +52,7 @@ def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
         return
     same.ranks = open_ranks(group, same)
     if error is not None:
-        same.ranks.close()
+        same.ranks.leave()
         raise error
 
 
@@ -71,7 +71,7 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
         wait = AbortableWait(watch)
 
         def make() -> ControlGroup:
-            return open_control(members, timeout, name=name, settle=lambda work: wait_for(work, watch))
+            return open_control(members, timeout, settle=lambda work: wait_for(work, watch))
 
         ranks = Ranks(beside(make, wait.look), watch)
         fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
@@ -89,7 +89,7 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
 def open_another(group: dist.ProcessGroup, ranks: Ranks) -> ControlGroup:
     """One more group for messages between `ranks`, those of `group`. A collective call."""
     members = dist.get_process_group_ranks(group)
-    return open_control(members, timeout_of(group), name=str(group.group_name), settle=ranks.wait)
+    return open_control(members, timeout_of(group), settle=ranks.wait)
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:

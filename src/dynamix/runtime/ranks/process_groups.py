@@ -57,12 +57,7 @@ def has_ended(rank: int, group: dist.ProcessGroup) -> bool:
 
 def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:
     """A gloo group over `ranks`; a collective of those ranks alone."""
-    return new_group(ranks, "gloo", timeout)
-
-
-def new_group(ranks: list[int], backend: str, timeout: Any = None) -> dist.ProcessGroup:
-    """A group over `ranks`; a collective of those ranks alone."""
     subset = len(ranks) != dist.get_world_size()
     options = {} if timeout is None else {"timeout": timeout}
-    group = dist.new_group(ranks, backend=backend, use_local_synchronization=subset, **options)
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=subset, **options)
     return cast(dist.ProcessGroup, group)

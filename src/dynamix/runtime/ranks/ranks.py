@@ -18,8 +18,8 @@ from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.rendezvous import require_alone
-from dynamix.runtime.ranks.waits import LOOK_EVERY, Arrivals, wait_for, wait_here, wait_until
-from dynamix.runtime.ranks.watch import RankWatch
+from dynamix.runtime.ranks.waits import LOOK_EVERY, AbortableWait, Arrivals, wait_for, wait_until
+from dynamix.runtime.ranks.watch import CLOSED, RankWatch
 
 _PARTED = {
     "": "Set what optimizers use alike on every rank, by the optimizer step and not by what one rank measures",
@@ -55,19 +55,23 @@ class Ranks:
         try:
             wait_for(work, self._watch)
         except RuntimeError as error:
-            self._raise(error, what)
+            if what and failed_collective(error):
+                raise self.explain(error, what) from error
+            raise
 
     def wait_here(self, work: Any, what: str = "") -> None:
         """`wait` for a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
-        try:
-            work.wait(LOOK_EVERY)
-            return
-        except RuntimeError:
-            pass  # it is not there yet, or has failed
-        try:
-            wait_here(work, self._watch)
-        except RuntimeError as error:
-            self._raise(error, what)
+        wait = None
+        while True:
+            try:
+                work.wait(LOOK_EVERY)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break  # meanwhile, or with an error of its own
+            wait = wait or AbortableWait(self._watch)
+            wait.look()
+        self.wait(work, what)
 
     def wait_until(self, event: threading.Event) -> None:
         """Until `event` is set by another thread of this process. Raises what another rank ends the job with."""
@@ -86,12 +90,6 @@ class Ranks:
     def explain(self, error: BaseException, what: str) -> WorkerLostError:
         """What to raise where a collective, which was for `what`, has failed with `error`."""
         return self._watch.explain(error, what)
-
-    def _raise(self, error: RuntimeError, what: str) -> None:
-        """In the handler of `error`."""
-        if what and failed_collective(error):
-            raise self.explain(error, what) from error
-        raise error
 
     # ------------------------------------------------------------ what all call
 
@@ -161,14 +159,14 @@ class Ranks:
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after the same step, soon."""
-        self._watch.stopping.wanted = True
+        self._watch.request_stop()
 
     def stop_after(self, steps: int) -> bool:
         """An optimizer step is over, `steps` in all: whether the job stops after it."""
         return self._watch.stopping.reached(steps, self._watch.require_alive)
 
-    def leave(self, word: str = "its controller was closed") -> None:
-        """Say goodbye to the other ranks with `word`; safe to call twice."""
+    def leave(self, word: str = CLOSED) -> None:
+        """Say goodbye to the other ranks with `word`, and let go of the store; safe to call twice."""
         self._watch.leave(word)
 
     def leave_with(self, error: BaseException) -> None:
@@ -178,10 +176,6 @@ class Ranks:
     def leave_unclosed(self) -> None:
         """Nobody has closed the controller, and it is collected or its process ends: perhaps with an error."""
         self._watch.leave_unclosed()
-
-    def close(self) -> None:
-        """Let go of the store, and end the threads that talk to it."""
-        self._watch.leave()
 
 
 class Alone(Ranks):

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -61,21 +62,18 @@ def beside(call: Callable[[], Result], look: Callable[[], None]) -> Result:
 
     What torch does with a store it does without a timeout that anybody could set.
     """
-    over, found, failed = threading.Event(), list[Result](), list[BaseException]()
+    result = Future[Result]()
 
     def run() -> None:
         try:
-            found.append(call())
+            result.set_result(call())
         except BaseException as error:  # raised again by who waits for it
-            failed.append(error)
-        over.set()
+            result.set_exception(error)
 
     threading.Thread(target=run, name="dynamix-open", daemon=True).start()
-    while not over.wait(0.25):
+    while not wait([result], 0.25).done:
         look()
-    if failed:
-        raise failed[0]
-    return found[0]
+    return result.result()
 
 
 def refuse(why: str, *, store: Any = None, lost: int = 0) -> None:

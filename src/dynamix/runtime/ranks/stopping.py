@@ -25,12 +25,11 @@ class Stopping:
 
     def __init__(self, *, alone: bool = False) -> None:
         self.alone, self.wanted, self.steps = alone, False, 0
-        self._round, self._at, self._sure = 0, None, False
+        self._at: int | None = None
+        self._round, self._sure = 0, False
         self._answer: list[Any] = [0, False]
         self._seen: tuple[int, float] | None = None
         self._steps_per_s, self._retries = 0.0, 0
-
-    _at: int | None
 
     @property
     def under_way(self) -> bool:

@@ -4,25 +4,18 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
 
-
-class UncaughtListener(Protocol):
-    """Who is told of the error that ends this process."""
-
-    def uncaught(self, error: BaseException) -> None: ...
-
-
-_listeners: list[weakref.ref[UncaughtListener]] = []
+Listener = Callable[[BaseException], None]
+_listeners: list[weakref.WeakMethod[Listener]] = []
 _before: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
 
 
-def tell_of_uncaught(listener: UncaughtListener) -> None:
-    """As long as `listener` lives, call it before an error that nobody caught is printed (`sys.excepthook`).
+def tell_of_uncaught(listener: Listener) -> None:
+    """As long as the owner of this method lives, call it before an error that nobody caught is printed.
 
     Who came last is told first.
     """
-    _listeners.append(weakref.ref(listener, _listeners.remove))
+    _listeners.append(weakref.WeakMethod(listener, _listeners.remove))
     if not _before:
         _before.append(sys.excepthook)
         sys.excepthook = _print
@@ -32,7 +25,7 @@ def _print(kind: type[BaseException], error: BaseException, trace: TracebackType
     for known in _listeners[::-1]:
         try:
             if (listener := known()) is not None:
-                listener.uncaught(error)
+                listener(error)
         except Exception as second:  # the user's error must be printed, whatever happens here
             error.add_note(f"dynamix: {second!r} while this error was told to other ranks")
     _before[0](kind, error, trace)

@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.ranks.errors import said_beside
 from dynamix.runtime.ranks.watch import RankWatch
 
 LOOK_EVERY_S = 0.25
@@ -39,7 +38,7 @@ class AbortableWait:
         if (unlike := errors.unlike) is not None:
             raise watch.end(UsageError(unlike))
         if beside is not None and self._beside_s > BESIDE_S:
-            raise watch.end(UsageError(said_beside(beside)))
+            raise watch.end(UsageError(beside))
         if error is not None and self._error_s > SETUP_ERROR_S:
             raise watch.end(error)
         watch.require_all_come()
@@ -60,25 +59,6 @@ def wait_for(work: Any, watch: RankWatch) -> None:
         # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
         work.get_future().add_done_callback(lambda _: arrived.set())
         wait_until(arrived, watch)
-    _result_of(work, watch)
-
-
-def wait_here(work: Any, watch: RankWatch) -> None:
-    """`wait_for` of a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
-    wait = None
-    while True:
-        try:
-            work.wait(LOOK_EVERY)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                break  # meanwhile, or with an error of its own
-        wait = wait or AbortableWait(watch)
-        wait.look()
-    _result_of(work, watch)
-
-
-def _result_of(work: Any, watch: RankWatch) -> None:
     try:
         work.wait()
     except RuntimeError as error:
@@ -90,7 +70,7 @@ def _result_of(work: Any, watch: RankWatch) -> None:
 class Arrivals:
     """The reductions of one backward pass, and the wait for them at its end."""
 
-    def __init__(self, watch: RankWatch | None) -> None:
+    def __init__(self, watch: RankWatch) -> None:
         self._watch = watch
         self._changed = threading.Condition()
         self._outstanding, self._failed = 0, False
@@ -110,11 +90,11 @@ class Arrivals:
 
     def wait(self) -> None:
         """Until all have ended. Raises what another rank ends the job with meanwhile."""
-        watch, wait = self._watch, None
+        wait = None
         with self._changed:
             while self._outstanding > 0:
-                if not self._changed.wait(LOOK_EVERY_S) and watch is not None:
-                    wait = wait or AbortableWait(watch)
+                if not self._changed.wait(LOOK_EVERY_S):
+                    wait = wait or AbortableWait(self._watch)
                     wait.look()
-        if watch is not None and self._failed and (error := watch.told()) is not None:
+        if self._failed and (error := self._watch.told()) is not None:
             raise error

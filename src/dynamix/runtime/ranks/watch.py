@@ -35,6 +35,7 @@ ANSWER_S = 1.0  # longest wait for others' word on why a collective has failed, 
 LEAVE_S = 2.0  # for the last word
 CONNECT_S = 1.0  # for another connection to a store that did not answer
 GIVE_UP_S = 60.0  # without an answer: the store is gone
+CLOSED = "its controller was closed"
 _log = logging.getLogger("dynamix")
 
 
@@ -66,7 +67,7 @@ class RankWatch:
         self._wake, self._end = threading.Event(), threading.Event()
         self._threads = list[threading.Thread]()
         if threads and workers > 1:
-            tell_of_uncaught(self)
+            tell_of_uncaught(self.uncaught)
             for work, name in ((self._talk, "dynamix-beat"), (self._listen, "dynamix-listen")):
                 self._threads.append(threading.Thread(target=work, name=name, daemon=True))
                 self._threads[-1].start()
@@ -80,6 +81,10 @@ class RankWatch:
 
     def _silent_s(self) -> float:
         return max(self.alive.silent.values(), default=0.0)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after the same step, soon. A handler of a signal may call it: it takes no lock."""
+        self.stopping.wanted = True
 
     # ------------------------------------------------------------ while this rank waits for others
 
@@ -145,7 +150,7 @@ class RankWatch:
         """Tell the other ranks of `error`, with which this process is about to end."""
         self.leave(f"{type(error).__name__}: {first_line(error)}", linger=True)
 
-    def leave(self, word: str = "its controller was closed", *, linger: bool = False) -> None:
+    def leave(self, word: str = CLOSED, *, linger: bool = False) -> None:
         """Say goodbye with `word`, end the threads and let go of the store; safe to call twice.
 
         linger   rank 0, whose process may hold the store, stays until the others have read that, or live no more
@@ -257,8 +262,6 @@ class RankWatch:
         deadline = time.monotonic() + most_s
         self.hurry(most_s)
         self._wake.set()
-        while not (known() or self._end.is_set()) and self._talks() and time.monotonic() < deadline:
+        talks = self._threads[:1]
+        while not (known() or self._end.is_set()) and time.monotonic() < deadline and any(t.is_alive() for t in talks):
             time.sleep(0.02)
-
-    def _talks(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads[:1])
