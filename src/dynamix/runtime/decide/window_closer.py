@@ -11,8 +11,8 @@ from typing import Any
 
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
 from dynamix.errors import DynamixError, StateError
-from dynamix.runtime.decide.channel import DecisionChannel, Kind, Message
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.decide.channel import DecisionChannel
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Kind, Message
 from dynamix.runtime.decide.peer_channel import PeerChannel
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
