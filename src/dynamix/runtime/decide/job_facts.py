@@ -51,16 +51,8 @@ class Message:
     differ: bool = False  # digests of what ranks hold alike were not: all compare what they are of
 
     def pack(self) -> Tensor:
-        head = [
-            float(self.kind),
-            float(self.from_step),
-            self.noise,
-            self.signal,
-            float(self.interval),
-            float(self.piece),
-            float(self.differ),
-        ]
-        return torch.tensor(np.concatenate([head, self.sizes.astype(np.float64)]), dtype=torch.float64)
+        head = [self.kind, self.from_step, self.noise, self.signal, self.interval, self.piece, self.differ]
+        return torch.from_numpy(np.concatenate([head, self.sizes], dtype=np.float64))
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Message:

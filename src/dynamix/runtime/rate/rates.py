@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dynamix.data import Allocations, Piece, StepPlan
+from dynamix.data import Allocations, StepPlan
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.part import Part
@@ -61,9 +61,6 @@ class Rates(Part):
         initial = groups[0].get("initial_lr", rate)  # of a scheduler: also after a resume
         self._largest = max(self._largest, rate, initial if isinstance(initial, (int, float)) else rate)
         return rate / self._largest
-
-    def pass_begins(self, piece: Piece) -> None:
-        self.follow(piece.plan, piece.samples)
 
     def follow(self, plan: StepPlan, samples: int = 0) -> None:
         """Let the rates fit the global batch of `plan`; an epoch's tail has that of the steps before.

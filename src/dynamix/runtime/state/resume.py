@@ -16,8 +16,7 @@ from dynamix.errors import StateError, shown
 from dynamix.model.ways import Ways
 from dynamix.projection import project
 from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.runtime.expected import MOST, fields, of_type, whole, wholes, wrong
-from dynamix.runtime.part import Part
+from dynamix.runtime.part import MOST, Part, fields, of_type, whole, wholes, wrong
 from dynamix.runtime.ranks.hosts import remembered, shares_of, workers_of
 from dynamix.runtime.state.packing import alike
 
@@ -48,7 +47,8 @@ class Place(Part):
         """From now on `source` deals the samples. It goes on where a loaded state was."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            source.load_state_dict(waiting)
+            source.check_state(waiting)
+            source.go_on(waiting)
         self._source = source
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,9 +82,11 @@ class Place(Part):
         self._source.check_state(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._waiting = self._own(state)
-        if self._source is not None:
-            self.begin(self._source)
+        own = self._own(state)
+        if self._source is None:
+            self._waiting = own
+        elif own is not None:
+            self._source.go_on(own)
 
     def _own(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """The sampler's or stream's own state; None: there was none yet."""

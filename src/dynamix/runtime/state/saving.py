@@ -16,9 +16,8 @@ from dynamix.errors import StateError, UsageError, shown
 from dynamix.policies import Policy
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.progress import Progress
-from dynamix.runtime.expected import FIX, fields, of_type, whole, wholes, wrong
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.part import Part
+from dynamix.runtime.part import FIX, Part, fields, of_type, whole, wholes, wrong
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.state.packing import checksum, pack, unpack
 from dynamix.runtime.state.random_state import RandomState
