@@ -37,17 +37,18 @@ _FAILED = -1  # sent in place of a size
 
 
 def open_channel(
-    ranks: Ranks, config: JobConfig, job: JobFacts, decider: Decider | None, *, patience_s: float = PATIENCE_S
+    ranks: Ranks, config: JobConfig, job: JobFacts, decider: Decider | None, *, patience_s: float | None = None
 ) -> DecisionChannel | PeerChannel:
     """The way in which `ranks` agree: a `PeerChannel` if every rank is to decide for itself.
 
     A recorded run that is replayed has decided already; a single rank has nobody to agree with. `decider` decides, or
-    writes down what was decided: on rank 0, None on the others.
+    writes down what was decided: on rank 0, None on the others. patience_s: None: `PATIENCE_S`.
     """
     replays = config.replayed is not None
     rule = None if ranks.workers < 2 or replays else peers_of(config.served)
     if rule is None:
-        return DecisionChannel(ranks, decider, patience_s=REPLAY_PATIENCE_S if replays else patience_s)
+        usual_s = PATIENCE_S if patience_s is None else patience_s  # read now: scripts/same sets another
+        return DecisionChannel(ranks, decider, patience_s=REPLAY_PATIENCE_S if replays else usual_s)
     return PeerChannel(ranks, job, rule, decider, share_noise=config.lr_rule == "adascale")
 
 
