@@ -17,6 +17,7 @@ from dynamix.errors import ConfigError
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic.policy import PRETRAINED, StigmergicPolicy
 from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, TRACES, TraceKind
+from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel, own_window
@@ -45,7 +46,7 @@ def _train(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     channel = controller._job.windows.channel
     assert isinstance(channel, PeerChannel) or "replay" in options
     sizes = controller.batch_sizes.tolist()
-    return {"seen": seen, "plans": plans, "sizes": sizes, "weights": job.weights(), "waited_s": channel.waited_s}
+    return {"seen": seen, "plans": plans, "sizes": sizes, "weights": job.weights()}
 
 
 @pytest.mark.multiproc
@@ -132,7 +133,7 @@ def test_a_guard_which_needs_all_workers_times_is_refused() -> None:
     job = JobFacts(Bounds.of(2), 2, slack=1)
     ranks: Any = SimpleNamespace(workers=2)
     with pytest.raises(ConfigError, match="guard=True"):
-        open_channel(ranks, 2, job, guarded, Decider(guarded, job), replays=False, lr_rule="none")
+        open_channel(ranks, JobConfig(2, guarded), job, Decider(guarded, job))
 
 
 def _row(window: Window, worker: int, steps: int) -> Any:

@@ -332,7 +332,7 @@ def test_a_new_piece_of_state_is_one_part(own: bool) -> None:
     def made(laps: int) -> tuple[dynamix.Controller, Any, Laps]:
         (controller, _, train), part = job(), Laps(own=own)
         part.laps = laps
-        controller._coordinator.state.parts.add(part)
+        controller._job.state.parts.add(part)
         return controller, train, part
 
     first, train, _ = made(7)

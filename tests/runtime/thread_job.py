@@ -74,9 +74,7 @@ class ThreadJob:
         config = JobConfig(ranks.workers, policy, batch_size, global_batch, limits, interval, lr_rule=lr_rule)
         facts = JobFacts.of(config, hosts=tuple(f"host{rank}" for rank in range(ranks.workers)))
         decider = Decider(config.served, facts) if ranks.rank == 0 else None
-        channel = open_channel(
-            ranks, ranks.workers, facts, config.served, decider, replays=False, lr_rule=lr_rule, patience_s=patience_s
-        )
+        channel = open_channel(ranks, config, facts, decider, patience_s=patience_s)
         weight, self.policy = LossWeight(None, 1, ranks), config.served
         self.job = TrainingJob(config, facts, channel, weight, ranks, recorder=self.recorder)
         self.sampler = BatchSampler(samples, self.job.allocations, **(sampling or {}), **self.job.of_source())

@@ -245,9 +245,12 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         The place that the controller has loaded stays then. Raises `UsageError` where it has loaded none, and that
         loader's would deal samples again.
         """
-        if self._keeps_place(state, reader_of(self)):
-            return
-        self.check_state(state)
+        if not self._keeps_place(state, reader_of(self)):
+            self.check_state(state)
+            self.go_on(state)
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Go on after the saved step of a state that was checked."""
         saved = state["regions"]
         self._load_position(state)
         self._cuts, self._regions = [dict(cut) for cut in state["cuts"]], None

@@ -130,6 +130,10 @@ class Stream(SampleOrder):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the saved step. Raises `StateError` for another kind of stream, or a sharded one at another W."""
         self.check_state(state)
+        self.go_on(state)
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Go on after the saved step of a state that was checked."""
         self._load_position(state)
         self._resume = state["source"]
         self._source.stop()

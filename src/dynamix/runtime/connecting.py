@@ -51,12 +51,11 @@ def connect(
         _require_several(job.loss_weight.weighting, options.weighting)
     with job.loop.connecting():
         connected = _attach(job, model, optimizer, group, options)
+    memory = None
     if first:
         if connected.shards is not None and group is not None:
             _require_held_shares(job.facts.bounds, connected.shards, group)
         job.loss_weight.bind(model, options.weighting)
-    memory = None
-    if first:
         note = ExitNote(job.ranks.rank, job.samples_now, job.memory_ran_out)
         memory = Memory(connected, job.loss_weight, job.ranks, group=group, note=note)
     job.connect(connected, optimizer, memory)

@@ -235,7 +235,7 @@ class TrainingJob:
         if self.loop.models > 1:
             recorder.timer.next_pass()
         recorder.timer.forward_started()
-        self.rates.pass_begins(piece)
+        self.rates.follow(piece.round, piece.samples)
 
     def step(self, loss: Any, logits: Any, target: Any, count: int | None) -> None:
         """`Controller.step`: the batch in hand is done."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,8 +49,7 @@ class Limits:
         """These, which were given by their own names, and `limits`. Raises `ConfigError` for what both say."""
         if not isinstance(limits, Limits):
             raise ConfigError("limits", limits, "a dynamix.Limits", "write limits=dynamix.Limits(max_batch_size=64)")
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        own = {name: value for name, value in own.items() if value != getattr(_UNSET, name)}
+        own = {name: value for name, value in vars(self).items() if value != getattr(_UNSET, name)}
         for name, value in own.items():
             if (told := getattr(limits, name)) != getattr(_UNSET, name):
                 raise ConfigError(name, value, f"not to give it beside limits, which say {told!r}", f"leave {name} out")

@@ -27,8 +27,5 @@ def open_job(
     facts = JobFacts.of(config, hosts=tuple(ranks.gather(own_host(), "the names of hosts")))
     decides = ranks.rank == 0
     decider = Decider(config.served, facts, replay=config.replayed, events=events) if decides else None
-    replays = config.replayed is not None
-    channel = open_channel(
-        ranks, config.workers, facts, config.served, decider, replays=replays, lr_rule=config.lr_rule
-    )
+    channel = open_channel(ranks, config, facts, decider)
     return TrainingJob(config, facts, channel, LossWeight(group, config.accumulate, ranks), ranks, decider=decider)

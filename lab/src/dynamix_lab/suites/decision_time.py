@@ -14,9 +14,8 @@ import torch
 from dynamix.events.records import EventLog
 from dynamix.policies import make_policy
 from dynamix.runtime.config import JobConfig
-from dynamix.runtime.decide.channel import Message
 from dynamix.runtime.decide.decision import Decider
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Message
 from dynamix.runtime.measure.recorder import ROW
 from dynamix.window import Bounds, Window
 from dynamix_lab.simulator import ClusterEnv, sample_family

@@ -21,9 +21,9 @@ from dynamix.errors import ConfigError
 from dynamix.events.records import EventLog
 from dynamix.policies import Policy
 from dynamix.runtime.config import JobConfig
-from dynamix.runtime.decide.channel import DecisionChannel, Message
+from dynamix.runtime.decide.channel import DecisionChannel
 from dynamix.runtime.decide.decision import Decider
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Message
 from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.limits import check_counts
 from dynamix.runtime.measure.recorder import Recorder
@@ -172,7 +172,7 @@ class VirtualCluster:
         self._job = TrainingJob(
             config,
             facts,
-            DecisionChannel(alone, config.workers, decider),
+            DecisionChannel(alone, decider),
             LossWeight(None, 1),
             alone,
             recorder=self._recorder,

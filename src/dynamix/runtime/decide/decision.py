@@ -16,8 +16,7 @@ from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, report_of, window_length_of
 from dynamix.projection import project
-from dynamix.runtime.decide.channel import Kind, Message
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Kind, Message
 from dynamix.runtime.measure.recorder import HELD, ROW, assemble
 from dynamix.runtime.ranks.compare import by_rank
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -67,7 +66,7 @@ class Decider:
         self._asked = closing.window_index
         answer, piece = self._answer(window, closing)
         same = piece == closing.piece and np.array_equal(answer, closing.sizes)
-        told = self.keep(Kind.KEEP) if same else self.job.change(answer, int(np.nanmax(rows[:, 0])), piece)
+        told = self.job.keep(Kind.KEEP) if same else self.job.change(answer, int(np.nanmax(rows[:, 0])), piece)
         return replace(told, interval=window_length_of(self.policy) or 0)
 
     def _answer(self, window: Window, closing: ClosedWindow) -> tuple[Ints, int]:
@@ -88,14 +87,6 @@ class Decider:
             fix = "return one size per worker"
             raise ConfigError("shape of the policy's answer", wish.shape, str(window.batch_size.shape), fix)
         return project(wish, bounds, current=window.batch_size)
-
-    def keep(self, kind: Kind) -> Message:
-        """The message that changes nothing."""
-        return self.job.keep(kind)
-
-    def skip(self, rows: Floats, closing: ClosedWindow, message: Message) -> None:
-        """A window that was answered "late", the policy being busy: only the noise scale and the events see it."""
-        self.witness(self.assemble(rows, closing), closing, message)
 
     def witness(self, window: Window, closing: ClosedWindow, message: Message) -> None:
         """Write down what the ranks decided without this one's help; `window` is what this one saw."""
@@ -162,7 +153,7 @@ class Decider:
         return window
 
     def _replayed(self, event: dict[str, Any] | None) -> Message:
-        told = self.keep(Kind.KEEP)
+        told = self.job.keep(Kind.KEEP)
         if event is None:
             return told
         if event["decision"] == "new":

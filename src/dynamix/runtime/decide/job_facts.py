@@ -1,12 +1,18 @@
-"""The facts of a job that every rank holds: what its windows are measured by, and what its allocations must satisfy."""
+"""The facts of a job that every rank holds: what its windows are measured by, and what its allocations must satisfy.
+
+And what ranks tell each other of them: the window that closed, and the message that answers it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from dynamix.errors import UsageError
 from dynamix.model.rounds import RoundSize
@@ -15,10 +21,44 @@ from dynamix.policies.protocol import boundary
 from dynamix.runtime.check.losses import WeightTest
 from dynamix.runtime.check.parting import Parting
 from dynamix.runtime.config import JobConfig
-from dynamix.runtime.decide.channel import Kind, Message
 from dynamix.runtime.limits import fixed_at
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.window import Bounds, Floats, Ints, Window
+
+HEAD = 7  # numbers of a message before its sizes
+
+
+class Kind(enum.IntEnum):
+    """What a message says. LATE and FAILED keep the allocation; FAILED ends the job on every rank."""
+
+    KEEP = 0
+    NEW = 1
+    LATE = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The one message of a window, the same on every rank."""
+
+    kind: Kind
+    from_step: int  # round at which `sizes` come into force (NEW)
+    noise: float
+    signal: float
+    sizes: Ints  # samples per round
+    interval: int = 0  # steps of the next window; 0: as many as of this one
+    piece: int = 0  # samples of a worker's own step, where workers step apart in rounds of `sizes`
+    differ: bool = False  # digests of what ranks hold alike were not: all compare what they are of
+
+    def pack(self) -> Tensor:
+        head = [self.kind, self.from_step, self.noise, self.signal, self.interval, self.piece, self.differ]
+        return torch.from_numpy(np.concatenate([head, self.sizes], dtype=np.float64))
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> Message:
+        kind, from_step, noise, signal, interval, piece, differ = packed[:HEAD].tolist()
+        sizes = packed[HEAD:].numpy().astype(np.int64)
+        return cls(Kind(int(kind)), int(from_step), noise, signal, sizes, int(interval), int(piece), bool(differ))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -20,25 +19,16 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import DynamixError
-from dynamix.policies import Policy
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range
 from dynamix.policies.stigmergic.traces import TRACES, Own, noise_part
 from dynamix.policies.stigmergic.worker import Sense
 from dynamix.policies.wrappers import peers_of
-from dynamix.runtime.decide.channel import (
-    DRAIN_S,
-    PATIENCE_S,
-    REPLAY_PATIENCE_S,
-    DecisionChannel,
-    Kind,
-    Message,
-    caused_by,
-)
+from dynamix.runtime.config import JobConfig
+from dynamix.runtime.decide.channel import PATIENCE_S, REPLAY_PATIENCE_S, Channel, DecisionChannel, caused_by
 from dynamix.runtime.decide.decision import Decider
-from dynamix.runtime.decide.in_turn import InTurn
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Kind, Message
 from dynamix.runtime.measure.recorder import HELD, ROW
-from dynamix.runtime.ranks.group import ControlGroup, Work
+from dynamix.runtime.ranks.group import Work
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.window import Floats, Window
 
@@ -47,28 +37,22 @@ _FAILED = -1  # sent in place of a size
 
 
 def open_channel(
-    ranks: Ranks,
-    workers: int,
-    job: JobFacts,
-    policy: Policy,
-    decider: Decider | None,
-    *,
-    replays: bool,
-    lr_rule: str,
-    patience_s: float = PATIENCE_S,
+    ranks: Ranks, config: JobConfig, job: JobFacts, decider: Decider | None, *, patience_s: float | None = None
 ) -> DecisionChannel | PeerChannel:
     """The way in which `ranks` agree: a `PeerChannel` if every rank is to decide for itself.
 
     A recorded run that is replayed has decided already; a single rank has nobody to agree with. `decider` decides, or
-    writes down what was decided: on rank 0, None on the others.
+    writes down what was decided: on rank 0, None on the others. patience_s: None: `PATIENCE_S`.
     """
-    rule = None if ranks.workers < 2 or replays else peers_of(policy)
+    replays = config.replayed is not None
+    rule = None if ranks.workers < 2 or replays else peers_of(config.served)
     if rule is None:
-        return DecisionChannel(ranks, workers, decider, patience_s=REPLAY_PATIENCE_S if replays else patience_s)
-    return PeerChannel(ranks, job, rule, decider, share_noise=lr_rule == "adascale")
+        usual_s = PATIENCE_S if patience_s is None else patience_s  # read now: scripts/same sets another
+        return DecisionChannel(ranks, decider, patience_s=REPLAY_PATIENCE_S if replays else usual_s)
+    return PeerChannel(ranks, job, rule, decider, share_noise=config.lr_rule == "adascale")
 
 
-class PeerChannel:
+class PeerChannel(Channel):
     """`DecisionChannel` for ranks that each decide for themselves: one exchange at a time over the controller's groups.
 
     share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale
@@ -84,54 +68,32 @@ class PeerChannel:
         *,
         share_noise: bool,
     ) -> None:
-        self.ranks = ranks
-        self.group: ControlGroup | None = ranks.group
+        super().__init__(ranks, "dynamix-choose")
         self.job, self.policy, self.decider, self.share_noise = job, policy, decider, share_noise
-        self.rank, self.workers = ranks.rank, ranks.workers
-        self.waited_s = 0.0
         self._round: _Round | None = None
-        self._choosing = InTurn("dynamix-choose")
 
-    @property
-    def pending(self) -> bool:
-        """Whether a size was sent and the others' not yet taken."""
-        return self._round is not None
-
-    def send(self, row: Floats, about: ClosedWindow) -> None:
+    def send(self, row: Floats, closing: ClosedWindow) -> None:
         """Choose by this rank's `row` (of `observation.ROW`), and send the choice. Returns at once."""
-        self._round = _Round(self, row, about)
-        self._choosing.run(self._round.run)
+        self._round = _Round(self, row, closing)
+        self.in_turn(self._round.run)
 
     def receive(self) -> Message:
         """Wait for all sizes (normally they are there) and take them. Raises `WorkerLostError` or the rule's error."""
         assert self._round is not None
-        started = time.perf_counter()
         current, self._round = self._round, None
-        try:
-            with self.ranks.naming(_EXCHANGE):
-                told = current.finish()
-        finally:
-            self.waited_s += time.perf_counter() - started
+        with self.ranks.naming(_EXCHANGE):
+            told = current.finish()
         if len(failed := np.flatnonzero(told[:, 0] == _FAILED)):
             raise DynamixError(f"choosing a size failed on rank {failed[0]}; its own error is in that rank's output")
         message = self._message(current.closing, told)
         decider = self.decider
         if decider is not None and decider.events is not None:
-            self._choosing.run(lambda: self._write_event(decider, current, message))
+            self.in_turn(lambda: self._write_event(decider, current, message))
         return message
-
-    def drain(self, timeout_s: float = DRAIN_S) -> bool:
-        """Wait until this rank's thread has nothing left to do; False if it is busy even then."""
-        return self._choosing.drain(timeout_s)
-
-    def close(self, timeout_s: float = DRAIN_S) -> None:
-        """Drain, and end the thread, if it is not busy even then."""
-        self._choosing.end(timeout_s)
-        self.group = None
 
     def observe(self, row: Floats, closing: ClosedWindow) -> tuple[Own, Sense, Floats]:
         """What this rank makes of its window, and the traces (16,) that it leaves of it."""
-        own = own_window(row, closing, rank=self.rank, job=self.job)
+        own = own_window(row, closing, rank=self.ranks.rank, job=self.job)
         known, total = dict(zip(ROW, row, strict=False)), float(closing.sizes.sum())
         batch = known["count"] / known["weight"] if known["count"] > 0 and known["weight"] > 0 else total
         noise, square = self.policy.habit.steady(float(own.noise[0]), known["global_norm_sq"], batch, total)
@@ -151,7 +113,7 @@ class PeerChannel:
 
     def choose(self, own: Own, sense: Sense, left: Floats, way: Floats) -> int:
         """This rank's next size, from what `exchange` says that all left."""
-        bounds, mine = self.job.bounds, slice(self.rank, self.rank + 1)
+        bounds, mine = self.job.bounds, slice(self.ranks.rank, self.ranks.rank + 1)
         alone = replace(bounds, low=bounds.low[mine], high=bounds.high[mine])
         smelt, new = self.policy.smell(left, way)
         size = self.policy.choose(own, sense, smelt[None], new[None], alone)
@@ -171,7 +133,7 @@ class PeerChannel:
 
     def _write_event(self, decider: Decider, current: _Round, message: Message) -> None:
         closing, known = current.closing, dict(zip(ROW, current.row, strict=False))
-        mine = np.arange(self.workers) == self.rank
+        mine = np.arange(self.ranks.workers) == self.ranks.rank
         names = ("compute", "compute_std", "data", "loss", "accuracy", "cpu", "memory", "device")
         seen = {name: np.where(mine, known[name], np.nan) for name in names}
         steps = len(current.row) - len(ROW)
@@ -185,7 +147,7 @@ class _Round:
         self.channel, self.row, self.closing = channel, row, closing
         self.posted = threading.Event()
         told = (4 if channel.share_noise else 2) + len(HELD)
-        self.every = torch.zeros(channel.workers, told, dtype=torch.float64)
+        self.every = torch.zeros(channel.ranks.workers, told, dtype=torch.float64)
         self.work: Work | None = None
         self.mine: Tensor | None = None
         self.error: Exception | None = None
@@ -217,7 +179,7 @@ class _Round:
         channel, told = self.channel, [float(size), float(self.closing.issued)]
         if channel.share_noise:
             known = dict(zip(ROW, self.row, strict=False))
-            told += [own_noise(known, channel.workers), known["global_norm_sq"]]
+            told += [own_noise(known, channel.ranks.workers), known["global_norm_sq"]]
         self.mine = torch.tensor([*told, *self.row[len(ROW) - len(HELD) : len(ROW)]], dtype=torch.float64)
         if channel.group is None:
             raise ValueError("the channel was closed")
@@ -246,7 +208,7 @@ def own_window(row: Floats, closing: ClosedWindow, *, rank: int, job: JobFacts) 
 
     with np.errstate(divide="ignore", invalid="ignore"):
         jitter = np.float64(known["compute_std"]) / np.float64(known["compute"])
-    alone = {"unit": _unit(closing, job), "jitter": jitter, "steps": len(comm), "noise": own_noise(known, workers)}
+    alone = {"unit": job.base_batch / workers, "jitter": jitter, "steps": len(comm), "noise": own_noise(known, workers)}
     alone |= {"busy": busy if busy > 0 and size[0] > 0 else np.nan, "fits": np.inf}
     alone |= {"blocked": seen.mean() if len(seen) else np.nan, "least": seen.min() if len(seen) else np.nan}
     alone |= {"square": 1.0}
@@ -267,8 +229,3 @@ def noise_of(parts: Floats, global_sq: Floats, total: float) -> tuple[float, flo
     """
     noise = float(parts.mean() * global_sq.mean()) * total
     return noise, float(global_sq.mean()) - noise / total
-
-
-def _unit(closing: ClosedWindow, job: JobFacts) -> float:
-    """The even share of the base batch, samples per round."""
-    return job.base_batch / len(closing.sizes)

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamix.data import Round
-from dynamix.runtime.expected import fields, numbers, wholes, wrong
-from dynamix.runtime.part import Part
+from dynamix.runtime.part import Part, fields, numbers, wholes, wrong
 
 _UNKNOWN = float("nan")
 _COUNTERS = ("window", "steps", "opens", "samples")

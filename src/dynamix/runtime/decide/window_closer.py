@@ -7,12 +7,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dynamix.data import Allocations, BatchSampler, Piece, Round, Stream
 from dynamix.errors import DynamixError, StateError
-from dynamix.runtime.decide.channel import DecisionChannel, Kind, Message
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.decide.channel import DecisionChannel
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Kind, Message
 from dynamix.runtime.decide.peer_channel import PeerChannel
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
@@ -132,42 +133,35 @@ class WindowCloser(Part):
         return max(1, round(self._interval * at_once / total))
 
     def _close(self, done: Round) -> None:
-        job, progress, source = self.job, self.progress, self.source
-        sizes, consumed = self.allocations.at(done.index).copy(), done.index + 1
+        job, source, at = self.job, self.source, done.index
         crossed, payload, rate = self._told()
-        closing = ClosedWindow(
-            progress.window,
-            sizes,
-            consumed=consumed,
-            issued=(consumed if source is None else source.begun) + job.ahead,
-            age=float(consumed - self.allocations.since(done.index)),
-            step=progress.steps,
-            samples=progress.samples,
-            rate=rate,
-            payload=payload,
-            piece=self.allocations.piece_at(done.index),
-            comparable=isinstance(source, BatchSampler) and source.compares and not done.apart,
-        )
+        compares = isinstance(source, BatchSampler) and source.compares and not done.apart
+        issued = (at + 1 if source is None else source.begun) + job.ahead
+        known = self._window(at, at + 1, issued)
+        closing = replace(known, rate=rate, payload=payload, comparable=compares)
         job.window_closed(closing)
-        self._warn_of_lag(closing.issued - closing.consumed)
-        mine, place = float(sizes[self.ranks.rank]), self._place(done)
-        weight = mine / float(sizes.sum())
+        self._warn_of_lag(issued - known.consumed)
+        mine, place = float(closing.sizes[self.ranks.rank]), self._place(done)
+        weight = mine / float(closing.sizes.sum())
         held = job.parting.row(place) if self.ranks.workers > 1 else None
         turn = {"epoch": done.epoch, "crossed": crossed}
-        row = self.recorder.row(issued=closing.issued, count=mine, weight=weight, **turn, held=held)
+        row = self.recorder.row(issued=issued, count=mine, weight=weight, **turn, held=held)
         self.channel.send(row, closing)
-        self.horizon = closing.issued + job.slack
+        self.horizon = issued + job.slack
 
     def rest(self) -> ClosedWindow | None:
         """What was trained since the last window closed, as a window that nobody decides on; None if nothing was."""
-        progress, source = self.progress, self.source
-        if source is None or progress.steps == self.job.closing.step:
+        source = self.source
+        if source is None or self.progress.steps == self.job.closing.step:
             return None
         done = source.rounds
-        at = max(done - 1, self.allocations.begin)
-        sizes, age = self.allocations.at(at).copy(), float(done - self.allocations.since(at))
-        piece = self.allocations.piece_at(at)
-        return ClosedWindow(progress.window, sizes, done, done, age, progress.steps, progress.samples, piece=piece)
+        return self._window(max(done - 1, self.allocations.begin), done, done)
+
+    def _window(self, at: int, done: int, issued: int) -> ClosedWindow:
+        """The open window as it is after `done` rounds, under the allocation of round `at`."""
+        now, ledger = self.progress, self.allocations
+        sizes, age, piece = ledger.at(at).copy(), float(done - ledger.since(at)), ledger.piece_at(at)
+        return ClosedWindow(now.window, sizes, done, issued, age, now.steps, now.samples, piece=piece)
 
     def _place(self, done: Round) -> dict[str, int]:
         start = done.start + int(done.counts[:-1].sum())  # of its last micro-step

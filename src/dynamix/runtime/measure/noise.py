@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamix.runtime.expected import fields, wrong
-from dynamix.runtime.part import Part
+from dynamix.runtime.part import Part, fields, wrong
 from dynamix.window import Floats
 
 

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from dynamix.probes import probes_here
 from dynamix.probes.timing import RECENT, StepTimer, StepTimes, attribute_wait, pause_in
-from dynamix.runtime.expected import fields, numbers, wrong
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.runtime.measure.readings import Reader, Value
-from dynamix.runtime.part import Part
+from dynamix.runtime.part import Part, fields, numbers, wrong
 from dynamix.window import PER_WORKER, Floats, Window
 
 # Host and network change slower than short windows follow each other, and a sample costs most of what a window costs.

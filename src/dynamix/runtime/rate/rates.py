@@ -5,14 +5,13 @@ from __future__ import annotations
 from math import nan
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from dynamix.data import Allocations, Piece, Round
+from dynamix.data import Allocations, Round
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.part import Part
-from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch
+from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch, rate_of
 from dynamix.runtime.rules import AUTO
 
 
@@ -53,17 +52,12 @@ class Rates(Part):
         1 where there is none, and where reading it would wait for a device.
         """
         groups = self.learning_rates[0].groups if self.learning_rates else []
-        rate = groups[0].get("lr") if groups else None
-        if isinstance(rate, Tensor):
-            rate = rate.item() if rate.device.type == "cpu" else None
+        rate = rate_of(groups[0]) if groups else None
         if not isinstance(rate, (int, float)) or rate <= 0:
             return 1.0
         initial = groups[0].get("initial_lr", rate)  # of a scheduler: also after a resume
         self._largest = max(self._largest, rate, initial if isinstance(initial, (int, float)) else rate)
         return rate / self._largest
-
-    def pass_begins(self, piece: Piece) -> None:
-        self.follow(piece.round, piece.samples)
 
     def follow(self, coming: Round, samples: int = 0) -> None:
         """Let the rates fit the global batch of a round; an epoch's tail has that of the steps before.
@@ -98,13 +92,12 @@ class Rates(Part):
             learning_rate.set_factor(factor * part)
 
     def round_done(self, done: Round) -> None:
-        watch, advanced = self._watch, False
+        watch = self._watch
         if watch is not None:
             watch.look()
-        for schedule in self.schedules:
-            advanced = bool(schedule.advance(done.samples)) or advanced
+        advanced = [schedule.advance(done.samples) for schedule in self.schedules]
         if watch is not None:
-            if advanced:
+            if any(advanced):
                 watch.accept()
             if done.last:
                 watch.forget()

@@ -234,9 +234,7 @@ class SchedulerWatch:
         if self._done:
             return
         group = self._optimizer.param_groups[0]
-        rate = group.get("lr") if "initial_lr" in group else None
-        if isinstance(rate, Tensor):
-            rate = rate.item() if rate.device.type == "cpu" else None
+        rate = rate_of(group) if "initial_lr" in group else None
         if self._seen and rate != self._rate:
             self._changes += 1
         self._rate, self._seen = rate, True
@@ -266,6 +264,18 @@ class SchedulerWatch:
         )
         other = "or keep the global batch: Controller(global_batch='fixed')"
         warnings.warn(f"{problem}. Write: {do}; {other}", RuntimeWarning, stacklevel=5)
+
+
+def rate_of(group: dict[str, Any]) -> Any:
+    """The learning rate of an optimizer's group; None where it has none, and where reading it would wait for a device.
+
+    >>> rate_of({"lr": 0.5}), rate_of({})
+    (0.5, None)
+    """
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        return rate.item() if rate.device.type == "cpu" else None
+    return rate
 
 
 def _at_end(scheduler: Any) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import StateError
-from dynamix.runtime.expected import FIX
+from dynamix.runtime.part import FIX
 
 Packed = tuple[str, tuple[Tensor, ...], tuple[Any, ...]]
 

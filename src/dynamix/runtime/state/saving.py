@@ -16,15 +16,13 @@ from dynamix.errors import StateError, UsageError, shown
 from dynamix.policies import Policy
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.progress import Progress
-from dynamix.runtime.expected import FIX, fields, of_type, whole, wholes, wrong
 from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.part import FIX, Part, fields, of_type, whole, wholes, wrong
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.state.packing import checksum, pack, unpack
-from dynamix.runtime.state.place import Place
-from dynamix.runtime.state.policy_state import PolicyState, Remembered
 from dynamix.runtime.state.random_state import RandomState
-from dynamix.runtime.state.registry import InOrder, Registry
-from dynamix.runtime.state.resume import Division
+from dynamix.runtime.state.resume import Division, Place
+from dynamix.runtime.state.users import InOrder, PolicyState, Remembered, Users, load_atomically
 
 STATE_SCHEMA = 2
 RANDOM_UP_TO = 64  # ranks whose random state a gathered state holds: 10 kB each
@@ -52,6 +50,39 @@ def asked_by_distributed_checkpoint() -> bool:
                 frame = frame.f_back
             return not frame.f_locals.get("no_dist", False)
     return False
+
+
+class Registry:
+    """Parts by name, in the order in which they load: all are checked before any is loaded."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self._parts = {part.name: part for part in parts}
+
+    def add(self, part: Part) -> None:
+        """Save this part, too."""
+        self._parts[part.name] = part
+
+    def names(self, *, own: bool) -> list[str]:
+        """Of the parts of which every rank has its own, or of the others."""
+        return [name for name, part in self._parts.items() if part.own is own]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states by name."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def check(self, states: Mapping[str, Any]) -> None:
+        """Raise `StateError` for the first state that its part could not take."""
+        for name, state in states.items():
+            self._parts[name].check(state)
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Load states that were checked. Where an object of the user's raises, nothing was changed: a `StateError`."""
+        loading = [(part, states[name]) for name, part in self._parts.items() if name in states]
+        load_atomically(
+            [taking for part, state in loading if isinstance(part, Users) for taking in part.takings(state)]
+        )
+        for part, state in loading:
+            part.load_state_dict(state)
 
 
 class JobState:
@@ -109,17 +140,18 @@ class JobState:
         Nothing of the job is changed where this raises, also where a policy or a hook's state of the user's does.
         """
         parts, division = self.parts, self._division
-        saved = _read(state, (*division.KEYS, *parts.shared, "ranks"))
+        shared, own = parts.names(own=False), parts.names(own=True)
+        saved = _read(state, (*division.KEYS, *shared, "ranks"))
         division.check(saved)
-        _require_ranks(parts, saved)
+        _require_ranks(parts, own, saved)
         mine = _mine(division, saved)
-        states = {name: saved[name] for name in parts.shared if name != "policy"}
+        states = {name: saved[name] for name in shared if name != "policy"}
         states["source"] = {**saved["source"], "iterable": mine["iterable"]}
         parts.check(states)
         _require_together(saved)
         resumed = division.resumed(saved)
         states["progress"] = {**saved["progress"], "opens": resumed.opens}
-        states |= {name: mine[name] for name in parts.own if resumed.same or name != "recorder"}
+        states |= {name: mine[name] for name in own if resumed.same or name != "recorder"}
         if policy:
             # Where every rank decides for itself, each goes on with what it remembers of itself.
             known = (resumed.same and mine.get("policy")) or saved["policy"]
@@ -132,7 +164,7 @@ class JobState:
     def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Those of all ranks by name, and this rank's own."""
         states = self.parts.state_dict()
-        own = {name: states.pop(name) for name in self.parts.own}
+        own = {name: states.pop(name) for name in self.parts.names(own=True)}
         return states, {**own, "iterable": states["source"].pop("iterable")}
 
     def _written(self, states: dict[str, Any], ranks: dict[int, Any]) -> dict[str, Any]:
@@ -196,12 +228,12 @@ def _require_schema(state: Mapping[str, Any]) -> None:
         raise StateError(f"the controller's state has schema {found}; this version reads {STATE_SCHEMA}")
 
 
-def _require_ranks(parts: Registry, saved: Mapping[str, Any]) -> None:
+def _require_ranks(parts: Registry, names: list[str], saved: Mapping[str, Any]) -> None:
     for rank, own in of_type("ranks", saved["ranks"], dict).items():
         whole("ranks", rank, 0, saved["world_size"] - 1)
-        names = (*parts.own, "iterable", *(["policy"] if isinstance(own, dict) and "policy" in own else []))
-        fields(f"ranks[{rank}]", own, dict.fromkeys(names, object))
-        parts.check({name: own[name] for name in parts.own})
+        known = (*names, "iterable", *(["policy"] if isinstance(own, dict) and "policy" in own else []))
+        fields(f"ranks[{rank}]", own, dict.fromkeys(known, object))
+        parts.check({name: own[name] for name in names})
     if saved["rank"] not in saved["ranks"]:
         wrong("ranks", sorted(saved["ranks"]), f"rank {saved['rank']} among them")
 
