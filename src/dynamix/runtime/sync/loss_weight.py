@@ -93,16 +93,18 @@ class LossWeight:
             given = torch.as_tensor(count, dtype=torch.float64)  # on the device it came on, also on an idle rank
             given = given if piece.samples else torch.zeros_like(given)
             reference = self._sum_of_counts(piece, given)
-            weight: float | Tensor = given * self.workers / reference
-            factor: float | Tensor = weight.to(loss.dtype).to(loss.device)
+            share: Tensor = given * self.workers / reference
+            weight: float | Tensor = share
+            weighted = loss * share.to(loss.dtype).to(loss.device)
             if piece.last:
                 counted, self._counted = self._counted, []
                 self._correct_after(loss, reference, counted)
         else:
-            factor = weight = piece.samples * self.workers * self.accumulate / piece.plan.samples
+            weight = piece.samples * self.workers * self.accumulate / piece.plan.samples
+            weighted = loss * weight
         self.applied = weight if piece.samples else 0.0
         self.held = self.applied + self.held if piece.by_size and piece.number else self.applied
-        return loss * factor
+        return weighted
 
     def _sum_of_counts(self, piece: Piece, count: Tensor) -> Tensor:
         """Begin to sum `count` over workers; what the sum is expected to be, which the gradient is corrected from."""

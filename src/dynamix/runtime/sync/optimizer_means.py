@@ -123,13 +123,11 @@ class OptimizerMeans:
         sums = Sums(tensors, weight, self.workers)
         yield
         weights = dict(zip(self.layout, table.tolist(), strict=False))
-        number_of = dict(zip(numbers, table[len(self.layout) :].tolist(), strict=True))
-        for entry, total in zip(moments, sums.sums(), strict=True):
+        totals: list[tuple[Entry, Any]] = [*zip(moments, sums.sums(), strict=True)]
+        totals += zip(numbers, table[len(self.layout) :].tolist(), strict=True)
+        for entry, total in totals:
             if weights[entry]:
-                self._put(self._memory(entry.place, told), entry, total.div_(weights[entry]))
-        for entry in numbers:
-            if weights[entry]:
-                mean = number_of[entry] / weights[entry]
+                mean = total / weights[entry]
                 mean = math.exp(mean) if entry.name in PRODUCTS else mean
                 self._put(self._memory(entry.place, told), entry, mean)
 

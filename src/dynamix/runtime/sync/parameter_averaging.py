@@ -250,8 +250,8 @@ class ParameterAveraging:
         self.workers.add(flags, dist.ReduceOp.MAX)
         yield
         self._untrained.let_go(name for name, flag in zip(moved, flags.tolist(), strict=True) if flag)
-        now = {name: p.detach() for name, p in self._untrained.travelling().items() if name in moved}
-        named = {name: p for name, p in now.items() if has_mean(p)}
+        now = self._untrained.travelling()
+        named = {name: p.detach() for name, p in now.items() if name in moved and has_mean(p)}
         require_sums(named.items())
         sums = Sums(named.values(), self.weight, self.workers)
         yield
