@@ -15,7 +15,7 @@ import dynamix
 from dynamix.compression import CompressionState, compression_hook
 from dynamix.compression.path import backend_on
 from dynamix.errors import ConfigError, StateError, UsageError
-from dynamix.runtime.sync.gradients import GradientHook
+from dynamix.runtime.sync.inner_hook import InnerHook
 from tests.ranks import refusal, run_ranks
 
 ROWS = 200
@@ -140,7 +140,7 @@ def _mistakes(rank: int) -> dict[str, Any]:
             model.register_comm_hook(state, compression_hook)
         found[f"two models, {given is not None}"] = [train(models[0]), train(models[0]), train(models[1])]
     alone = [dist.new_group([one]) for one in range(2)][rank]
-    found["another group"] = refusal(UsageError, GradientHook, alone, None, None, compression_hook, CompressionState())
+    found["another group"] = refusal(UsageError, InnerHook, alone, compression_hook, CompressionState())
     found["seeds"] = refusal(ConfigError, CompressionState, "compaction", seed=rank)
     found["model on one rank"] = refusal(ConfigError, CompressionState, "compaction", model=net if rank else None)
     state = CompressionState("lhc")

@@ -16,10 +16,12 @@ from dynamix.projection import project
 from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.check.unreached import replaced
 from dynamix.runtime.job import TrainingJob
+from dynamix.runtime.measure.recorder import Unmeasured
 from dynamix.runtime.memory import ExitNote, Memory, within
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.collectives import require_sums
-from dynamix.runtime.sync.connected_model import Around, ConnectedModel, Options, attach
+from dynamix.runtime.sync.connected_model import ConnectedModel, Options, attach
+from dynamix.runtime.sync.gradients import Around
 from dynamix.runtime.sync.local_sgd import attach_apart, attach_both
 from dynamix.runtime.sync.other_reductions import require_own_reduction
 from dynamix.runtime.sync.sharded import attach_sharded
@@ -57,7 +59,7 @@ def connect(
             _require_held_shares(job.facts.bounds, connected.shards, group)
         job.loss_weight.bind(model, options.weighting)
         note = ExitNote(job.ranks.rank, job.samples_now, job.memory_ran_out)
-        memory = Memory(connected, job.loss_weight, job.ranks, group=group, note=note)
+        memory = Memory(connected, job.ranks, group=group, note=note)
     job.connect(connected, optimizer, memory)
 
 
@@ -85,7 +87,8 @@ def _attach(
     if first:
         job.recorder.measure_on(next((p.device for p in model.parameters()), torch.device("cpu")))
     watch = functools.partial(job.loop.connect, model, optimizer)
-    around = Around(group, job.ranks, job.recorder, job.loss_weight, watch, measured=first)
+    meter = job.recorder if first else Unmeasured(job.recorder)
+    around = Around(group, job.ranks, job.recorder, meter, job.loss_weight, watch)
     if job.facts.ways is not None:
         require_sums(model.named_buffers())
         return attach_both(model, options, around)
@@ -186,7 +189,6 @@ def warm_up(job: TrainingJob, forward_backward: Callable[[], Any]) -> None:
     job.wait_for_all("controller.warm_up()")
     with ExitStack() as stack:
         stack.callback(random_state.restore, random_state.capture())
-        stack.enter_context(job.loss_weight.paused())
         for model in job.models:
             stack.enter_context(model.discarded())
         for _ in range(2):

@@ -261,7 +261,8 @@ class Controller(Feeding):
         job = self._job
         try:
             job.boundary.require_no("controller.weight(loss)")
-            return job.loss_weight.apply(loss, job.need_source().piece(), count)
+            piece = job.need_source().piece()
+            return loss if job.recorder.muted else job.loss_weight.apply(loss, piece, count)
         except DynamixError as error:
             job.windows.fail(error)
             raise

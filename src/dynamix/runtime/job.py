@@ -367,8 +367,8 @@ class TrainingJob:
             owners: list[Any] = [*self.models, self.memory, self.loss_weight]
             groups = [group for owner in owners if owner is not None for group in owner.close()]
             self.end_events()
-            control = [] if ranks.group is None else ranks.group.release()
-            destroy_groups(groups + control, patience_s=patience_s)
+            groups += [] if ranks.group is None else ranks.group.release()
+            destroy_groups(groups, patience_s=patience_s)  # nobody else may have them by then, this frame included
             ranks.leave()
 
     def end_events(self) -> None:

@@ -137,7 +137,7 @@ class _Replica:
         at_times: bool,
     ) -> None:
         self.model, self.optimizer, self.recorder = model, optimizer, recorder
-        self.meeting = ParameterAveraging(model, how, workers, workers, scaler=None, at_times=at_times)
+        self.meeting = ParameterAveraging(model, how, workers, scaler=None, at_times=at_times)
         self.meeting.add_optimizer(optimizer)
         self._pairs = ConsecutiveNoise(NOISE_EVERY)
 

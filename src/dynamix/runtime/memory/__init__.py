@@ -15,7 +15,6 @@ from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.opening import open_another
 from dynamix.runtime.ranks.ranks import ALONE, Ranks
 from dynamix.runtime.sync.connected_model import ConnectedModel
-from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.shards import is_fully_sharded
 from dynamix.window import Bounds, Ints
 
@@ -32,13 +31,12 @@ class Memory:
     def __init__(
         self,
         first: ConnectedModel,
-        loss_weight: LossWeight,
         ranks: Ranks = ALONE,
         *,
         group: dist.ProcessGroup | None,
         note: ExitNote | None = None,
     ) -> None:
-        self.first, self.loss_weight, self.group, self.note, self._ranks = first, loss_weight, group, note, ranks
+        self.first, self.group, self.note, self._ranks = first, group, note, ranks
         self._models: list[tuple[ConnectedModel, Optimizer]] = []
         self._gauge = Gauge(first.recorder.device)
         self._talk: ControlGroup | None = None
@@ -62,7 +60,7 @@ class Memory:
     def find(self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float) -> Ints:
         """`Controller.find_limits`, after `check`: caps (W,)."""
         search = LimitSearch(self._models, group=self._group(), gauge=self._gauge)
-        return search.find(step_fn, example, bounds, margin=margin, loss_weight=self.loss_weight)
+        return search.find(step_fn, example, bounds, margin=margin)
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the group that all this talked on, and return it."""

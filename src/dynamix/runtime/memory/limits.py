@@ -16,7 +16,6 @@ from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory, release
 from dynamix.runtime.ranks.group import ControlGroup, all_of
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.connected_model import ConnectedModel
-from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.window import Bounds, Ints
 
 
@@ -76,9 +75,7 @@ class LimitSearch:
         self.models, self.group, self.gauge = models, group, gauge
         self.rank = 0 if group is None else group.rank
 
-    def find(
-        self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float, loss_weight: LossWeight
-    ) -> Ints:
+    def find(self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float) -> Ints:
         """Caps (W,) within `bounds`: the largest that ran, less `margin`; `bounds.high` where everything did.
 
         Raises `ConfigError` on every rank when the smallest allowed batch does not fit somewhere.
@@ -90,7 +87,7 @@ class LimitSearch:
         search = Search(low, high, quantum=q)
         self.gauge.share(self.group)
         release()  # what the C library holds from before would look taken
-        with self._apart(loss_weight):
+        with self._apart():
             self._run(search, step_fn, example)
         largest = search.fits
         if 0 < largest < high:
@@ -139,12 +136,11 @@ class LimitSearch:
         return self.gauge.allows(size, headroom), None  # once it went well; it is to go well every time
 
     @contextmanager
-    def _apart(self, loss_weight: LossWeight) -> Iterator[None]:
+    def _apart(self) -> Iterator[None]:
         """No pass inside reaches another rank or leaves a trace; what the optimizers will make is set aside."""
         saved, copies = random_state.capture(), list[Tensor]()
         with ExitStack() as stack:
             stack.callback(random_state.restore, saved)
-            stack.enter_context(loss_weight.paused())
             for attached, optimizer in self.models:
                 stack.enter_context(attached.discarded())
                 _keep_on_this_rank(attached, stack)

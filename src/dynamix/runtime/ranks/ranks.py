@@ -18,7 +18,7 @@ from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.rendezvous import require_alone
-from dynamix.runtime.ranks.waits import LOOK_EVERY, AbortableWait, Arrivals, wait_for, wait_until
+from dynamix.runtime.ranks.waits import LOOK_EVERY, AbortableWait, wait_for, wait_until
 from dynamix.runtime.ranks.watch import CLOSED, RankWatch
 
 _PARTED = {
@@ -48,7 +48,7 @@ class Ranks:
     # ------------------------------------------------------------ waits
 
     def wait(self, work: Any, what: str = "") -> None:
-        """`work.wait()` of a collective, given up where another rank ends the job.
+        """`work.wait()` of a collective, or of the future of one, given up where another rank ends the job.
 
         what   it is for, in words: where it fails, a `WorkerLostError` then names the rank
         """
@@ -76,10 +76,6 @@ class Ranks:
     def wait_until(self, event: threading.Event) -> None:
         """Until `event` is set by another thread of this process. Raises what another rank ends the job with."""
         wait_until(event, self._watch)
-
-    def arrivals(self) -> Arrivals:
-        """The reductions of backward passes, which are waited for together."""
-        return Arrivals(self._watch)
 
     # ------------------------------------------------------------ a rank that is lost
 

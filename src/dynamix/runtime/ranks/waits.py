@@ -6,6 +6,8 @@ import datetime
 import threading
 from typing import Any
 
+import torch
+
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.ranks.watch import RankWatch
 
@@ -53,11 +55,12 @@ def wait_until(event: threading.Event, watch: RankWatch) -> None:
 
 
 def wait_for(work: Any, watch: RankWatch) -> None:
-    """`work.wait()` of a collective."""
-    if not work.is_completed():
+    """`work.wait()` of a collective, or of the future of one."""
+    future = isinstance(work, torch._C.Future)  # what a hook returns need be no `torch.futures.Future`
+    if not (work.done() if future else work.is_completed()):
         arrived = threading.Event()
         # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
-        work.get_future().add_done_callback(lambda _: arrived.set())
+        (work if future else work.get_future()).add_done_callback(lambda _: arrived.set())
         wait_until(arrived, watch)
     try:
         work.wait()
@@ -65,36 +68,3 @@ def wait_for(work: Any, watch: RankWatch) -> None:
         if isinstance(error, DynamixError) or (told := watch.told()) is None:
             raise
         raise told from error
-
-
-class Arrivals:
-    """The reductions of one backward pass, and the wait for them at its end."""
-
-    def __init__(self, watch: RankWatch) -> None:
-        self._watch = watch
-        self._changed = threading.Condition()
-        self._outstanding, self._failed = 0, False
-
-    def expect(self) -> None:
-        """A reduction was begun."""
-        with self._changed:
-            self._outstanding += 1
-
-    def arrived(self, *, failed: bool = False) -> None:
-        """A reduction has ended, on whichever thread."""
-        with self._changed:
-            self._outstanding -= 1
-            self._failed = self._failed or failed
-            if self._outstanding <= 0:
-                self._changed.notify_all()
-
-    def wait(self) -> None:
-        """Until all have ended. Raises what another rank ends the job with meanwhile."""
-        wait = None
-        with self._changed:
-            while self._outstanding > 0:
-                if not self._changed.wait(LOOK_EVERY_S):
-                    wait = wait or AbortableWait(self._watch)
-                    wait.look()
-        if self._failed and (error := self._watch.told()) is not None:
-            raise error

@@ -1,8 +1,10 @@
-"""Means over workers that trained apart: of tensors by samples, and of what cannot be averaged the largest."""
+"""Workers that trained apart: whether they hold the same, their means by samples, and of what has none the largest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import zlib
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +16,7 @@ from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.ranks.ranks import ALONE, Ranks
 
 _TOP = torch.iinfo(torch.int64).min
+_ON_ALL = "freeze, unfreeze and add parameters, give optimizers and scalers, at the same step on every rank"
 BUCKET = 2**23  # elements of a payload: what is packed next travels while the one before does
 
 
@@ -31,32 +34,28 @@ def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup
         raise ConfigError("count", count, "0 or more", "pass the samples trained on since the last averaging")
     workers = Workers(group if group is not None else cast(dist.ProcessGroup, dist.group.WORLD))
     require_sums(named := (*model.named_parameters(), *model.named_buffers()))
-    tensors = list({id(t): t for _, t in named}.values())
-    floating = [t.detach() for t in tensors if t.is_floating_point() or t.is_complex()]
-    payloads = [Bucket(bucket, count) for bucket in buckets(floating)] or [Bucket([torch.zeros(1)], count)]
-    for payload in payloads:
-        workers.add(payload.flat)
+    tensors = list({id(t): t.detach() for _, t in named}.values())
+    floating = [t for t in tensors if has_mean(t)] or [torch.zeros(1)]
+    sums, largest = Sums(floating, count, workers), Largest([t for t in tensors if not has_mean(t)], workers)
     workers.wait()
-    if not payloads[0].weight > 0:
+    if not sums.weight > 0:
         raise UsageError("weighted_average: no worker has trained on a sample since the last averaging")
-    for payload in payloads:
-        for tensor, mean in payload.means():
-            tensor.copy_(mean)
-    if counters := [t for t in tensors if not (t.is_floating_point() or t.is_complex())]:
-        largest = MaxReduce(counters)
-        workers.add(largest.flat, dist.ReduceOp.MAX)
-        workers.wait()
-        largest.take()
+    for tensor, mean in zip(floating, sums.means(), strict=True):
+        tensor.copy_(mean)
+    largest.take()
 
 
 class Workers:
     """Those that meet, over `group`; None: one alone. What is begun is waited for together.
 
-    ranks   how to wait for them
+    ranks    how to wait for them
+    on_cpus  a group made for this, which takes tensors on CPUs; None: `group` takes them, too
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: Ranks = ALONE) -> None:
-        self.group, self.ranks = group, ranks
+    def __init__(
+        self, group: dist.ProcessGroup | None, ranks: Ranks = ALONE, on_cpus: dist.ProcessGroup | None = None
+    ) -> None:
+        self.group, self.ranks, self._on_cpus = group, ranks, on_cpus
         self._under_way: list[Any] = []
 
     @property
@@ -66,19 +65,57 @@ class Workers:
     def add(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Begin to reduce `flat` in place over the workers."""
         if self.count > 1:
-            self._under_way.append(dist.all_reduce(flat, op, group=self.group, async_op=True))
+            group = (self._on_cpus if flat.is_cpu else None) or self.group
+            self._under_way.append(dist.all_reduce(flat, op, group=group, async_op=True))
 
     def gather(self, mine: Any) -> list[Any]:
-        """What every worker has, in the order of ranks: plain objects. For CPUs, and not for every meeting."""
+        """What every worker has, in the order of ranks: plain objects. Not for every meeting."""
         if self.group is None:
             return [mine]
         found = [None] * self.count
-        dist.all_gather_object(found, mine, group=self.group)
+        dist.all_gather_object(found, mine, group=self._on_cpus or self.group)
         return found
 
-    def close(self) -> None:
-        """Let go of the group."""
-        self.group = None
+    def require_alike(self, described: Sequence[str]) -> None:
+        """Raise `UsageError` on every rank unless all describe what they average in the same words. A collective call.
+
+        Reductions of unlike lengths end in no error, but in the end of a process.
+        """
+        every = self.gather(list(described))
+        for rank, theirs in enumerate(every):
+            for first, other in itertools.zip_longest(every[0], theirs, fillvalue="nothing"):
+                if first != other:
+                    told = f"rank 0 has {first} where rank {rank} has {other}"
+                    raise UsageError(f"the ranks are about to average models that differ: {told}. {_ON_ALL}")
+
+    def comparing(self, described: Sequence[str], changed: bool) -> Generator[None, None, bool]:
+        """Before a meeting, in parts: whether on any rank something was changed since the last; `changed`: on its own.
+
+        At every `yield` what was begun has to arrive. Raises as `require_alike`.
+        """
+        mark = float(zlib.crc32("\n".join(described).encode()))
+        known = torch.tensor([mark, -mark, float(changed)], dtype=torch.float64)
+        self.add(known, dist.ReduceOp.MAX)
+        yield
+        largest, smallest, any_changed = known.tolist()
+        if largest != -smallest:
+            self.require_alike(described)
+        return bool(any_changed)
+
+    def unlike(self, tensors: Sequence[Tensor]) -> Generator[None, None, list[int]]:
+        """Which of these are not the same on all ranks, by the sums of their bytes; in parts, as `comparing`."""
+        sums = [_real(t).contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for t in tensors]
+        mine = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
+        both = torch.cat([mine, -mine])
+        self.add(both, dist.ReduceOp.MAX)
+        yield
+        largest, smallest = both.chunk(2)
+        return (largest != -smallest).nonzero().flatten().tolist()
+
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the groups, and return the one that was made for this."""
+        made, self.group, self._on_cpus = self._on_cpus, None, None
+        return [] if made is None else [made]
 
     def wait(self) -> None:
         """Until all that was begun has arrived."""
@@ -87,17 +124,24 @@ class Workers:
             self.ranks.wait(work)
 
 
-class MaxReduce:
+def has_mean(tensor: Tensor) -> bool:
+    """Whether its entries can be averaged: of others, workers take the largest."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class Largest:
     """Integer and boolean tensors on their way to the largest over workers, entry by entry (`ReduceOp.MAX`)."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], workers: Workers) -> None:
         self.tensors = tensors
-        self.flat = torch.cat([_ordered(t.detach()).reshape(-1) for t in tensors])
+        self.flat = torch.cat([_ordered(t).reshape(-1) for t in tensors]) if tensors else torch.zeros(0)
+        if tensors:
+            workers.add(self.flat, dist.ReduceOp.MAX)
 
     def take(self) -> None:
         """It has arrived: the tensors become it."""
         for tensor, found in zip(self.tensors, self.flat.split([t.numel() for t in self.tensors]), strict=True):
-            most = torch.maximum(found.view(tensor.shape), _ordered(tensor))  # it may have grown meanwhile
+            most = found.view(tensor.shape)
             tensor.copy_((most ^ _TOP).view(tensor.dtype) if tensor.dtype == torch.uint64 else most)
 
 
@@ -114,42 +158,65 @@ def require_sums(named: Iterable[tuple[str, Tensor]]) -> None:
             raise UsageError(f"{name} is {tensor.dtype}, of which workers cannot take the mean: {fix}")
 
 
-class Bucket:
-    """Tensors on their way to their mean over workers: each times this worker's weight, and at the end the weights.
+class Sums:
+    """Tensors on their way to their sums over workers: each times this worker's weight, and the weights beside them.
 
-    A worker of weight 0 sends zeros, whatever its tensors hold.
+    A worker of weight 0 sends zeros, whatever its tensors hold. Packed: fewer collectives, and a backend may reduce the
+    wrong entries of a tensor whose entries do not follow each other in memory.
 
     wire   type in which they travel; None: float32, or float64 if they are
     """
 
-    def __init__(self, tensors: Sequence[Tensor], weight: float, *, wire: torch.dtype | None = None) -> None:
-        self.tensors = tensors
-        self._real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-        dtype = wire or torch.promote_types(self._real[0].dtype, torch.float32)
-        self.sizes = [t.numel() for t in self._real]
-        self.flat = torch.zeros(sum(self.sizes) + 1, dtype=dtype, device=tensors[0].device)
-        if weight:
-            own = self.flat[:-1].split(self.sizes)
-            for part, tensor in zip(own, self._real, strict=True):
-                part.copy_(tensor.reshape(-1) * weight)
-            self.flat[-1] = weight
+    def __init__(
+        self, tensors: Iterable[Tensor], weight: float, workers: Workers, *, wire: torch.dtype | None = None
+    ) -> None:
+        self.tensors = list(tensors)
+        self._packed = [(bucket, _packed(bucket, weight, wire)) for bucket in buckets(self.tensors)]
+        for _, flat in self._packed:
+            workers.add(flat)
+        # In a narrow type the sum of the weights beside the tensors is rounded.
+        self._exact = None if wire is None else torch.tensor([weight], dtype=torch.float64)
+        if self._exact is not None:
+            workers.add(self._exact)
 
     @property
     def weight(self) -> float:
         """The sum of the weights, once it has arrived. Waits for the device."""
-        return float(self.flat[-1].item())
+        return float(self._packed[0][1][-1].item())
 
-    def sums(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Each tensor with its sum over workers, times their weights; in float32 at least. Used up."""
-        total = self.flat[:-1].to(torch.promote_types(self.flat.dtype, torch.float32))
-        for tensor, real, part in zip(self.tensors, self._real, total.split(self.sizes), strict=True):
-            shaped = part.view(real.shape)
-            yield tensor, torch.view_as_complex(shaped) if tensor.is_complex() else shaped
+    def sums(self) -> list[Tensor]:
+        """Of each tensor, once they have arrived; in float32 at least."""
+        found: dict[int, Tensor] = {}
+        for bucket, flat in self._packed:
+            total = flat[:-1].to(torch.promote_types(flat.dtype, torch.float32))
+            for tensor, part in zip(bucket, total.split([_real(t).numel() for t in bucket]), strict=True):
+                shaped = part.view(_real(tensor).shape)
+                found[id(tensor)] = torch.view_as_complex(shaped) if tensor.is_complex() else shaped
+        return [found[id(tensor)] for tensor in self.tensors]
 
-    def means(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Each tensor with its mean; used up."""
-        self.flat[:-1].div_(self.flat[-1].clone())
+    def means(self) -> list[Tensor]:
+        """As `sums`, over the sum of the weights; asked for once."""
+        if self._exact is not None:
+            return [total.mul_(1 / self._exact.item()) for total in self.sums()]
+        for _, flat in self._packed:
+            flat[:-1].div_(flat[-1].clone())
         return self.sums()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _packed(tensors: Sequence[Tensor], weight: float, wire: torch.dtype | None) -> Tensor:
+    real = [_real(t) for t in tensors]
+    sizes = [t.numel() for t in real]
+    dtype = wire or torch.promote_types(real[0].dtype, torch.float32)
+    flat = torch.zeros(sum(sizes) + 1, dtype=dtype, device=tensors[0].device)
+    if weight:
+        for part, tensor in zip(flat[:-1].split(sizes), real, strict=True):
+            part.copy_(tensor.reshape(-1) * weight)
+        flat[-1] = weight
+    return flat
 
 
 def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -167,18 +234,14 @@ def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 @torch.no_grad()
 def average_(tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup, ranks: Ranks = ALONE) -> None:
     """Floating tensors become their sum over workers times each worker's `weight`, others the first rank's."""
-    floating, others = list[Tensor](), list[Tensor]()
-    for tensor in tensors:
-        (floating if tensor.is_floating_point() else others).append(tensor)
-    # Packed: a backend may reduce the wrong entries of a tensor whose entries do not follow each other in memory.
-    workers, payloads = Workers(group, ranks), [Bucket(bucket, weight) for bucket in buckets(floating)]
-    for payload in payloads:
-        workers.add(payload.flat)
+    kept = list(tensors)
+    floating = [t for t in kept if t.is_floating_point()]
+    workers = Workers(group, ranks)
+    sums = Sums(floating, weight, workers)
     workers.wait()
-    for payload in payloads:
-        for tensor, total in payload.sums():
-            tensor.copy_(total)
-    broadcast_(others, group, ranks)
+    for tensor, total in zip(floating, sums.sums(), strict=True):
+        tensor.copy_(total)
+    broadcast_([t for t in kept if not t.is_floating_point()], group, ranks)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,14 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.data import Piece
 from dynamix.errors import ConfigError, UsageError, spelling
-from dynamix.runtime.measure.recorder import Recorder, Unmeasured
+from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Part
 from dynamix.runtime.ranks.compare import hook_settings
-from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.collectives import average_, broadcast_
-from dynamix.runtime.sync.gradients import Check, GradientHook, Meter, wipe_nonfinite_
+from dynamix.runtime.sync.gradients import Around, GradientHook, scale_each_, wipe_nonfinite_
 from dynamix.runtime.sync.inner_hook import InnerHook
-from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.other_reductions import optimizers_in_backward
 from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
 from dynamix.runtime.sync.shards import Shards, gradients_of, is_fully_sharded
@@ -52,6 +50,7 @@ class ConnectedModel(Part):
         self.model, self.recorder, self.hook = model, recorder, hook
         self.averaging, self.shards = averaging, shards
         self.exchanges, self.settings = exchanges, settings or {}
+        self._owners = [owner for owner in (hook, averaging) if owner is not None]  # of state and groups
         self.settled = False  # no pass needs to be looked at before it begins
         self._finished: Piece | None = None  # the one whose optimizer step has its gradients as they should be
 
@@ -74,17 +73,18 @@ class ConnectedModel(Part):
         if (why := optimizers_in_backward(ddp)) is not None:
             raise UsageError(why)
 
-    @contextmanager
-    def local_passes(self, *, by_size: bool) -> Iterator[None]:
+    def local_passes(self, *, by_size: bool) -> AbstractContextManager[None]:
         """Inside, gradients stay on the rank. `by_size`: ranks have unlike numbers of these passes."""
-        with getattr(self.model, "no_sync", nullcontext)():
-            yield
+        return getattr(self.model, "no_sync", nullcontext)()
 
-    @torch.no_grad()
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply what has accumulated in `.grad`; 0 zeroes it, whatever it holds."""
-        for gradient in gradients_of(self.model):
-            gradient.mul_(factor) if factor else gradient.zero_()
+    def _scale(self, factor: float) -> None:
+        """All that has accumulated, times `factor`."""
+        if factor != 1.0:
+            scale_each_(gradients_of(self.model), factor)
+
+    def _own(self) -> list[Tensor]:
+        """What has accumulated of this rank's own; FSDP adds to what it has reduced, which has its own weight."""
+        return gradients_of(self.model) if self.shards is None else self.shards.kept_back()
 
     @torch.no_grad()
     def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
@@ -96,47 +96,35 @@ class ConnectedModel(Part):
         there. Raises `UsageError` where the two cannot be told apart.
         """
         micro, counts, now, following = piece.plan.micro, piece.round.counts, piece.samples, piece.following
-        reductions = 0 if self.hook is None else self.hook.reductions
-        if applied is None and reductions and (counts != counts[0]).any():
+        reductions = 0 if self.hook is None or self.shards is not None else self.hook.reductions
+        if applied is not None:
+            if now == 0 and not (self.hook is None and self.shards is None):
+                # A loss times 0 has a zero gradient, but where the placeholder's own was not finite 0 * NaN remained.
+                for gradient in self._own():
+                    wipe_nonfinite_(gradient)
+        elif reductions and (counts != counts[0]).any():
             if reductions != micro + 1:
                 do = "use no_sync() for all micro-batches of an optimizer step but the last, or for none of them"
                 raise UsageError(f"some of this step's earlier micro-batches synchronised and some did not: {do}")
             union = counts.sum(1)
             if union[micro + 1]:
-                self.scale_gradients(float(union.mean() / union[micro + 1]))
-            return
-        if applied is not None:
-            if now == 0 and self.hook is not None:
-                # A loss times 0 has a zero gradient, but where the placeholder's own was not finite 0 * NaN remained.
-                for gradient in gradients_of(self.model):
-                    wipe_nonfinite_(gradient)
+                self._scale(float(union.mean() / union[micro + 1]))
         elif following and now != following:
-            self.scale_gradients(now / following)
+            scale_each_(self._own(), now / following)
 
-    def finish(self, piece: Piece, mean_of: int) -> None:
+    def finish(self, piece: Piece, mean_of: int, *, more: bool) -> None:
         """Without a hook, what the hook's weight does for unequal pieces. Done once for the last of them.
 
         mean_of   by how many batches the loop divides its losses
+        more      passes of `piece` follow, which will add to what this was done to
         """
-        if (
-            self.hook is None
-            and self.averaging is None
-            and piece.last
-            and piece.samples
-            and self._finished is not piece
-        ):
-            self._finished = piece
-            self._scale_by(mean_of * piece.samples / piece.share)
-
-    def reopen(self, piece: Piece, mean_of: int) -> None:
-        """Passes of `piece` follow that will add to what `finish` was done to."""
-        if self._finished is piece:
+        finished = self._finished is piece
+        if more and finished:
             self._finished = None
-            self._scale_by(piece.share / (mean_of * piece.samples))
-
-    def _scale_by(self, factor: float) -> None:
-        if factor != 1.0:
-            self.scale_gradients(factor)
+            self._scale(piece.share / (mean_of * piece.samples))
+        elif not (more or finished or self._owners) and piece.last and piece.samples:
+            self._finished = piece
+            self._scale(mean_of * piece.samples / piece.share)
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -157,22 +145,14 @@ class ConnectedModel(Part):
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the groups that gradients and parameters travel in, and return them."""
-        owners = (self.hook, self.averaging)
-        return [group for owner in owners if owner is not None for group in owner.close()]
-
-    @property
-    def whose(self) -> str:
-        """The kind of the user's object that holds most of the state."""
-        return type(self if self.hook is None else self.hook.inner.state).__name__
+        return [group for owner in self._owners for group in owner.close()]
 
     def state_dict(self) -> dict[str, Any]:
-        states = [owner.state_dict() for owner in (self.hook, self.averaging) if owner is not None]
-        return {name: value for state in states for name, value in state.items()}
+        return {name: value for owner in self._owners for name, value in owner.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for owner in (self.hook, self.averaging):
-            if state and owner is not None:
-                owner.load_state_dict(state)
+        for owner in self._owners if state else ():
+            owner.load_state_dict(state)
 
 
 @dataclass(frozen=True)
@@ -192,34 +172,6 @@ class Options:
                 raise ConfigError(name, value, " or ".join(allowed), spelling(value, allowed))
 
 
-@dataclass(frozen=True)
-class Around:
-    """What a connected model is given of its job.
-
-    group     the data-parallel one; None: one process alone
-    watch     begins to watch the loop with it: says whether its gradients cross ranks, and whether a hook of the
-              user's may apply them
-    measured  its norms and gradients tell the noise scale: it was connected first
-    """
-
-    group: dist.ProcessGroup | None
-    ranks: Ranks
-    recorder: Recorder
-    weights: LossWeight
-    watch: Callable[..., Check]
-    measured: bool
-
-    @property
-    def alone(self) -> bool:
-        """Whether there are no other ranks."""
-        return self.group is None or dist.get_world_size(self.group) == 1
-
-    @property
-    def meter(self) -> Meter:
-        """What hooks report to."""
-        return self.recorder if self.measured else Unmeasured(self.recorder)
-
-
 def attach(
     model: nn.Module,
     options: Options,
@@ -230,34 +182,28 @@ def attach(
 
     Raises `UsageError` naming what the model needs.
     """
-    group, recorder = around.group, around.recorder
-    if options.weighting == "hook" and not around.alone and (reason := _needs_loss_side(model)) is not None:
+    group, recorder, alone = around.group, around.recorder, around.ranks.workers == 1
+    if options.weighting == "hook" and not alone and (reason := _needs_loss_side(model)) is not None:
         fix = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
         raise UsageError(f"{reason}: {fix}")
     if not isinstance(model, DistributedDataParallel) or group is None:
         if options.hook is not None:
             raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
-        if not around.alone:
+        if not alone:
             recorder.sees_no_communication()
         around.watch(reduces=False, hooked=False)
         return ConnectedModel(model, recorder, averaging=averaging())
-    hook = hook_on(model, options, around, group)
+    device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
+    inner = InnerHook(group, options.hook, options.hook_state, device=device)
+    check = around.watch(reduces=not alone, hooked=inner.chained)
+    hook = GradientHook(inner, around, check, scaler=options.scaler)
+    hook.register(model)
     name = "all-reduce" if options.hook is None else getattr(options.hook, "__qualname__", type(options.hook).__name__)
     settings = {option: getattr(model, option, None) for option in _ALIKE_IN_DDP}
     settings |= {"losses scaled": options.scaler is not None, **hook_settings(options.hook_state)}
     exchanges = f"{name}, buffers {options.batchnorm}"
     exchange_buffers(model, hook, recorder, averaged=options.batchnorm == "weighted")
     return ConnectedModel(model, recorder, hook, averaging=averaging(), exchanges=exchanges, settings=settings)
-
-
-def hook_on(model: DistributedDataParallel, options: Options, around: Around, group: dist.ProcessGroup) -> GradientHook:
-    """The communication hook of `model`, in which gradients are weighted; it is watched from now on."""
-    device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
-    inner = InnerHook(group, options.hook, options.hook_state, device=device)
-    check = around.watch(reduces=not around.alone, hooked=inner.chained)
-    hook = GradientHook(inner, around.weights, around.meter, check, around.ranks, scaler=options.scaler)
-    hook.register(model)
-    return hook
 
 
 def exchange_buffers(
@@ -269,27 +215,20 @@ def exchange_buffers(
     group, ranks = weights.group, weights.ranks
     last = [1.0 / group.size()]  # n_i/N of the step before the forward that is starting: it produced the buffers
 
-    def average(buffers: dict[str, Tensor]) -> None:
-        # With unequal shares the first rank, whose buffers DDP would take, may have the noisiest statistics.
-        average_(buffers.values(), last[0], group, ranks)
-        piece = weights.piece
-        if model.training and not recorder.muted and piece is not None:
-            last[0] = piece.share / piece.round.samples
-
-    def broadcast(buffers: dict[str, Tensor]) -> None:
-        if any(buffer.device.type != "cpu" for buffer in buffers.values()):
-            model._default_broadcast_coalesced()
-        else:
-            broadcast_(buffers.values(), group, ranks)
-
-    exchange = average if averaged else broadcast
-
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:
-        piece = weights.piece
-        if model.training and torch.is_grad_enabled() and piece is not None and piece.round.apart:
+        piece = weights.piece if model.training else None
+        if piece is not None and torch.is_grad_enabled() and piece.round.apart:
             return  # DDP asks for it before the first of several passes that cross nothing
         with ranks.naming("the ranks could not exchange the model's buffers"), recorder.timer.exchanging():
-            exchange(buffers)
+            if averaged:
+                # With unequal shares the first rank, whose buffers DDP would take, may have the noisiest statistics.
+                average_(buffers.values(), last[0], group, ranks)
+                if piece is not None and not recorder.muted:
+                    last[0] = piece.share / piece.round.samples
+            elif any(buffer.device.type != "cpu" for buffer in buffers.values()):
+                model._default_broadcast_coalesced()
+            else:
+                broadcast_(buffers.values(), group, ranks)
 
     model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)
 

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from dynamix.data import Piece, Round
 from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.measure.recorder import Recorder, Unmeasured
 from dynamix.runtime.part import Observation, Part
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.inner_hook import Hook, InnerHook
@@ -31,17 +32,27 @@ ADDED = "the ranks could not add their gradients"
 DENSE_EVERY = 50
 
 
-def scale_(values: Tensor, count: float, total: float, workers: int) -> Tensor:
+def scale_(values: Tensor, count: float, total: float, workers: int) -> None:
     """Multiply `values` in place by count * workers / total; a count of 0 zeroes them (0 * NaN would stay NaN)."""
     if count == 0:
-        return values.zero_()
-    factor = count * workers / total
-    return values if factor == 1.0 else values.mul_(factor)
+        values.zero_()
+    elif (factor := count * workers / total) != 1.0:
+        values.mul_(factor)
 
 
-def wipe_nonfinite_(values: Tensor) -> Tensor:
+@torch.no_grad()
+def scale_each_(gradients: list[Tensor], factor: float) -> None:
+    """Multiply them in place; 0 zeroes them, whatever they hold."""
+    for gradient in gradients:
+        gradient.mul_(factor) if factor else gradient.zero_()
+
+
+def wipe_nonfinite_(values: Tensor) -> None:
     """NaN and infinity in `values` become 0, in place; a sparse tensor becomes 0 altogether."""
-    return values.zero_() if values.is_sparse else torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
+    if values.is_sparse:
+        values.zero_()
+    else:
+        torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def weighted(inner_hook: Hook, *, count: Callable[[], tuple[float, float]]) -> Hook:
@@ -60,27 +71,13 @@ def weighted(inner_hook: Hook, *, count: Callable[[], tuple[float, float]]) -> H
             raise ConfigError("count", (n, total), "0 <= n_i <= N, N > 0", "return this step's (n_i, N)")
         if bucket.buffer().is_sparse:
             bucket.set_buffer(bucket.buffer().clone())  # `inner_hook` may divide in place, as torch's do
-        scale_(bucket.buffer(), n, total, _group_of(state).size())
+        group = getattr(state, "process_group", state)
+        workers = group.size() if isinstance(group, dist.ProcessGroup) else dist.get_world_size()
+        scale_(bucket.buffer(), n, total, workers)
         return inner_hook(state, bucket)
 
     hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types
     return hook
-
-
-def _group_of(state: Any) -> dist.ProcessGroup:
-    group = getattr(state, "process_group", state)
-    return group if isinstance(group, dist.ProcessGroup) else cast(dist.ProcessGroup, dist.group.WORLD)
-
-
-class Meter(Protocol):
-    """What the hook reports to: the controller's recorder. `muted`: passes are discarded, nothing is measured."""
-
-    @property
-    def muted(self) -> bool: ...
-    def gradients_ready(self) -> None: ...
-    def reduced(self) -> None: ...
-    def norms_due(self) -> bool: ...
-    def add(self, name: str, value: Tensor, *, part: int = 0) -> None: ...
 
 
 class Check(Protocol):
@@ -92,53 +89,65 @@ class Check(Protocol):
     def reduced(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Around:
+    """What a connected model is given of its job.
+
+    group     the data-parallel one; None: one process alone
+    meter     receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
+              per bucket)
+    weights   says what a loss carries of its weight
+    watch     begins to watch the loop with it: says whether its gradients cross ranks, and whether a hook of the
+              user's may apply them
+    """
+
+    group: dist.ProcessGroup | None
+    ranks: Ranks
+    recorder: Recorder
+    meter: Recorder | Unmeasured
+    weights: LossWeight
+    watch: Callable[..., Check]
+
+
 @dataclass(frozen=True, slots=True)
 class GradientWeight:
     """How this rank's gradient of the pass under way enters the mean.
 
     count     samples of the piece being reduced; 0 for a placeholder batch
     total     N; count * W / total is the weight
-    kept      the open window will keep this step's measurements
     applied   the weight already in the loss, None when the hook must apply it
-    own       what has accumulated over this rank's mean gradient, when the hook applies the weight
+    over      what has accumulated over this rank's mean gradient
     """
 
     count: float
     total: float
-    kept: bool
     applied: float | Tensor | None
-    own: float
+    over: float | Tensor
 
     @classmethod
-    def of(cls, piece: Piece, weights: LossWeight, *, kept: bool) -> GradientWeight:
+    def of(cls, piece: Piece, weights: LossWeight) -> GradientWeight:
         """That of `piece`."""
         own = piece.share / piece.samples if piece.by_size and piece.samples else 1.0
-        in_loss = weights.given or weights.applied is not None
-        applied = weights.in_gradient(piece) if in_loss else None
-        return cls(float(piece.samples), piece.round.samples / weights.accumulate, kept, applied, own)
+        applied = weights.in_gradient(piece) if weights.given or weights.applied is not None else None
+        over = own if applied is None else applied
+        return cls(float(piece.samples), piece.round.samples / weights.accumulate, applied, over)
 
+    def enter(self, values: Tensor, workers: int) -> None:
+        """Bring `values`, in place, to what so many workers are to take the mean of.
 
-class _Closed:
-    """The check of a loop whose controller is closed."""
-
-    def fail(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-    def covers(self, parameters: list[Tensor]) -> None: ...
-
-    def reducing(self, piece: Piece | None) -> None:
-        raise UsageError(f"the model's controller is closed: {_ANEW}")
-
-    def reduced(self) -> None: ...
+        A loss times 0 left zeros, and 0 * NaN where the placeholder's gradient was not finite. Zeroing all would take
+        away what was already reduced, in a loop that synchronises every micro-batch.
+        """
+        if self.applied is None:
+            scale_(values, self.count, self.total, workers)
+        elif not self.count:
+            wipe_nonfinite_(values)
 
 
 class GradientHook(Part):
     """The one communication hook DDP allows: weights, wraps the user's hook, measures norms and times.
 
     inner     the user's hook, or torch's all-reduce
-    weights   says what a loss carries of its weight
-    meter     receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
-              per bucket)
     loop      is told of every backward pass, and may refuse it
     scaler    AMP's GradScaler, if there is one: norms are measured without its scale
     piece     of the passes under way
@@ -148,19 +157,16 @@ class GradientHook(Part):
     weighting and averaging need.
     """
 
-    def __init__(
-        self, inner: InnerHook, weights: LossWeight, meter: Meter, check: Check, ranks: Ranks, *, scaler: Any = None
-    ) -> None:
-        self.inner, self.weights, self.meter, self.loop, self.ranks = inner, weights, meter, check, ranks
-        self.group, self._scaler = inner.group, scaler
-        self._direct = inner.direct
+    def __init__(self, inner: InnerHook, around: Around, check: Check, *, scaler: Any) -> None:
+        self.inner, self.loop, self.group, self._scaler = inner, check, inner.group, scaler
+        self.weights, self.meter, self.ranks = around.weights, around.meter, around.ranks
+        self.closed = False  # its controller
         self.piece: Piece | None = None  # of the passes under way
         self._kept = False
         self.buckets_seen = 0
         self.steps = 0
         self.reductions = 0  # of the optimizer step under way
         self.crossed = 0  # backward passes so far
-        self._arrivals = ranks.arrivals()
         self._under_way: list[Future[Tensor]] = []
         self._awaited = False  # that `_arrived` will be called in this backward pass
         self._norms_due = self._measuring = False
@@ -170,19 +176,20 @@ class GradientHook(Part):
         """Passes begin of `piece`; `kept`: the open window will keep what is measured of them."""
         self.piece, self._kept = piece, kept
 
-    def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
-        part = bucket.index()
+    def __call__(self, bucket: Bucket, *, static_graph: bool) -> Future[Tensor]:
+        """Reduce `bucket` of a model with a `static_graph` or without."""
+        part, buffer = bucket.index(), bucket.buffer()
         if part == 0:
             self._under_way, self._awaited = [], False
         self.buckets_seen = max(self.buckets_seen, part + 1)
         if self.crossed <= 1:
             self.loop.covers(bucket.parameters())
-        weight = None if self.meter.muted else self.begin(part, bucket.buffer(), first=part == 0)
-        if weight is not None and self._direct and bucket.buffer().is_cpu and not bucket.buffer().is_sparse:
-            summed = self._summed(weight, bucket)
-            if summed is not None:
-                return summed
-        future = self._discarded(bucket) if weight is None else self._reduced(weight, bucket)
+        weight = None if self.meter.muted else self.begin(part, buffer, first=part == 0)
+        # In its first backward pass a static graph waits without calling what was to be called at the end.
+        direct = self.inner.direct and not static_graph and buffer.is_cpu and not buffer.is_sparse
+        if weight is not None and direct and (summed := self._summed(weight, bucket)) is not None:
+            return summed
+        future = self.inner.plainly(bucket) if weight is None else self._reduced(weight, bucket)
         self._awaited = self._awaited or at_end_of_backward(self._arrived)
         self._under_way.append(future)
         return future
@@ -190,10 +197,8 @@ class GradientHook(Part):
     def _arrived(self) -> None:
         """At the end of backward. Raises what another rank ends the job with; `WorkerLostError` where one is lost."""
         futures, self._under_way = self._under_way, []
-        self._arrivals.wait()
-        with self.ranks.naming(ADDED):
-            for future in futures:
-                future.wait()
+        for future in futures:
+            self.ranks.wait(future, ADDED)
 
     def begin(
         self, part: int, values: Tensor, *, first: bool, measured: bool = True, divided: float = 1.0
@@ -207,26 +212,18 @@ class GradientHook(Part):
             self.loop.reducing(self.piece)
         if self.piece is None:
             self.loop.fail("backward() crossed ranks, and no forward pass of this model came before it")
-        weight = GradientWeight.of(self.piece, self.weights, kept=self._kept)
+        weight = GradientWeight.of(self.piece, self.weights)
         self.reductions += first
         self.crossed += first
         if first and self.reductions == 1:
             due = self._norms_due = self.meter.norms_due()
-            wanted = weight.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
+            wanted = self._kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
             self._measuring = due if self.inner.lossless else wanted
         # What was reduced before has no weight of this loss, so then only the first reduction shows this rank's own.
         own = measured and weight.count != 0 and (weight.applied is None or self.reductions == 1)
         if own and (self._norms_due or self._measuring):
-            scale = weight.own if weight.applied is None else weight.applied
-            self.meter.add("local_sq", self._norm_sq(values, scale / divided), part=part)
+            self.meter.add("local_sq", self._norm_sq(values, weight.over / divided), part=part)
         return weight
-
-    def _weighted_before(self, weight: GradientWeight, buffer: Tensor) -> Tensor:
-        """A loss times 0 left zeros, and 0 * NaN where the placeholder's gradient was not finite.
-
-        Zeroing all would take away what was already reduced, in a loop that synchronises every micro-batch.
-        """
-        return buffer if weight.count else wipe_nonfinite_(buffer)
 
     def _summed(self, weight: GradientWeight, bucket: Bucket) -> Future[Tensor] | None:
         """Torch's all-reduce on CPUs, as a sum of gradients times n_i / N; None where it could not be waited for."""
@@ -244,10 +241,9 @@ class GradientHook(Part):
         # One for each bucket: where a checkpointed part of the model has a backward pass of its own, they end apart.
         if not at_end_of_backward(arrive):
             return None
-        if weight.applied is None:
-            scale_(buffer, weight.count, weight.total, 1)
-        else:
-            self._weighted_before(weight, buffer).mul_(1.0 / self.group.size())
+        weight.enter(buffer, 1)
+        if weight.applied is not None:
+            buffer.mul_(1.0 / self.group.size())
         self.meter.gradients_ready()
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         assert work is not None
@@ -258,40 +254,31 @@ class GradientHook(Part):
 
     def _reduced(self, weight: GradientWeight, bucket: Bucket) -> Future[Tensor]:
         buffer, part, measure = bucket.buffer(), bucket.index(), self._measuring
-        if weight.applied is None:
-            scale_(buffer, weight.count, weight.total, self.group.size())
-        else:
-            self._weighted_before(weight, buffer)
+        weight.enter(buffer, self.group.size())
         self.meter.gradients_ready()
         future = self.inner.reduce(bucket, dense=measure and not self.inner.lossless)
         if bucket.is_last():
             self.loop.reduced()
-        arrivals, failed = self._arrivals, True
-        arrivals.expect()
 
         def done(reduced: Future[Tensor]) -> Tensor:
-            nonlocal failed
-            try:
-                value = reduced.value()
-                value = value[0] if isinstance(value, (list, tuple)) else value
-                self.meter.reduced()
-                if measure:
-                    self.meter.add("global_sq", self._norm_sq(value, 1.0), part=part)
-                failed = False
-                return value
-            finally:
-                arrivals.arrived(failed=failed)
+            value = reduced.value()
+            value = value[0] if isinstance(value, (list, tuple)) else value
+            self.meter.reduced()
+            if measure:
+                self.meter.add("global_sq", self._norm_sq(value, 1.0), part=part)
+            return value
 
         return cast("Future[Tensor]", future.then(done))
 
     def register(self, model: nn.parallel.DistributedDataParallel) -> None:
         """Register with DDP, which refuses a second hook and has no getter to ask whether there is one."""
-        ddp = weakref.ref(model)  # what C++ holds no collector of garbage can see
+        hook, ddp = weakref.ref(self), weakref.ref(model)  # what C++ holds no collector of garbage can see
 
         def entry(state: Any, bucket: Bucket) -> Future[Tensor]:
-            if self._direct and (held := ddp()) is not None and held.static_graph:
-                self._direct = False  # in its first backward DDP waits without calling what was to be called at the end
-            return self(state, bucket)
+            own, held = hook(), ddp()
+            if own is None or own.closed:
+                raise UsageError(f"the model's controller is closed: {_ANEW}")
+            return own(bucket, static_graph=held is not None and held.static_graph)
 
         entry.__annotations__.clear()
         try:
@@ -319,8 +306,8 @@ class GradientHook(Part):
         self.inner.make_groups(self.buckets_seen)
 
     def close(self) -> list[dist.ProcessGroup]:
-        """Let go of the controller, as DDP cannot let go of this hook; returns the groups of buckets."""
-        self.loop = _Closed()
+        """Let go of the groups of buckets, and return them. DDP cannot let go of the hook: its next pass fails."""
+        self.closed = True
         return self.inner.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -329,13 +316,6 @@ class GradientHook(Part):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps, self._since_dense = state["steps"], state["since_dense"]
         self.inner.load_state_dict(state["inner"])
-
-    def _discarded(self, bucket: Bucket) -> Future[Tensor]:
-        """Of passes that are discarded: waited for as long as no other rank ends the job."""
-        arrivals, future = self._arrivals, self.inner.plainly(bucket)
-        arrivals.expect()
-        future.add_done_callback(lambda _: arrivals.arrived())
-        return future
 
     def _norm_sq(self, values: Tensor, weight: float | Tensor) -> Tensor:
         if values.is_sparse:

@@ -14,12 +14,12 @@ from torch.futures import Future
 
 from dynamix.errors import UsageError
 from dynamix.runtime.ranks.process_groups import new_gloo_group, on_gloo
-from dynamix.runtime.sync.other_reductions import require_no_step
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
 # One collective each and no memory: non-finite values pass through them to every rank, as in plain DDP.
 _SINGLE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+_HOOKS_THAT_STEP = ("_hook_then_optimizer.", "hook_with_zero_step.", "hook_with_zero_step_interleaved.")
 
 
 class InnerHook:
@@ -49,7 +49,7 @@ class InnerHook:
             _require_same_ranks(getattr(state, "process_group", group), group)
         self._needs_groups = self.chained and self.native and not self._ordered
         if self._needs_groups or not self.lossless:
-            require_no_step(hook)
+            _require_no_step(hook)
         self._takes_sparse = getattr(hook, "takes_sparse", False)
         self._groups: list[dist.ProcessGroup] = []  # of buckets
 
@@ -135,3 +135,11 @@ def _require_same_ranks(own: dist.ProcessGroup, group: dist.ProcessGroup) -> Non
     if ours != theirs:
         fix = "make hook_state with process_group=, the one that the Controller has"
         raise UsageError(f"hook_state reduces over ranks {theirs}, the controller over {ours}: {fix}")
+
+
+def _require_no_step(hook: Any) -> None:
+    """Raise `UsageError` for a hook of torch's that steps, too, where some reductions do without the user's hook."""
+    if (name := getattr(hook, "__qualname__", "")).startswith(_HOOKS_THAT_STEP):
+        does = f"{name.partition('.')[0]} steps the optimizer inside the communication hook"
+        lost = "which some reductions do without (the first ones, and one in 50), so those steps would be left out"
+        raise UsageError(f"{does}, {lost}: pass the hook inside it, and call optimizer.step() in the loop")

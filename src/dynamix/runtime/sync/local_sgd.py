@@ -14,8 +14,8 @@ from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.process_groups import new_gloo_group
 from dynamix.runtime.sync.collectives import Workers, broadcast_
-from dynamix.runtime.sync.compare import require_alike
-from dynamix.runtime.sync.connected_model import Around, ConnectedModel, Options, attach
+from dynamix.runtime.sync.connected_model import ConnectedModel, Options, attach
+from dynamix.runtime.sync.gradients import Around
 from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
 
 _PIECE = (
@@ -53,7 +53,7 @@ def attach_both(model: nn.Module, options: Options, around: Around) -> Connected
         fix = "leave it out, or say meet='gradients'"
         weighs = f"wrap(weighting={options.weighting!r}) weighs losses, which workers that step apart do not do"
         raise UsageError(f"{weighs}: {fix}")
-    if not around.alone and not isinstance(model, DistributedDataParallel):
+    if around.ranks.workers > 1 and not isinstance(model, DistributedDataParallel):
         fix = "controller.wrap(DistributedDataParallel(net), optimizer)"
         raise UsageError(f"meet='auto' needs DDP, because gradients meet in some rounds: write {fix}")
     if isinstance(model, DistributedDataParallel) and model.static_graph:
@@ -65,19 +65,17 @@ def attach_both(model: nn.Module, options: Options, around: Around) -> Connected
 def _averaging(model: nn.Module, options: Options, around: Around, *, at_times: bool = False) -> ParameterAveraging:
     """What makes the workers' models one; they begin as the first rank's. A collective call."""
     group, ranks = around.group, around.ranks
-    own = None
-    workers = beside = Workers(group, ranks)
+    on_cpus = None
     if group is not None and around.recorder.device.type != "cpu":
-        own = new_gloo_group(dist.get_process_group_ranks(group))
-        beside = Workers(own, ranks)
-    if group is not None and not around.alone:
+        on_cpus = new_gloo_group(dist.get_process_group_ranks(group))
+    workers = Workers(group, ranks, on_cpus)
+    if group is not None and ranks.workers > 1:
         tensors = (*model.named_parameters(), *model.named_buffers())
-        kinds = (f"{t.dtype}{'' if t.requires_grad else ', not trained'}" for _, t in tensors)
-        words = [f"{name} {list(t.shape)} {kind}" for (name, t), kind in zip(tensors, kinds, strict=True)]
-        require_alike(words, beside)
-        broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ranks)
+        words = [f"{name} {list(t.shape)} {t.dtype}{'' if t.requires_grad else ', not trained'}" for name, t in tensors]
+        workers.require_alike(words)
+        broadcast_([t.detach() for _, t in tensors], group, ranks)
     how = options.averaging or Averaging()
-    return ParameterAveraging(model, how, workers, beside, scaler=options.scaler, at_times=at_times, own=own)
+    return ParameterAveraging(model, how, workers, scaler=options.scaler, at_times=at_times)
 
 
 def _keep_silent(model: DistributedDataParallel, recorder: Recorder) -> None:

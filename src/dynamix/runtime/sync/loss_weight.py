@@ -1,7 +1,7 @@
 """Weighting on the loss side: what carries a weight, who puts it there, and what N is where only the loop knows it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ class LossWeight:
         self.group, self.accumulate, self._ranks = group, accumulate, ranks
         self.workers = 1 if group is None else dist.get_world_size(group)
         self.applied: float | Tensor | None = None
-        self.weighting, self._paused = "hook", False
+        self.weighting = "hook"
         self.required = False  # the loop weights its losses by `Controller.weight`
         self.given = False  # losses carry their weights without the controller
         self._model: nn.Module | None = None
@@ -68,65 +68,64 @@ class LossWeight:
         return piece.samples * self.workers / piece.round.samples if self.given else 1.0
 
     def sum_async(self, values: Tensor) -> Any:
-        """Start summing `values` in place over workers; returns a handle with `wait()`. A collective call."""
+        """Start summing `values` in place over workers; returns a handle with `wait()`. A collective call.
+
+        `wait()` raises what another rank ends the job with meanwhile, and `WorkerLostError` where one is lost.
+        """
         if self.group is None:
             return SimpleNamespace(wait=lambda: None)
         if values.device.type == "cpu" and self._counts_group is None:
             self._counts_group = new_gloo_group(dist.get_process_group_ranks(self.group))
         group = self._counts_group if values.device.type == "cpu" else self.group
-        return _Sum(dist.all_reduce(values, group=group, async_op=True), self._ranks)
+        work = dist.all_reduce(values, group=group, async_op=True)
+        return SimpleNamespace(wait=functools.partial(self._ranks.wait, work, "the ranks could not add their counts"))
 
     def apply(self, loss: Tensor, piece: Piece, count: float | Tensor | None) -> Tensor:
         """The weighted loss of this micro-batch; see `Controller.weight`."""
-        if self._paused:
-            return loss
         if self.given:
             twice = "wrap(weighting='given') says that losses carry their weights, so weight() would weight them twice"
             raise UsageError(f"{twice}: call loss.backward(), or wrap(..., weighting='loss')")
         if self.applied is not None:
             raise UsageError("weight() was called twice for one batch: call controller.step() after each batch")
-        if count is None:
-            self.applied = piece.samples * self.workers * self.accumulate / piece.round.samples
-            self._hold(piece, self.applied)
-            return loss * self.applied
-        if not isinstance(count, Tensor) and not count >= 0:
-            raise ConfigError("count", count, "0 or more", "pass the divisor of this mean loss")
-        given = torch.as_tensor(count, dtype=torch.float64)  # on the device it came on, also on an idle rank
-        return self._apply_counted(loss, piece, given if piece.samples else torch.zeros_like(given))
+        if count is not None:
+            if not isinstance(count, Tensor) and not count >= 0:
+                raise ConfigError("count", count, "0 or more", "pass the divisor of this mean loss")
+            given = torch.as_tensor(count, dtype=torch.float64)  # on the device it came on, also on an idle rank
+            given = given if piece.samples else torch.zeros_like(given)
+            reference = self._sum_of_counts(piece, given)
+            share: Tensor = given * self.workers / reference
+            weight: float | Tensor = share
+            weighted = loss * share.to(loss.dtype).to(loss.device)
+            if piece.last:
+                counted, self._counted = self._counted, []
+                self._correct_after(loss, reference, counted)
+        else:
+            weight = piece.samples * self.workers * self.accumulate / piece.round.samples
+            weighted = loss * weight
+        self.applied = weight if piece.samples else 0.0
+        self.held = self.applied + self.held if piece.by_size and piece.number else self.applied
+        return weighted
 
-    def _hold(self, piece: Piece, applied: float | Tensor) -> None:
-        self.held = applied + self.held if piece.by_size and piece.number else applied
-
-    def _apply_counted(self, loss: Tensor, piece: Piece, count: Tensor) -> Tensor:
-        if piece.by_size:
-            return self._apply_summed(loss, piece, count)
+    def _sum_of_counts(self, piece: Piece, count: Tensor) -> Tensor:
+        """Begin to sum `count` over workers; what the sum is expected to be, which the gradient is corrected from."""
         while piece.number == 0 and self._counted:  # an accumulation that was broken off leaves counts behind
             self._counted.pop(0)[1].wait()
-        total = count.detach().clone()
-        handle = self.sum_async(total)
-        self._counted.append((total, handle))
+        if piece.by_size:  # ranks have unlike numbers of pieces, so counts travel once, with the last
+            self._own = count if piece.number == 0 or self._own is None else self._own + count
+            if piece.last:
+                self._begin_sum(self._own)
+            return torch.tensor(float(piece.round.samples), dtype=count.dtype, device=count.device)
+        total, handle = self._begin_sum(count)
         if self._reference is None or (piece.number == 0 and self._reference.device != total.device):
             handle.wait()
             self._reference = torch.where(total > 0, total, 1.0)
-        weight = count * self.workers / self._reference
-        self.applied = weight if piece.samples else 0.0
-        self._hold(piece, self.applied)
-        if piece.last:
-            counted, self._counted = self._counted, []
-            self._correct_after(loss, self._reference, counted)
-        return loss * weight.to(loss.dtype).to(loss.device)
+        return self._reference
 
-    def _apply_summed(self, loss: Tensor, piece: Piece, count: Tensor) -> Tensor:
-        """Ranks have unlike numbers of pieces, so counts travel once, with the last."""
-        self._own = count if piece.number == 0 or self._own is None else self._own + count
-        reference = torch.tensor(float(piece.round.samples), dtype=count.dtype, device=count.device)
-        weight = count * self.workers / reference
-        self.applied = weight if piece.samples else 0.0
-        self._hold(piece, self.applied)
-        if piece.last:
-            total = self._own.detach().clone()
-            self._correct_after(loss, reference, [(total, self.sum_async(total))])
-        return loss * weight.to(loss.dtype).to(loss.device)
+    def _begin_sum(self, count: Tensor) -> tuple[Tensor, Any]:
+        """Begin to sum `count` over workers, for the correction at the round's end."""
+        total = count.detach().clone()
+        self._counted.append((total, self.sum_async(total)))
+        return self._counted[-1]
 
     def _correct_after(self, loss: Tensor, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
         def at_end() -> None:
@@ -161,22 +160,3 @@ class LossWeight:
             raise UsageError(f"wrap(weighting='loss') was chosen, but this batch's loss was not weighted: {fix}")
         applied, self.applied = self.applied, None
         return 1.0 if self.given else applied
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
-
-class _Sum:
-    """A sum over ranks under way."""
-
-    def __init__(self, work: Any, ranks: Ranks) -> None:
-        self._work, self._ranks = work, ranks
-
-    def wait(self) -> None:
-        """Raises what another rank ends the job with meanwhile, and `WorkerLostError` where one is lost."""
-        self._ranks.wait(self._work, "the ranks could not add their counts")

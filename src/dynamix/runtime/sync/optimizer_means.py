@@ -6,10 +6,9 @@ import copy
 import inspect
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dynamix.errors import UsageError
-from dynamix.runtime.sync.collectives import Bucket, Workers, buckets
+from dynamix.runtime.sync.collectives import Sums, Workers, has_mean
 
 KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # given to `wrap`, or made by what was given
 ON_CPU = ("step", "mu_product")  # where the optimizer runs no kernel that reads them
@@ -44,13 +43,6 @@ class Entry:
         return self.shape is None or ((self.name == "step" or not self.shape) and "complex" not in self.dtype)
 
 
-class Remembers(Protocol):
-    """What of an optimizer is averaged; an `Optimizer` is one."""
-
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Tensor, Any]
-
-
 class GroupMemory:
     """What an optimizer keeps in its groups, beside what it was given (schedule-free, Prodigy): numbers and tensors.
 
@@ -75,7 +67,7 @@ class GroupMemory:
 
 def _has_mean(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.is_floating_point() or value.is_complex() or value.dim() == 0
+        return has_mean(value) or value.dim() == 0
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -83,30 +75,6 @@ def _unlike(before: Any, now: Any) -> bool:
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         return not torch.equal(before, now)
     return bool(before != now)
-
-
-class OptimizerView:
-    """An optimizer's parameters, and a copy of what it remembers of them."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.param_groups = [dict(group) for group in optimizer.param_groups]
-        self.state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if parameter in optimizer.state:
-                self.state[parameter] = copy.deepcopy(optimizer.state[parameter])
-        self.kind, self._plain = type(optimizer).__name__, optimizer.state_dict()
-
-    def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's own would be."""
-        of_number: dict[int, Tensor] = {}
-        for saved, group in zip(self._plain["param_groups"], self.param_groups, strict=True):
-            of_number |= dict(zip(saved["params"], group["params"], strict=True))
-        held = {number: self.state[p] for number, p in of_number.items() if p in self.state}
-        groups = [
-            {name: own.get(name, value) if name != "params" else value for name, value in saved.items()}
-            for saved, own in zip(self._plain["param_groups"], self.param_groups, strict=True)
-        ]
-        return {**self._plain, "state": {**self._plain["state"], **held}, "param_groups": groups}
 
 
 class OptimizerMeans:
@@ -117,30 +85,30 @@ class OptimizerMeans:
     send alike.
 
     in_groups   what each optimizer keeps in its groups
-    beside      carries numbers and what is compared, on CPUs
     """
 
-    def __init__(
-        self, optimizers: Sequence[Remembers], in_groups: Sequence[GroupMemory], workers: Workers, beside: Workers
-    ) -> None:
-        self.optimizers, self.in_groups, self.workers, self.beside = optimizers, in_groups, workers, beside
+    def __init__(self, optimizers: Sequence[Optimizer], in_groups: Sequence[GroupMemory], workers: Workers) -> None:
+        self.optimizers, self.in_groups, self.workers = optimizers, in_groups, workers
         self.layout: list[Entry] = []
-        self._of: list[tuple[Remembers, Tensor]] = []
+        self._of: list[tuple[Optimizer, dict[str, Any], Tensor]] = []  # each parameter, and its group
         self._groups: list[dict[str, Any]] = []
 
-    def meeting(self, weight: float) -> Iterator[None]:
-        """All of it, this worker's state weighing `weight`; at every `yield` what was begun has to arrive."""
-        before = len(self._groups), [id(p) for _, p in self._of]
+    def meeting(self, weight: float, told: dict[str, Any] | None = None) -> Iterator[None]:
+        """All of it, this worker's state weighing `weight`; at every `yield` what was begun has to arrive.
+
+        told   a state dict of the only optimizer, which the means are put in; None: they are put in the optimizers
+        """
+        before = len(self._groups), [id(p) for *_, p in self._of]
         self._groups = [group for of in self.optimizers for group in of.param_groups]
-        self._of = [(of, p) for of in self.optimizers for group in of.param_groups for p in group["params"]]
-        if (len(self._groups), [id(p) for _, p in self._of]) != before:
+        self._of = [(of, group, p) for of in self.optimizers for group in of.param_groups for p in group["params"]]
+        if (len(self._groups), [id(p) for *_, p in self._of]) != before:
             self.layout = []
         own = self._own()
         missing = torch.tensor([float(bool(own.keys() - set(self.layout)))])
-        self.beside.add(missing, dist.ReduceOp.MAX)
+        self.workers.add(missing, dist.ReduceOp.MAX)
         yield
         if missing.item():
-            known = self.beside.gather([*own.keys() | set(self.layout)])
+            known = self.workers.gather([*own.keys() | set(self.layout)])
             yield
             self.layout = sorted({entry for of_rank in known for entry in of_rank}, key=str)
             own = self._own()
@@ -151,32 +119,27 @@ class OptimizerMeans:
         held = [weight * (e in own) for e in self.layout]
         values = [weight * _told(e, own[e]) if weight and e in own else 0.0 for e in numbers]
         table = torch.tensor([*held, *values], dtype=torch.float64)
-        self.beside.add(table)
-        payloads = [Bucket(bucket, weight) for bucket in buckets(tensors)]
-        for payload in payloads:
-            self.workers.add(payload.flat)
+        self.workers.add(table)
+        sums = Sums(tensors, weight, self.workers)
         yield
         weights = dict(zip(self.layout, table.tolist(), strict=False))
-        number_of = dict(zip(numbers, table[len(self.layout) :].tolist(), strict=True))
-        means = {id(tensor): mean for payload in payloads for tensor, mean in payload.sums()}
-        for entry, tensor in zip(moments, tensors, strict=True):
+        totals: list[tuple[Entry, Any]] = [*zip(moments, sums.sums(), strict=True)]
+        totals += zip(numbers, table[len(self.layout) :].tolist(), strict=True)
+        for entry, total in totals:
             if weights[entry]:
-                self._put(entry, means[id(tensor)].div_(weights[entry]))
-        for entry in numbers:
-            if weights[entry]:
-                mean = number_of[entry] / weights[entry]
-                self._put(entry, math.exp(mean) if entry.name in PRODUCTS else mean)
+                mean = total / weights[entry]
+                mean = math.exp(mean) if entry.name in PRODUCTS else mean
+                self._put(self._memory(entry.place, told), entry, mean)
 
     def _own(self) -> dict[Entry, Any]:
         """What is to be averaged. Raises `UsageError` for what has no mean."""
         found: dict[Entry, Any] = {}
-        for place, (optimizer, parameter) in enumerate(self._of):
+        for place, (optimizer, _, parameter) in enumerate(self._of):
             for name, value in optimizer.state.get(parameter, {}).items():
                 if _has_mean(value):
                     found |= _entry(place, name, value)
                 elif value is not None:
-                    name_of = getattr(optimizer, "kind", type(optimizer).__name__)
-                    kind = f"{name_of} keeps {name!r}, of type {type(value).__name__}, for a parameter"
+                    kind = f"{type(optimizer).__name__} keeps {name!r}, of type {type(value).__name__}, for a parameter"
                     fix = "average with Averaging(optimizer_state='kept') or 'reset', and save each worker's own"
                     raise UsageError(f"{kind}, which has no mean over workers: {fix}")
         place = len(self._of)
@@ -196,52 +159,53 @@ class OptimizerMeans:
     def _device(self, place: int) -> torch.device:
         """Of the parameter, or of the group's first one."""
         of_group = place - len(self._of)
-        parameters = [self._of[place][1]] if of_group < 0 else self._groups[of_group]["params"]
+        parameters = [self._of[place][2]] if of_group < 0 else self._groups[of_group]["params"]
         return parameters[0].device if parameters else torch.device("cpu")
 
     def _on_device(self, place: int) -> bool:
         """Whether the optimizer counts steps of this parameter beside it."""
         if place >= len(self._of):
             return False
-        optimizer, parameter = self._of[place]
-        group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+        group = self._of[place][1]
         return bool(group.get("capturable") or group.get("fused"))
 
-    def _memory(self, place: int) -> dict[str, Any]:
-        """What this worker's optimizer remembers there."""
-        if place >= len(self._of):
-            return self._groups[place - len(self._of)]
-        optimizer, parameter = self._of[place]
-        state: dict[str, Any] = optimizer.state[parameter]
-        return state
+    def _memory(self, place: int, told: dict[str, Any] | None) -> dict[str, Any]:
+        """What this worker's optimizer remembers there, or what `told` says of it."""
+        memory: dict[str, Any]
+        if (of_group := place - len(self._of)) >= 0:
+            memory = (self._groups if told is None else told["param_groups"])[of_group]
+        elif told is None:
+            optimizer, _, parameter = self._of[place]
+            memory = optimizer.state[parameter]
+        else:
+            number = [n for group in told["param_groups"] for n in group["params"]][place]
+            memory = told["state"].setdefault(number, {})
+        return memory
 
-    def _put(self, entry: Entry, mean: Any) -> None:
-        state = self._memory(entry.place)
+    def _put(self, state: dict[str, Any], entry: Entry, mean: Any) -> None:
         held = state.get(entry.name)
         if entry.place >= len(self._of) and isinstance(held, (int, float)) and math.isclose(held, mean, rel_tol=1e-12):
             return  # all have it alike, as what a scheduler has put there
         if entry.shape is None:
             state[entry.name] = round(mean) if entry.dtype == "int" else mean
-        elif isinstance(held, Tensor) and not held.is_sparse:
-            held.copy_(mean) if isinstance(mean, Tensor) else held.fill_(
-                mean if held.is_floating_point() else round(mean)
-            )
-        else:
-            made = self._blank(entry)
+            return
+        if not isinstance(held, Tensor) or held.is_sparse:
+            held = self._blank(entry)
             if entry.name in ON_CPU and not self._on_device(entry.place):
-                made = made.cpu()
-            state[entry.name] = made.copy_(mean) if isinstance(mean, Tensor) else made.fill_(mean)
+                held = held.cpu()
+            state[entry.name] = held
+        if isinstance(mean, Tensor):
+            held.copy_(mean)
+        else:
+            held.fill_(mean if held.is_floating_point() else round(mean))
 
 
 def _entry(place: int, name: str, value: Any) -> dict[Entry, Any]:
     if isinstance(value, Tensor):
-        return {Entry(place, name, tuple(value.shape), str(value.dtype)): _dense(value)}
+        # Momentum of sparse gradients is sparse until workers have met: each has it of other rows.
+        dense = value.detach().to_dense() if value.is_sparse else value.detach()
+        return {Entry(place, name, tuple(value.shape), str(value.dtype)): dense}
     return {Entry(place, name, None, type(value).__name__): value}
-
-
-def _dense(value: Tensor) -> Tensor:
-    """Momentum of sparse gradients is sparse until workers have met: each has it of other rows."""
-    return value.detach().to_dense() if value.is_sparse else value.detach()
 
 
 def _told(entry: Entry, value: Any) -> float:

@@ -6,8 +6,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.errors import UsageError
 
-_HOOKS_THAT_STEP = ("_hook_then_optimizer.", "hook_with_zero_step.", "hook_with_zero_step_interleaved.")
-
 
 def require_own_reduction(model: Any, weighting: str, *, apart: bool) -> None:
     """Raise `UsageError` naming what else owns the reduction or the step of `model`, under DDP.
@@ -25,18 +23,9 @@ def require_own_reduction(model: Any, weighting: str, *, apart: bool) -> None:
         does = "reduces each gradient without DDP's buckets, where the controller's hook weighs them"
         fix = "make DDP with torch._dynamo.config.optimize_ddp = True, and leave compiled autograd out"
         raise UsageError(f'torch._dynamo.config.optimize_ddp = "python_reducer" {does}: {fix}')
-    alone = model.process_group.size() == 1
-    if model._delay_all_reduce_params and not alone and (apart or weighting == "hook"):
+    if model._delay_all_reduce_params and model.process_group.size() > 1 and (apart or weighting == "hook"):
         does = "reduces these parameters' gradients past the communication hook, so they would stay unweighted"
         raise UsageError(f"DDP(delay_all_reduce_named_params=...) {does}: leave it out")
-
-
-def require_no_step(hook: Any) -> None:
-    """Raise `UsageError` for a hook of torch's that steps, too, where some reductions do without the user's hook."""
-    if (name := getattr(hook, "__qualname__", "")).startswith(_HOOKS_THAT_STEP):
-        does = f"{name.partition('.')[0]} steps the optimizer inside the communication hook"
-        lost = "which some reductions do without (the first ones, and one in 50), so those steps would be left out"
-        raise UsageError(f"{does}, {lost}: pass the hook inside it, and call optimizer.step() in the loop")
 
 
 def optimizers_in_backward(model: DistributedDataParallel) -> str | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,15 @@ from torch.optim import Optimizer
 from dynamix.data import Piece
 from dynamix.errors import ConfigError, UsageError, spelling
 from dynamix.removed import message, refuses_averaging
-from dynamix.runtime.sync.collectives import Bucket, MaxReduce, Workers, broadcast_, buckets, require_sums
-from dynamix.runtime.sync.compare import comparing, differ, unlike
-from dynamix.runtime.sync.optimizer_means import KNOWN, GroupMemory, OptimizerMeans, OptimizerView
+from dynamix.runtime.sync.collectives import Largest, Sums, Workers, broadcast_, has_mean, require_sums
+from dynamix.runtime.sync.optimizer_means import KNOWN, GroupMemory, OptimizerMeans
 from dynamix.runtime.sync.reference_weights import ReferenceWeights, Untrained
 
 OptimizerState = Literal["averaged", "kept", "reset"]
-_STATES = ("averaged", "kept", "reset")
+_CHANGED = (
+    "load checkpoints on every rank, change a model alike on all of them, and call optimizer.step() before "
+    "controller.step()"
+)
 _WIRES = {None: None, "bfloat16": torch.bfloat16}
 
 
@@ -46,18 +49,13 @@ class Averaging:
     def __post_init__(self) -> None:
         if self.wire == "float16":  # type: ignore[comparison-overlap]
             raise ConfigError("wire", self.wire, "bfloat16 or None", message("Averaging(wire='bfloat16')"))
-        for name, allowed in (("optimizer_state", _STATES), ("wire", _WIRES)):
+        for name, allowed in (("optimizer_state", get_args(OptimizerState)), ("wire", _WIRES)):
             if (value := getattr(self, name)) not in allowed:
                 names = [str(each) for each in allowed]
                 raise ConfigError(name, value, ", ".join(names), spelling(value, names))
         if self.outer is not None and not callable(self.outer):
             fix = "pass a function, such as lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)"
             raise ConfigError("outer", self.outer, "a function of a list of parameters, or None", fix)
-
-    @property
-    def plainly(self) -> dict[str, Any]:
-        """What must be alike on all ranks."""
-        return {"optimizer_state": self.optimizer_state, "wire": self.wire}
 
 
 # After the class is made: a dataclass writes its `__init__` itself.
@@ -67,9 +65,7 @@ Averaging.__init__ = refuses_averaging(Averaging.__init__)  # type: ignore[metho
 class ParameterAveraging:
     """One model and its optimizers, on this worker.
 
-    workers   those that meet; payloads on the model's device
-    beside    the same, for payloads on CPUs
-    own       the group of `beside`, if it was made for this
+    workers   those that meet
     scaler    AMP's, if there is one: the smallest scale of all workers is the one to go on with
 
     It keeps a copy of the parameters and floating buffers: moves are counted from there, so what did not move stays as
@@ -81,27 +77,17 @@ class ParameterAveraging:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        how: Averaging,
-        workers: Workers,
-        beside: Workers,
-        *,
-        scaler: Any,
-        at_times: bool = False,
-        own: dist.ProcessGroup | None = None,
+        self, model: nn.Module, how: Averaging, workers: Workers, *, scaler: Any, at_times: bool = False
     ) -> None:
-        self.model, self.how, self.workers, self.beside, self.scaler = model, how, workers, beside, scaler
+        self.model, self.how, self.workers, self.scaler = model, how, workers, scaler
         self.optimizers: list[Optimizer] = []
         self._in_groups: list[GroupMemory] = []  # of each of them
         self.weight = 1.0  # its part of the round before; as much as others' where there was none
-        self._begun = False  # a round
-        self._groups = [] if own is None else [own]
-        self._changed = False  # since the last meeting, what moves are counted from
+        self._begun = self._changed = False  # a round; since the last meeting, what moves are counted from
         self._anchors: list[ReferenceWeights] = []
         self._untrained = Untrained(model)
         self._outer: Optimizer | None = None
-        self._means: OptimizerMeans | None = None
+        self._means = OptimizerMeans(self.optimizers, self._in_groups, workers)
         self._at_times, self._own = at_times, False  # whether what optimizers remember is each worker's own
         self._piece: Piece | None = None  # of the passes under way
         if not at_times or how.outer is not None:
@@ -118,7 +104,7 @@ class ParameterAveraging:
             self.begin()
         elif self._piece is not None:
             with self.workers.ranks.naming("the ranks could not average the state of their optimizers"):
-                self.together()
+                self._wait_for_each(self.rejoining())
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -160,22 +146,20 @@ class ParameterAveraging:
             raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers step apart: {fix}")
         self.optimizers.append(optimizer)
         self._in_groups.append(GroupMemory(optimizer))
-        self._means = OptimizerMeans(self.optimizers, self._in_groups, self.workers, self.beside)
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
     def meet(self, weight: float) -> None:
         """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
         self._wait_for_each(self.meeting(weight))
 
-    def together(self) -> None:
-        """A step over gradients begins. A collective call where workers have stepped apart before it."""
-        self._wait_for_each(self.rejoining())
-
     @torch.no_grad()
     def rejoining(self) -> Iterator[None]:
-        """`together`, in parts, as `meeting`: what each worker's optimizers remember becomes one."""
+        """A step over gradients begins: what each worker's optimizers remember becomes one; in parts, as `meeting`.
+
+        Nothing has to arrive where workers have not stepped apart before it.
+        """
         own, self._own = self._own, False
-        if own and self.how.optimizer_state == "kept" and self._means is not None:
+        if own and self.how.optimizer_state == "kept":
             yield from self._means.meeting(self.weight)
         if own and self._outer is None:
             self._anchors = []
@@ -194,7 +178,6 @@ class ParameterAveraging:
 
     def _wait_for_each(self, parts: Iterator[None]) -> None:
         for _ in parts:
-            self.beside.wait()
             self.workers.wait()
 
     @torch.no_grad()
@@ -202,53 +185,32 @@ class ParameterAveraging:
         """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
         if self.how.optimizer_state != "kept" or (self._at_times and not self._own):
             return optimizer.state_dict()  # all have it alike
-        one, at = OptimizerView(optimizer), next(i for i, own in enumerate(self.optimizers) if own is optimizer)
-        means = OptimizerMeans([one], [self._in_groups[at]], self.workers, self.beside)
-        self._wait_for_each(means.meeting(self.weight))
-        return one.state_dict()
+        told, in_groups = copy.deepcopy(optimizer.state_dict()), self._in_groups[self.optimizers.index(optimizer)]
+        self._wait_for_each(OptimizerMeans([optimizer], [in_groups], self.workers).meeting(self.weight, told))
+        return told
 
     @torch.no_grad()
     def meeting(self, weight: float) -> Iterator[None]:
         """`meet`, in parts: at every `yield` all that was begun has to arrive."""
         how, workers = self.how, self.workers
-        self.weight = weight
-        self._begun, self._own = False, True
+        self.weight, self._begun, self._own = weight, False, True
         self._follow()
         yield from self._compare()
-        wire = _WIRES[how.wire]
-        sent = [(anchors, Bucket([a.move() for a in anchors], weight, wire=wire)) for anchors in self._in_buckets()]
-        for _, payload in sent:
-            workers.add(payload.flat)
-        largest = MaxReduce([*counters.values()]) if (counters := self._counters()) else None
-        if largest is not None:
-            workers.add(largest.flat, dist.ReduceOp.MAX)
+        moves = Sums([anchor.move() for anchor in self._anchors], weight, workers, wire=_WIRES[how.wire])
+        largest = Largest([t for t in self._replaceable().values() if not has_mean(t)], workers)
         if (scale := self._scale()) is not None:
             workers.add(scale, dist.ReduceOp.MIN)
-        exact = how.wire is not None  # the sum of weights that a payload carries is rounded
-        weights = torch.tensor([weight], dtype=torch.float64)
-        if exact:
-            self.beside.add(weights)
         if how.optimizer_state == "reset":
             for optimizer in self.optimizers:
                 optimizer.state.clear()
-        if how.optimizer_state != "kept" and self._means is not None:
+        if how.optimizer_state != "kept":
             yield from self._means.meeting(weight)
         yield
-        for anchors, payload in sent:
-            for anchor, (_, mean) in zip(anchors, payload.sums() if exact else payload.means(), strict=True):
-                anchor.mean = mean
-        if exact:
-            samples = weights.item()
-            for anchor in self._anchors:
-                anchor.mean.mul_(1 / samples)
-        self._follow()
-        self._move()
-        if largest is not None:
-            largest.tensors = [{**counters, **self._counters()}[name] for name in counters]
-            largest.take()
+        self._move(moves.means())
+        largest.take()
         if scale is not None:
             for own, least in zip((self.scaler._scale, self.scaler._growth_tracker), scale, strict=True):
-                own.copy_(torch.minimum(own, least.to(own.dtype)))
+                own.copy_(least)
 
     def _follow(self) -> None:
         """Passes may have put other tensors in the place of buffers, as `self.mean = ...` does."""
@@ -265,19 +227,17 @@ class ParameterAveraging:
         if self.workers.group is None:  # all in one process
             yield from self._take_along(moved)
             return
-        changed = False
-        mine = self._changed or any(moved.values())
-        for changed in comparing(self._described(), mine, self.beside):  # noqa: B007 - the last one counts
-            yield
-        self._changed, differing = False, list[int]()
-        if changed:
-            for differing in unlike([anchor.value for anchor in self._anchors], self.beside):  # noqa: B007
-                yield
-            yield from self._take_along(moved)
+        changed = yield from self.workers.comparing(self._described(), self._changed or any(moved.values()))
+        self._changed = False
+        if not changed:
+            return
+        differing = yield from self.workers.unlike([anchor.value for anchor in self._anchors])
+        yield from self._take_along(moved)
         anchors = [self._anchors[i] for i in differing]
         for parameter in (anchor.tensor for anchor in anchors if anchor.is_trained and not self._at_times):
             named = (name for name, p in self.model.named_parameters() if p is parameter)
-            raise differ(next(named, f"a parameter of shape {list(parameter.shape)} beside the model"))
+            name = next(named, f"a parameter of shape {list(parameter.shape)} beside the model")
+            raise UsageError(f"{name} was not the same on all ranks when they began to step apart: {_CHANGED}")
         if anchors:  # buffers, which passes of a rank's own may change
             broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ranks)
 
@@ -287,64 +247,52 @@ class ParameterAveraging:
         if not moved:
             return
         flags = torch.tensor([*moved.values()], dtype=torch.float64)
-        self.beside.add(flags, dist.ReduceOp.MAX)
+        self.workers.add(flags, dist.ReduceOp.MAX)
         yield
         self._untrained.let_go(name for name, flag in zip(moved, flags.tolist(), strict=True) if flag)
-        now = {name: p.detach() for name, p in self._untrained.travelling().items() if name in moved}
-        named = {name: p for name, p in now.items() if p.is_floating_point() or p.is_complex()}
+        now = self._untrained.travelling()
+        named = {name: p.detach() for name, p in now.items() if name in moved and has_mean(p)}
         require_sums(named.items())
-        payloads = [Bucket(bucket, self.weight) for bucket in buckets(named.values())]
-        for payload in payloads:
-            self.workers.add(payload.flat)
+        sums = Sums(named.values(), self.weight, self.workers)
         yield
-        for payload in payloads:
-            for tensor, mean in payload.means():
-                tensor.copy_(mean)
+        for tensor, mean in zip(named.values(), sums.means(), strict=True):
+            tensor.copy_(mean)
 
     def _described(self) -> list[str]:
         """What this rank sends, in words."""
         named = {id(t): name for name, t in (*self.model.named_parameters(), *self.model.named_buffers())}
-        sent = [*(anchor.tensor for anchor in self._anchors), *self._counters().values()]
+        counters = (t for t in self._replaceable().values() if not has_mean(t))
+        sent = [*(anchor.tensor for anchor in self._anchors), *counters]
         words = [f"{named.get(id(t), 'a tensor')} {list(t.shape)} {t.dtype}" for t in sent]
         words.append(f"{self._untrained.count} parameters that nobody moves")
         words += [f"an optimizer of {[len(g['params']) for g in of.param_groups]} parameters" for of in self.optimizers]
         return [*words, "no scaler's scale" if self._scale() is None else "a scaler's scale"]
 
-    def _in_buckets(self) -> list[list[ReferenceWeights]]:
-        of = {id(anchor.tensor): anchor for anchor in self._anchors}
-        return [[of[id(tensor)] for tensor in bucket] for bucket in buckets(a.tensor for a in self._anchors)]
-
-    def _move(self) -> None:
-        """From the anchors by the mean moves, or as the outer optimizer makes of them."""
+    def _move(self, moves: list[Tensor]) -> None:
+        """From the anchors by the mean `moves`, or as the outer optimizer makes of them."""
         outer = self._outer
-        for anchor in self._anchors:
+        for anchor, move in zip(self._anchors, moves, strict=True):
             if outer is None or not anchor.is_trained:
-                wide = torch.promote_types(anchor.value.dtype, anchor.mean.dtype)
-                anchor.take(anchor.base(wide) + anchor.mean)
+                anchor.go(move)
             else:
-                anchor.value.grad = anchor.mean.neg().to(anchor.value.dtype)
+                anchor.show(move)
         if outer is not None:
             outer.step()
             outer.zero_grad()
             for anchor in self._anchors:
                 if anchor.is_trained:
                     anchor.take(anchor.value)
-        for anchor in self._anchors:
-            del anchor.mean
 
     def _travelling(self) -> list[Tensor]:
         tensors: dict[int, Tensor] = {id(p): p for p in self.model.parameters() if p.requires_grad}
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         tensors |= {id(p): p for group in groups for p in group["params"] if p.requires_grad}
-        tensors |= {id(t): t for t in self._replaceable().values() if t.is_floating_point() or t.is_complex()}
+        tensors |= {id(t): t for t in self._replaceable().values() if has_mean(t)}
         return list(tensors.values())
 
     def _replaceable(self) -> dict[str, Tensor]:
         """Buffers, and what else a loop changes by itself, by name."""
         return {**self._untrained.travelling(), **dict(self.model.named_buffers())}
-
-    def _counters(self) -> dict[str, Tensor]:
-        return {name: t for name, t in self._replaceable().items() if not (t.is_floating_point() or t.is_complex())}
 
     def _scale(self) -> Tensor | None:
         """AMP's scale and the steps since it last grew, where it has begun."""
@@ -354,22 +302,18 @@ class ParameterAveraging:
         return torch.stack([scale.reshape(()).float(), self.scaler._growth_tracker.reshape(()).float()])
 
     def close(self) -> list[dist.ProcessGroup]:
-        """Hands over its own groups."""
-        groups, self._groups = self._groups, []
-        self.workers.close()
-        self.beside.close()
-        return groups
+        """Let go of the groups, and return the one that was made for this."""
+        return self.workers.close()
 
     def facts(self) -> dict[str, Any]:
         """What must be alike on all ranks, by name."""
         outer = self._outer and f"{type(self._outer).__name__} {self._outer.defaults}"
-        return self.how.plainly | {"outer": outer, "scaler": self.scaler is not None}
+        how = {"optimizer_state": self.how.optimizer_state, "wire": self.how.wire}
+        return how | {"outer": outer, "scaler": self.scaler is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """The outer optimizer's, if there is one."""
-        if self.how.outer is None or self._outer is None:
-            return {}
-        return {"outer": self._outer.state_dict()}
+        return {} if self._outer is None else {"outer": self._outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._outer is not None:

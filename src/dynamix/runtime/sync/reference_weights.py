@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +13,7 @@ class ReferenceWeights:
 
     name      of what is not trained in its model, so that it is found again where a pass puts another in its place
     version   of the tensor's content then, as autograd counts its changes
-    mean      of the workers' moves, while a meeting lasts; in float32 at least
     """
-
-    mean: Tensor
 
     def __init__(self, tensor: Tensor, name: str = "") -> None:
         self.tensor, self.value, self.version = tensor, tensor.detach().clone(), tensor._version
@@ -43,6 +39,15 @@ class ReferenceWeights:
         """All go on from `agreed`."""
         self.tensor.copy_(agreed)
         self.keep()
+
+    def go(self, move: Tensor) -> None:
+        """All go on from there by `move`."""
+        wide = torch.promote_types(self.value.dtype, move.dtype)
+        self.take(self.base(wide) + move)
+
+    def show(self, move: Tensor) -> None:
+        """Let an outer optimizer of `value` have `move`, turned round, for its gradient."""
+        self.value.grad = move.neg().to(self.value.dtype)
 
     def move(self) -> Tensor:
         """How far the tensor is from there, in float32 at least."""
@@ -78,7 +83,7 @@ class Untrained:
         for name, p in self.model.named_parameters():
             if not p.requires_grad and type(p) is nn.Parameter and name not in self.moving:
                 before = kept.get(name)
-                self._seen[name] = _Seen.of(p) if before is None or before.changed(p) else before
+                self._seen[name] = _Seen(p) if before is None or before.changed(p) else before
 
     def moved(self) -> dict[str, bool]:
         """Whether each was moved since. Entries, which the device is asked for, are looked at more and more seldom."""
@@ -95,18 +100,11 @@ class Untrained:
         return {name: p for name, p in self.model.named_parameters() if name in self.moving}
 
 
-@dataclass(frozen=True, slots=True)
 class _Seen:
     """A parameter as it was: `few` of its entries, and how often autograd knows it to have changed."""
 
-    tensor: Tensor
-    version: int
-    memory: int
-    few: Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Seen:
-        return cls(tensor, tensor._version, tensor.data_ptr(), _few(tensor))
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version, self.memory, self.few = tensor, tensor._version, tensor.data_ptr(), _few(tensor)
 
     def changed(self, tensor: Tensor, *, surely: bool = False) -> bool:
         """Whether `tensor` is another one, or known to have changed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -36,40 +37,28 @@ class RoundBoundary(Part):
         *,
         steps_apart: bool,
     ) -> None:
-        self.models, self.recorder, self.ranks, self.steps_apart, self._fail = (
-            models,
-            recorder,
-            ranks,
-            steps_apart,
-            fail,
-        )
+        self.models, self.recorder, self.ranks = models, recorder, ranks
+        self.steps_apart, self._fail = steps_apart, fail
         self._between = False  # this rank has stepped apart since the last meeting
-        self._payload: float | None = None
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         """If a round apart ends with this piece, a collective call: the workers' models become one."""
         self._between = piece.round.apart
         if piece.last and piece.round.apart:
-            self._average(piece.share / piece.round.samples)
-
-    def _average(self, weight: float) -> None:
-        """`weight` is this rank's."""
-        self.recorder.gradients_ready()
-        for averaging in self._averagings():
-            with self.ranks.naming("the ranks could not average their models"):
-                averaging.meet(weight)
-        self.recorder.reduced()
-        self._between = False
+            self.recorder.gradients_ready()
+            for averaging in self._averagings():
+                with self.ranks.naming("the ranks could not average their models"):
+                    averaging.meet(piece.share / piece.round.samples)
+            self.recorder.reduced()
+            self._between = False
 
     def _averagings(self) -> list[ParameterAveraging]:
         return [model.averaging for model in self.models if model.averaging is not None]
 
-    @property
+    @functools.cached_property
     def payload(self) -> float:
         """Bytes that a meeting moves over those of a gradient, by what optimizers remember when it is first asked."""
-        if self._payload is None:
-            self._payload = max((averaging.payload for averaging in self._averagings()), default=1.0)
-        return self._payload
+        return max((averaging.payload for averaging in self._averagings()), default=1.0)
 
     def alike(self) -> dict[str, Any]:
         """What every rank must hold alike of how models are averaged, by name."""

@@ -20,20 +20,9 @@ from dynamix.data import Piece, Round
 from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Observation
-from dynamix.runtime.ranks.ranks import Ranks
-from dynamix.runtime.sync.connected_model import Around, ConnectedModel, Options
-from dynamix.runtime.sync.gradients import (
-    ADDED,
-    Check,
-    GradientHook,
-    GradientWeight,
-    Meter,
-    at_end_of_backward,
-    scale_,
-    wipe_nonfinite_,
-)
+from dynamix.runtime.sync.connected_model import ConnectedModel, Options
+from dynamix.runtime.sync.gradients import ADDED, Around, Check, GradientHook, GradientWeight, at_end_of_backward
 from dynamix.runtime.sync.inner_hook import InnerHook
-from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.shards import Shards
 
 _LOSS_SIDE = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
@@ -51,20 +40,9 @@ class ShardedHook(GradientHook):
     is told times the number of shards, so that the mean over ranks is the whole gradient's.
     """
 
-    def __init__(
-        self,
-        inner: InnerHook,
-        weights: LossWeight,
-        meter: Meter,
-        check: Check,
-        ranks: Ranks,
-        *,
-        shards: Shards,
-        scaler: Any = None,
-    ) -> None:
-        super().__init__(inner, weights, meter, check, ranks, scaler=scaler)
+    def __init__(self, shards: Shards, inner: InnerHook, around: Around, check: Check, *, scaler: Any) -> None:
+        super().__init__(inner, around, check, scaler=scaler)
         self.shards = shards
-        self.closed = False
         self._on_cpu = shards.device.type == "cpu"
         self._seen = set[int]()  # groups that have reduced since this batch's last synchronised backward pass began
         self._passing = False  # and it is not over
@@ -75,16 +53,11 @@ class ShardedHook(GradientHook):
     def attach(self) -> None:
         """Take part in the model's collectives, and in their time."""
         for part, (module, group) in enumerate(zip(self.shards.modules, self.shards.groups, strict=True)):
-            module.set_custom_reduce_scatter(_ReduceScatter(self, part, _inner(group._reduce_scatter_comm)))
+            module.set_custom_reduce_scatter(_ReduceScatter(self, part, group._reduce_scatter_comm))
             if self._on_cpu:  # elsewhere a collective is waited for by the device
-                module.set_custom_all_gather(_AllGather(self, _inner(group._all_gather_comm)))
+                module.set_custom_all_gather(_AllGather(self, part, group._all_gather_comm))
             if _replicas(group) is not None:
-                module.set_all_reduce_hook(_AllReduced(self, part, _inner(group._all_reduce_hook)))
-
-    def require_attached(self) -> None:
-        """Raise `UsageError` if somebody has taken the reduce-scatter away."""
-        if not all(getattr(group._reduce_scatter_comm, "hook", None) is self for group in self.shards.groups):
-            self.loop.fail(f"{_REPLACED}: call it before, and {_LOSS_SIDE}")
+                module.set_all_reduce_hook(_AllReduced(self, part, group._all_reduce_hook))
 
     def reduce_scatter(
         self, part: int, inner: Any, output: Tensor, values: Tensor, group: dist.ProcessGroup, op: Any
@@ -92,11 +65,8 @@ class ShardedHook(GradientHook):
         """Weight `values`, this rank's gradients of group number `part`, and let `inner` reduce them into `output`."""
         if self.closed:
             raise UsageError("the model's controller is closed: wrap the model with a new one to train on")
-        share = self._begin_group(part, values)
-        if share is not None and share.applied is None:
-            scale_(values, share.count, share.total, self.group.size())
-        elif share is not None and not share.count:
-            wipe_nonfinite_(values)
+        if (weight := self._begin_group(part, values)) is not None:
+            weight.enter(values, self.group.size())
         self._sums[part] = op == dist.ReduceOp.SUM
         work = None
         if self._on_cpu and self.inner.native and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -109,8 +79,7 @@ class ShardedHook(GradientHook):
 
     def _add_and_cut(self, output: Tensor, values: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         """What gloo's reduce-scatter does, too; but the wait for that could not be given up."""
-        work = dist.all_reduce(values, group=group, async_op=True)
-        self.wait(work)
+        self.ranks.wait_here(dist.all_reduce(values, group=group, async_op=True), ADDED)
         output.copy_(values.view(group.size(), -1)[group.rank()].view_as(output))
         if op == dist.ReduceOp.AVG:
             output.div_(group.size())
@@ -130,10 +99,6 @@ class ShardedHook(GradientHook):
                 factor *= 2
         return factor
 
-    def wait(self, work: Any) -> None:
-        """For a collective on CPUs, as long as no other rank ends the job."""
-        self.ranks.wait_here(work, ADDED)
-
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         super().piece_done(piece, seen)
         self._seen.clear()
@@ -143,7 +108,6 @@ class ShardedHook(GradientHook):
         self._times.clear()
 
     def close(self) -> list[dist.ProcessGroup]:
-        self.closed = True
         self.shards.stop_timing()
         return super().close()
 
@@ -183,19 +147,27 @@ class ShardedHook(GradientHook):
             factor = getattr(group, "gradient_divide_factor", None)
             if factor not in (None, workers):
                 told = f"set_gradient_divide_factor({factor}) makes FSDP divide by that, and not by its {workers} ranks"
-                self.loop.fail(
-                    f"{told}, so a weighted gradient would be {workers / factor:g} times the mean: leave it out"
-                )
+                wrong = f"a weighted gradient would be {workers / factor:g} times the mean"
+                self.loop.fail(f"{told}, so {wrong}: leave it out")
 
 
-class _ReduceScatter:
-    """What FSDP2 calls to reduce one group: a `torch.distributed.fsdp.ReduceScatter` around torch's own."""
+class _Called:
+    """What FSDP2 calls for group number `part`, around what it would call: `inner`.
 
-    def __init__(self, hook: ShardedHook, part: int, inner: Any) -> None:
-        self.hook, self.part, self.inner = hook, part, inner
+    `own` is what FSDP2 calls so far. If that is of a controller, which is closed by now, what was there before counts.
+    """
+
+    def __init__(self, hook: ShardedHook, part: int, own: Any) -> None:
+        self.hook, self.part = hook, part
+        self.inner: Any = own.inner if isinstance(own, _Called) else own
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Memory for a collective."""
         return self.inner.allocate(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+class _ReduceScatter(_Called):
+    """Reduces the group: a `torch.distributed.fsdp.ReduceScatter`."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -203,14 +175,8 @@ class _ReduceScatter:
         return self.hook.reduce_scatter(self.part, self.inner, output_tensor, input_tensor, group, op)
 
 
-class _AllGather:
-    """What FSDP2 calls to gather one group on CPUs: it is waited for where another rank can end the wait."""
-
-    def __init__(self, hook: ShardedHook, inner: Any) -> None:
-        self.hook, self.inner = hook, inner
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.inner.allocate(*args, **kwargs)  # type: ignore[no-any-return]
+class _AllGather(_Called):
+    """Gathers the group on CPUs: it is waited for where another rank can end the wait."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -218,15 +184,12 @@ class _AllGather:
         work = self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=True)
         if async_op:
             return work
-        self.hook.wait(work)
+        self.hook.ranks.wait_here(work, ADDED)
         return None
 
 
-class _AllReduced:
-    """What FSDP2 calls on a mesh of two dimensions once a group's gradients are added over its replicas, too."""
-
-    def __init__(self, hook: ShardedHook, part: int, inner: Any) -> None:
-        self.hook, self.part, self.inner = hook, part, inner
+class _AllReduced(_Called):
+    """Hears, on a mesh of two dimensions, that the group's gradients are added over its replicas, too."""
 
     def __call__(self, values: Tensor) -> None:
         self.hook.reduced(self.part, values)
@@ -240,14 +203,14 @@ class ShardedModel(ConnectedModel):
     shards: Shards
 
     def __init__(self, model: nn.Module, recorder: Recorder, hook: ShardedHook | None, shards: Shards) -> None:
-        exchanges = "none" if hook is None else "reduce-scatter"
-        super().__init__(model, recorder, hook, shards=shards, exchanges=exchanges)
+        super().__init__(model, recorder, hook, shards=shards, exchanges="none" if hook is None else "reduce-scatter")
         self._begun: Piece | None = None  # that of the last forward pass
         self._held: list[Any] = []  # groups whose parameters stay gathered until the round's last piece
 
     def before_forward(self, piece: Piece) -> None:
-        if isinstance(self.hook, ShardedHook):
-            self.hook.require_attached()
+        hooks = (getattr(group._reduce_scatter_comm, "hook", None) for group in self.shards.groups)
+        if self.hook is not None and not all(hook is self.hook for hook in hooks):
+            self.hook.loop.fail(f"{_REPLACED}: call it before, and {_LOSS_SIDE}")
         if piece is self._begun:
             return
         self._begun = piece
@@ -278,21 +241,7 @@ class ShardedModel(ConnectedModel):
                 stack.enter_context(self.shards.staying_gathered())
             yield
         if by_size:
-            self._held = self.shards.gathered()
-
-    @torch.no_grad()
-    def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
-        """As of any model, for what was kept back.
-
-        What was reduced already has its own weight, since FSDP adds to it without reducing it again.
-        """
-        if applied is not None:
-            if piece.samples == 0:
-                for gradient in self.shards.kept_back():
-                    wipe_nonfinite_(gradient)
-        elif piece.following and piece.samples != piece.following:
-            for gradient in self.shards.kept_back():
-                gradient.mul_(piece.samples / piece.following) if piece.samples else gradient.zero_()
+            self._held = [group for group in self.shards.groups if group.is_unsharded]
 
 
 def attach_sharded(model: nn.Module, options: Options, around: Around) -> ConnectedModel:
@@ -301,7 +250,7 @@ def attach_sharded(model: nn.Module, options: Options, around: Around) -> Connec
     if options.hook is not None:
         raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
     shards = Shards.of(model)
-    if group is None or around.alone:
+    if group is None or around.ranks.workers == 1:
         return _unhooked(model, shards, around)
     if shards is not None and (theirs := shards.wrong_ranks(ours := dist.get_process_group_ranks(group))) is not None:
         fix = "give both the data-parallel dimension of one mesh: process_group=mesh.get_group()"
@@ -316,7 +265,7 @@ def attach_sharded(model: nn.Module, options: Options, around: Around) -> Connec
         return _unhooked(model, shards, around)
     inner = InnerHook(group, None, None, device=shards.device.type)
     check = around.watch(reduces=True, hooked=False, shards=shards)
-    entry = ShardedHook(inner, around.weights, around.meter, check, around.ranks, shards=shards, scaler=options.scaler)
+    entry = ShardedHook(shards, inner, around, check, scaler=options.scaler)
     entry.require_mean()
     entry.attach()
     shards.time_exchanges(recorder.timer)
@@ -350,11 +299,6 @@ def _cannot_weigh(model: nn.Module, shards: Shards) -> str | None:
         elif not type(comm).__module__.startswith("torch.distributed."):
             return f"the model has a reduce-scatter of its own, {type(comm).__name__}"
     return None
-
-
-def _inner(own: Any) -> Any:
-    """What was there before a controller that is closed by now came."""
-    return own.inner if isinstance(own, _ReduceScatter | _AllGather | _AllReduced) else own
 
 
 def _replicas(group: Any) -> Any:

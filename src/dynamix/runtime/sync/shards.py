@@ -47,17 +47,12 @@ class Shards:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
-        self.modules: list[Any] = []
-        self.groups: list[Any] = []
-        seen = set[int]()
-        for module in model.modules():
-            if not is_fully_sharded(module):
-                continue
+        found: dict[int, tuple[Any, Any]] = {}
+        for module in filter(is_fully_sharded, model.modules()):
             for group in _groups_of(module):
-                if id(group) not in seen:  # one may be of several modules
-                    seen.add(id(group))
-                    self.modules.append(module)
-                    self.groups.append(group)
+                found.setdefault(id(group), (module, group))  # one may be of several modules
+        self.modules = [module for module, _ in found.values()]
+        self.groups = [group for _, group in found.values()]
 
     @classmethod
     def of(cls, model: nn.Module) -> "Shards | None":
@@ -67,17 +62,20 @@ class Shards:
         except AttributeError:
             return None
         known = all(hasattr(group, name) for group in shards.groups for name in (*_OF_GROUP, *_EXCHANGES))
-        parameters = [p for group in shards.groups for p in getattr(group, "fsdp_params", ())]
-        return shards if known and all(hasattr(p, name) for p in parameters for name in _OF_PARAMETER) else None
+        return shards if known and all(hasattr(p, name) for p in shards.held() for name in _OF_PARAMETER) else None
 
     @property
     def device(self) -> torch.device:
         """Where it trains."""
         return next((group.device for group in self.groups), torch.device("cpu"))
 
+    def held(self) -> list[Any]:
+        """What FSDP2 holds of each parameter."""
+        return [p for group in self.groups for p in group.fsdp_params]
+
     def parameters(self) -> list[nn.Parameter]:
         """Those that are sharded, as the optimizer holds them."""
-        return [p.sharded_param for group in self.groups for p in group.fsdp_params]
+        return [p.sharded_param for p in self.held()]
 
     def reduced(self) -> list[Tensor]:
         """This rank's shards of the gradients that have crossed ranks."""
@@ -85,19 +83,15 @@ class Shards:
 
     def kept_back(self) -> list[Tensor]:
         """Gradients of whole parameters that are of this rank alone."""
-        return [_local(grad) for group in self.groups for p in group.fsdp_params for grad in _kept_back(p)]
+        found = [grad for p in self.held() for grad in (p.unsharded_accumulated_grad, getattr(_whole(p), "grad", None))]
+        return [_local(grad) for grad in found if grad is not None]
 
     def drop(self) -> None:
         """Forget what has not crossed ranks."""
-        for group in self.groups:
-            for p in group.fsdp_params:
-                p.unsharded_accumulated_grad = None
-                if (whole := getattr(p, "_unsharded_param", None)) is not None:
-                    whole.grad = None
-
-    def gathered(self) -> list[Any]:
-        """The groups whose whole parameters this rank has now."""
-        return [group for group in self.groups if group.is_unsharded]
+        for p in self.held():
+            p.unsharded_accumulated_grad = None
+            if (whole := _whole(p)) is not None:
+                whole.grad = None
 
     @contextmanager
     def staying_gathered(self) -> Iterator[None]:
@@ -136,7 +130,7 @@ class Shards:
         """Let `timer` know when each group gathers, reduces and waits for both."""
         for group in self.groups:
             for name in _EXCHANGES:
-                setattr(group, name, _timed(getattr(group, name), timer))
+                setattr(group, name, timer.exchanging()(getattr(group, name)))
 
     def stop_timing(self) -> None:
         """What `time_exchanges` did is undone."""
@@ -148,9 +142,7 @@ class Shards:
 def gradients_of(model: nn.Module) -> list[Tensor]:
     """All that has accumulated of the gradients of `model`, as plain tensors of this rank, to be scaled in place."""
     if is_fully_sharded(model) and (shards := Shards.of(model)) is not None:
-        of_fsdp = {id(p) for p in shards.parameters()}
-        whole = (getattr(p, "_unsharded_param", None) for group in shards.groups for p in group.fsdp_params)
-        of_fsdp.update(id(p) for p in whole)
+        of_fsdp = {id(of) for p in shards.held() for of in (p.sharded_param, _whole(p))}
         others = [p.grad for p in model.parameters() if id(p) not in of_fsdp and p.grad is not None]
         return [*shards.reduced(), *shards.kept_back(), *map(_local, others)]
     # Autograd may give several parameters one memory: each once, and before it the sparse ones that are views of it.
@@ -164,23 +156,12 @@ def _groups_of(module: Any) -> list[Any]:
     return list(several) if several is not None else [] if one is None else [one]
 
 
-def _kept_back(parameter: Any) -> Iterator[Tensor]:
-    if parameter.unsharded_accumulated_grad is not None:
-        yield parameter.unsharded_accumulated_grad
-    whole = getattr(parameter, "_unsharded_param", None)
-    if whole is not None and whole.grad is not None:
-        yield whole.grad
+def _whole(parameter: Any) -> Any:
+    """The parameter as its passes see it, where it was gathered once; it has gradients that have not crossed ranks."""
+    return getattr(parameter, "_unsharded_param", None)
 
 
 def _local(tensor: Any) -> Tensor:
     """This rank's part of a `DTensor`, sharing its memory; any other tensor as it is."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
-
-
-def _timed(method: Any, timer: Any) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with timer.exchanging():
-            return method(*args, **kwargs)
-
-    return call

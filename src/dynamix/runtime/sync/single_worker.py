@@ -46,7 +46,7 @@ class SingleWorkerSync:
     def finish(self, model: ConnectedModel, piece: Piece | None, *, more: bool = False) -> None:
         """A single worker's gradients of this round are there, to be clipped or applied; `more`: not all of them."""
         if self._pairs is not None and piece is not None and self.loss_weight.in_gradient(piece) is None:
-            (model.reopen if more else model.finish)(piece, self.accumulate)
+            model.finish(piece, self.accumulate, more=more)
 
     def observe_pair(self, parameters: list[nn.Parameter], samples: int) -> None:
         """A single worker's noise scale, from its gradients of so many samples in two steps that follow each other."""

@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 
 from dynamix.runtime.sync.shards import is_fully_sharded
 
+_FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+
 
 def inner_model(model: nn.Module) -> nn.Module:
     """The module under DDP or FSDP2 inside of a compiled, Fabric or Accelerate model; any other module as it is.
@@ -21,7 +23,8 @@ def inner_model(model: nn.Module) -> nn.Module:
     """
     found: Any = model
     while not (isinstance(found, DistributedDataParallel) or is_fully_sharded(found)):
-        inside = getattr(found, "_forward_module", None) if _is_fabric(found) else getattr(found, "_orig_mod", None)
+        of_fabric = type(found).__name__ == "_FabricModule"
+        inside = getattr(found, "_forward_module" if of_fabric else "_orig_mod", None)
         if not isinstance(inside, nn.Module):
             return model
         found = inside
@@ -38,16 +41,8 @@ def inner_optimizer(optimizer: Any) -> Any:
     True
     """
     found = optimizer
-    while _is_prepared(found):
+    while type(found).__module__.partition(".")[0] in _FRAMEWORKS and isinstance(
+        getattr(found, "optimizer", None), Optimizer
+    ):
         found = found.optimizer
     return found
-
-
-def _is_fabric(model: Any) -> bool:
-    return type(model).__name__ == "_FabricModule"
-
-
-def _is_prepared(optimizer: Any) -> bool:
-    framework = type(optimizer).__module__.partition(".")[0]
-    known = framework in ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-    return known and isinstance(getattr(optimizer, "optimizer", None), Optimizer)
