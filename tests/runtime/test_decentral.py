@@ -22,7 +22,7 @@ from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, TRACES, TraceKind
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel, own_window
-from dynamix.runtime.measure.recorder import ROW
+from dynamix.runtime.measure.row import ROW
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.window import Bounds, Window
 from tests.ranks import Ok, run_ranks

@@ -262,7 +262,7 @@ class TrainingJob:
             if (test := self.facts.weight_test) is not None and test.suspects:
                 test.judge(loss, mine, piece.plan.counts)
         if not piece.last:
-            self.recorder.micro_done()
+            self.recorder.timer.micro_done()
             for model in [] if piece.plan.apart else self.models:
                 model.make_ready(piece, seen.applied)
         for hears in self._heard["piece_done"]:

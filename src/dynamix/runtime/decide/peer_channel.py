@@ -30,7 +30,7 @@ from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.decide.channel import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, DecisionChannel, Kind, Message
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
-from dynamix.runtime.measure.recorder import HELD, ROW
+from dynamix.runtime.measure.row import HELD, ROW
 from dynamix.runtime.ranks.group import ControlGroup, Work
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.window import Floats, Window
