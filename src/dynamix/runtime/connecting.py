@@ -58,7 +58,7 @@ def connect(
     memory = None
     if first:
         note = ExitNote(job.ranks.rank, job.samples_now, job.memory_ran_out)
-        memory = Memory(connected, job.loss_weight, job.ranks, group=group, note=note)
+        memory = Memory(connected, job.loss_weight, job.ranks, group, note)
     job.connect(connected, optimizer, memory)
 
 

@@ -351,7 +351,7 @@ class TrainingJob:
         """`Controller.close`. Waits for nobody where an error is on its way out, or a rank is lost."""
         ranks, error = self.ranks, sys.exception()
         failing = error or ranks.lost
-        if error is not None and self.memory is not None and self.memory.note is not None:
+        if error is not None and self.memory is not None:
             self.memory.note.uncaught(error)  # the loop closes its controller on its way out
         if error is not None:
             ranks.leave_with(error)

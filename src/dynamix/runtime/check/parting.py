@@ -127,15 +127,10 @@ class Parting:
             self._drawn = draw(optimizers, models, self._draws - 1)
         self._windows += 1
         self._read(self._drawn, place[PLACE[0]])
-        sample = self._sample
-        if sample is None:
-            return [digest_of(settings), *[math.nan] * (len(HELD) - 1)]
-        unused = [math.nan] * (ELEMENTS - len(sample.elements))
-        return [
-            *(digest_of(settings), digest_of(sample.settings), float(sample.step), sample.key),
-            *sample.elements,
-            *unused,
-        ]
+        told, sample = [digest_of(settings)], self._sample
+        if sample is not None:
+            told += [digest_of(sample.settings), float(sample.step), sample.key, *sample.elements]
+        return told + [math.nan] * (len(HELD) - len(told))
 
     def facts(self, place: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, float]]:
         """What digests are of, plain values by name; and how near some of them must be."""

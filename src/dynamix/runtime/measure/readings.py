@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 Value = Tensor | float  # a float once it has cost nothing to read
@@ -17,7 +16,6 @@ Value = Tensor | float  # a float once it has cost nothing to read
 # argmax over a large vocabulary costs more than it tells: 91 ms for 2048 x 32000 logits on a CPU
 ACCURACY_ROWS = 256
 ACCURACY_ELEMENTS = 2**20
-_PLAIN = ("cpu", "cuda")  # devices whose numbers are read as they come
 _LOSS = ("loss",)
 _LOGITS = ("logits", "out", "output", "outputs", "predictions", "preds")
 _TARGET = ("labels", "label", "target", "targets", "y")
@@ -61,9 +59,6 @@ class Reader:
         if logits is None or target is None:
             return None
         try:
-            if _is_plain(logits, target) and _usual(logits, target):
-                rows = _rows(logits.shape[1])  # nearly always on a CPU
-                return _share_right_plain(logits[:rows].detach().numpy(), target[:rows].numpy())
             with torch.no_grad():
                 return self._accuracy(_tensor(logits, _LOGITS), _tensor(target, _TARGET), loss)
         except Exception as error:
@@ -182,28 +177,15 @@ def _every(dimension: int, step: int) -> tuple[slice, ...]:
 
 def _share_right(logits: Tensor, target: Tensor, classes: int) -> Value:
     """Of class indices."""
-    if _is_plain(logits, target):
-        return _share_right_plain(logits.numpy(), target.numpy(), classes)
+    known = type(logits) is type(target) is Tensor and logits.dtype in (torch.float32, torch.float64)
+    if known and logits.is_cpu and target.is_cpu and target.dtype is torch.int64:
+        # NumPy looks at them without torch's cost per call.
+        right = int(np.count_nonzero(logits.numpy().argmax(classes) == target.numpy()))
+        seen = int(np.count_nonzero(target.numpy().view(np.uint64) < logits.shape[classes]))  # below 0 is very large
+        return right / seen if seen else math.nan
     valid = (target >= 0) & (target < logits.shape[classes])
     right_of = torch.count_nonzero((logits.argmax(classes) == target) & valid)
     return _read(right_of / torch.count_nonzero(valid))
-
-
-def _is_plain(logits: Any, target: Any) -> bool:
-    """Whether NumPy can look at them, without torch's cost per call."""
-    both = type(logits) is type(target) is Tensor and logits.device.type == target.device.type == "cpu"
-    return both and target.dtype is torch.int64 and logits.dtype in (torch.float32, torch.float64)
-
-
-def _usual(logits: Tensor, target: Tensor) -> bool:
-    """Whether the shapes are (B, C), C > 1, and (B,)."""
-    return logits.dim() == 2 and target.dim() == 1 and len(logits) == len(target) and logits.shape[1] > 1
-
-
-def _share_right_plain(logits: NDArray[Any], target: NDArray[Any], classes: int = 1) -> float:
-    right = int(np.count_nonzero(logits.argmax(classes) == target))
-    seen = int(np.count_nonzero(target.view(np.uint64) < logits.shape[classes]))  # below 0 is very large there
-    return right / seen if seen else math.nan
 
 
 def _share_right_of_soft(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
