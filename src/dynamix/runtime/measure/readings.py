@@ -83,7 +83,7 @@ class Reader:
             raise ValueError("targets that are no class indices have the shape of the logits")
         if target.dim() == logits.dim() and 1 in (target.shape[1], target.shape[-1]):
             target = target.squeeze(1 if target.shape[1] == 1 else -1)
-        choices = [d for d in _class_dimensions(logits) if _without(logits.shape, d) == target.shape]
+        choices = [d for d in _class_dimensions(logits) if logits.shape[:d] + logits.shape[d + 1 :] == target.shape]
         if not choices and logits.dim() > 1 and target.numel() * logits.shape[-1] == logits.numel():
             logits, target = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
             choices = [1]
@@ -143,15 +143,14 @@ def _class_dimensions(logits: Tensor) -> list[int]:
     return [last, 1] if last > 1 else [last] if last >= 0 else []
 
 
-def _without(shape: torch.Size, dimension: int) -> torch.Size:
-    return shape[:dimension] + shape[dimension + 1 :]
-
-
 def _sampled(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor, int]:
     """Part of the samples and positions of both, spread over the positions; views."""
     if classes == 0:
         return logits, target, classes
-    rows = _rows(logits.shape[classes], positions=logits.dim() > 2)
+    rows = max(ACCURACY_ELEMENTS // max(logits.shape[classes], 1), 1)
+    if logits.dim() > 2:  # fewer samples, since each has positions to choose from as well
+        rows = math.ceil(math.sqrt(rows))
+    rows = min(ACCURACY_ROWS, rows)
     logits, target = logits[:rows], target[:rows]
     too_many = -(-logits.numel() // ACCURACY_ELEMENTS)
     for dimension in range(1, logits.dim()):
@@ -163,12 +162,6 @@ def _sampled(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tens
         same = target.dim() == logits.dim() or dimension < classes
         target = target[_every(dimension if same else dimension - 1, every)]
     return logits, target, classes
-
-
-def _rows(classes: int, *, positions: bool = False) -> int:
-    """Samples to look at; fewer where each has `positions` to choose from as well."""
-    most = max(ACCURACY_ELEMENTS // max(classes, 1), 1)
-    return min(ACCURACY_ROWS, math.ceil(math.sqrt(most)) if positions else most)
 
 
 def _every(dimension: int, step: int) -> tuple[slice, ...]:

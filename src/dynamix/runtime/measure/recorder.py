@@ -20,7 +20,7 @@ from dynamix.runtime.expected import fields, numbers, wrong
 from dynamix.runtime.measure.copies import Statistics
 from dynamix.runtime.measure.readings import Reader, Value
 from dynamix.runtime.measure.row import HELD, ROW, mean_std
-from dynamix.runtime.measure.times import Dealt, WindowTimes
+from dynamix.runtime.measure.times import MOST_STEPS, Dealt, WindowTimes
 from dynamix.runtime.part import Part
 from dynamix.window import Floats
 
@@ -33,25 +33,25 @@ ACCURACY_EVERY = 4
 # Squared norms cost a pass over the gradient each: they are measured in the first step of a window, and in every so
 # many after it.
 NORMS_EVERY = 5
-_SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
-_PLAIN = ("loss", "accuracy", "pair_noise", "pair_signal")
+_FIELDS = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}  # of a row, of series of another name
+_SERIES = (*_FIELDS, "loss", "accuracy", "pair_noise", "pair_signal")
 
 
 class Recorder(Part):
     """One rank's measurements of the window now open. Never synchronises a device.
 
     On CUDA, sums stay on the device and travel to the host asynchronously; a row uses the newest that has arrived,
-    which may be a window old. `limit` bounds the steps kept (an epoch can be long).
+    which may be a window old.
 
     clock   of the marks; None: that of the device
     """
 
     name, own = "recorder", True
 
-    def __init__(self, device: torch.device, *, limit: int = 4096, clock: Clock | None = None) -> None:
-        self.device, self.limit = device, limit
+    def __init__(self, device: torch.device, *, clock: Clock | None = None) -> None:
+        self.device = device
         self.timer = StepTimer(device, clock=clock)
-        self.times = WindowTimes(limit)
+        self.times = WindowTimes()
         self.reader = Reader()
         self.probes = Probes(device)
         self.steps = 0
@@ -70,7 +70,7 @@ class Recorder(Part):
         """Training runs on `device`: its clock and its probes count from now on."""
         if device == self.device:
             return
-        self.device, self.timer = device, StepTimer(device, first_step=self.all_steps)
+        self.device, self.timer = device, StepTimer(device, first_step=self.timer.step)
         self.probes, self._statistics = Probes(device), Statistics(device)
         for name, series in self._kept.items():  # of a state that was loaded before
             self._kept[name] = [self._on_device(float(value)) for value in series]
@@ -142,7 +142,7 @@ class Recorder(Part):
         self.timer.step_done(Dealt(first_of_epoch, *(dealt or ())) if keep else None)
         with self._lock:
             measured, self._open = self._open, []
-        if self.all_steps % READ_EVERY == 0:
+        if self.timer.step % READ_EVERY == 0:
             self.times.read(self.timer)
         if not keep:
             return
@@ -160,7 +160,7 @@ class Recorder(Part):
         for name, value in of_step.items():
             series = self._kept.setdefault(name, [])
             series.append(value)
-            del series[: -self.limit]
+            del series[:-MOST_STEPS]
 
     @property
     def all_steps(self) -> int:
@@ -194,11 +194,9 @@ class Recorder(Part):
         known: dict[str, float] = {"issued": issued, "epoch": epoch, "crossed": crossed, **of_window, **measured}
         known |= {name: mean_std(of_steps[name])[0] for name in ("data", "work")}
         known["compute"], known["compute_std"] = mean_std(of_steps["compute"])
-        for series, field in _SUMMED.items():
-            known[field] = mean_std(stats.get(series, ()))[0]
-        for name in _PLAIN:
+        for name in _SERIES:
             values = stats.get(name, ())
-            known[name], std = mean_std(values)
+            known[_FIELDS.get(name, name)], std = mean_std(values)
             if name == "accuracy" and values and all(map(math.isnan, values)):
                 self.reader.failed(
                     name, "no target of a whole window was a class, or a row of probabilities of classes"
@@ -206,7 +204,7 @@ class Recorder(Part):
             if name in ("loss", "accuracy"):
                 known[f"{name}_std"], known[f"{name}_change"] = std, self._change(name, known[name], std)
         known |= self.probes.sample() | dict(zip(HELD, held or (), strict=False))
-        steps = min(self.steps, self.limit)
+        steps = min(self.steps, MOST_STEPS)
         comm = of_steps["comm"][-steps:] if steps else []
         self.last = {"compute_s": known["compute"], "exchange_s": mean_std(comm)[0], "data_s": known["data"]}
         self.last |= {name: known[name] for name in ("loss", "accuracy")}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dynamix.probes.timing import RECENT, StepTimer, StepTimes, pause_in
 
-_NAN = math.nan
+MOST_STEPS = 4096  # of a window that are kept: an epoch can be long
 
 
 class Dealt(NamedTuple):
@@ -17,19 +17,19 @@ class Dealt(NamedTuple):
     """
 
     first: bool
-    samples: float = _NAN
-    work: float = _NAN
+    samples: float = math.nan
+    work: float = math.nan
 
 
 class WindowTimes:
-    """Of the window now open, at most `limit` steps; and of the last ones before, since a pause is told by those.
+    """Of the window now open, and of the last steps before it, since a pause is told by those.
 
     pauses   steps that were left out so far: this worker, or one that it had to wait for, paused in them
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self) -> None:
         self.pauses = 0
-        self._steps: deque[StepTimes] = deque(maxlen=limit)
+        self._steps: deque[StepTimes] = deque(maxlen=MOST_STEPS)
         self._recent_s: deque[float] = deque(maxlen=RECENT)
         self._sees_communication = True
 
@@ -51,9 +51,9 @@ class WindowTimes:
         found: dict[str, list[float]] = {name: [] for name in ("compute", "comm", "data", "samples", "work")}
         for times in self._steps:
             first, samples, work = times.told
-            data = _NAN if first else times.data
+            data = math.nan if first else times.data
             whole_s.append(sum(filter(math.isfinite, (times.compute, times.comm, data))))
-            compute = times.compute if self._sees_communication else _NAN
+            compute = times.compute if self._sees_communication else math.nan
             for series, value in zip(found.values(), (compute, times.comm, data, samples, work), strict=True):
                 series.append(value)
         paused = pause_in(whole_s, self._recent_s)
@@ -61,6 +61,6 @@ class WindowTimes:
         if paused is not None:
             self.pauses += 1
             for series in found.values():
-                series[paused] = _NAN
+                series[paused] = math.nan
         self.forget()
         return found

@@ -166,7 +166,7 @@ class Memory:
         if not self._gauge.allows(size, headroom):
             return False, None
         try:
-            with self._gauge.measure(size), self._gauge.watch():
+            with self._gauge.measure(size):
                 step_fn(resized(example, size))
         except Exception as error:
             return False, None if is_out_of_memory(error) else error
