@@ -147,7 +147,6 @@ class LoopCheck(Loop, Part):
 
     def __post_init__(self) -> None:
         self._checks: list[ModelCheck] = []
-        self._first: dict[int, ModelCheck] = {}  # by model
         self._turns = Turns(self.fail)
         self._strangers = Strangers(self, self._checks) if self.workers > 1 else None
 
@@ -170,28 +169,27 @@ class LoopCheck(Loop, Part):
             self._strangers.passes.connect(model)
         check = ModelCheck(self, model, optimizer, reduces=reduces, shards=shards)
         self._checks.append(check)
-        self._first[id(model)] = check
-        self.models = len(self._first)
+        self.models += 1
         return check
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
         """Where an error is raised inside, the models that were connected there are looked at no more."""
-        known, first = len(self._checks), dict(self._first)
+        known, models = len(self._checks), self.models
         try:
             yield
         except Exception:
             for check in self._checks[known:]:
                 check.close()
             del self._checks[known:]
-            self._first, self.models = first, len(first)
+            self.models = models
             raise
 
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Watch a further optimizer of a connected model; False if the model is not connected yet."""
         if any(optimizer is check.optimizer for check in self._checks):
             raise UsageError(f"wrap() was already called with this optimizer: {WRAP_ONCE}")
-        first = self._first.get(id(model))
+        first = next((check for check in self._checks if check.model() is model), None)
         if first is not None:
             check = ModelCheck(self, model, optimizer, reduces=first.reduces, shards=first.shards)
             self._checks.append(check)

@@ -24,7 +24,7 @@ class Copy:
 class Statistics:
     """Series of a window by name, each of single values, and what is to be known of that window besides.
 
-    On CUDA they are on the device. The newest that have arrived may be of the window before.
+    They are on a CUDA device. The newest that have arrived may be of the window before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,8 +36,6 @@ class Statistics:
         self, series: dict[str, list[Any]], of_window: dict[str, float]
     ) -> tuple[dict[str, list[float]], dict[str, float]]:
         """Send these, of the window that closes, and return the newest that are here."""
-        if self._device.type != "cuda":
-            return series, of_window
         if self._under_way is not None:
             copy, lengths, sent_with = self._under_way
             if (values := copy.arrived()) is not None:

@@ -6,21 +6,21 @@ import math
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dynamix.probes import probes_here
-from dynamix.probes.timing import Clock, StepTimer
+from dynamix.probes.timing import RECENT, Clock, StepTimer, StepTimes, pause_in
 from dynamix.runtime.expected import fields, numbers, wrong
 from dynamix.runtime.measure.copies import Statistics
 from dynamix.runtime.measure.readings import Reader, Value
-from dynamix.runtime.measure.row import HELD, ROW, mean_std
-from dynamix.runtime.measure.times import MOST_STEPS, Dealt, WindowTimes
+from dynamix.runtime.measure.row import HELD, ROW
 from dynamix.runtime.part import Part
 from dynamix.window import Floats
 
@@ -33,6 +33,7 @@ ACCURACY_EVERY = 4
 # Squared norms cost a pass over the gradient each: they are measured in the first step of a window, and in every so
 # many after it.
 NORMS_EVERY = 5
+MOST_STEPS = 4096  # of a window that are kept: an epoch can be long
 _FIELDS = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}  # of a row, of series of another name
 _SERIES = (*_FIELDS, "loss", "accuracy", "pair_noise", "pair_signal")
 
@@ -186,17 +187,20 @@ class Recorder(Part):
         self.times.read(self.timer)
         of_steps = self.times.close()
         self._windows += 1
-        samples, _ = mean_std(of_steps["samples"])
+        samples, _ = _mean_std(of_steps["samples"])
         if count and math.isfinite(samples):
             count, weight = samples, weight * samples / count
         of_window = {"count": count, "weight": weight, "measured_in": float(self._windows)}
-        stats, measured = self._statistics.newest(self._kept, of_window)
+        stats: Mapping[str, Sequence[Any]] = self._kept
+        measured = of_window
+        if self.device.type == "cuda":
+            stats, measured = self._statistics.newest(self._kept, of_window)
         known: dict[str, float] = {"issued": issued, "epoch": epoch, "crossed": crossed, **of_window, **measured}
-        known |= {name: mean_std(of_steps[name])[0] for name in ("data", "work")}
-        known["compute"], known["compute_std"] = mean_std(of_steps["compute"])
+        known |= {name: _mean_std(of_steps[name])[0] for name in ("data", "work")}
+        known["compute"], known["compute_std"] = _mean_std(of_steps["compute"])
         for name in _SERIES:
             values = stats.get(name, ())
-            known[_FIELDS.get(name, name)], std = mean_std(values)
+            known[_FIELDS.get(name, name)], std = _mean_std(values)
             if name == "accuracy" and values and all(map(math.isnan, values)):
                 self.reader.failed(
                     name, "no target of a whole window was a class, or a row of probabilities of classes"
@@ -206,7 +210,7 @@ class Recorder(Part):
         known |= self.probes.sample() | dict(zip(HELD, held or (), strict=False))
         steps = min(self.steps, MOST_STEPS)
         comm = of_steps["comm"][-steps:] if steps else []
-        self.last = {"compute_s": known["compute"], "exchange_s": mean_std(comm)[0], "data_s": known["data"]}
+        self.last = {"compute_s": known["compute"], "exchange_s": _mean_std(comm)[0], "data_s": known["data"]}
         self.last |= {name: known[name] for name in ("loss", "accuracy")}
         comm += [math.nan] * (steps - len(comm))
         self.reset()
@@ -245,6 +249,63 @@ class Recorder(Part):
         for name, series in state["series"].items():
             self._kept[name] = [self._on_device(value) for value in series]
         self._before = {name: (pair[0], pair[1]) for name, pair in state["before"].items()}
+
+
+class Dealt(NamedTuple):
+    """What is known of a step that a window keeps.
+
+    first           of its epoch: starting a loader's iterator is not waiting for data
+    samples, work   of this rank's share, and what they cost in samples of mean cost; NaN where that is not known
+    """
+
+    first: bool
+    samples: float = math.nan
+    work: float = math.nan
+
+
+class WindowTimes:
+    """Of the window now open, and of the last steps before it, since a pause is told by those.
+
+    pauses   steps that were left out so far: this worker, or one that it had to wait for, paused in them
+    """
+
+    def __init__(self) -> None:
+        self.pauses = 0
+        self._steps: deque[StepTimes] = deque(maxlen=MOST_STEPS)
+        self._recent_s: deque[float] = deque(maxlen=RECENT)
+        self._sees_communication = True
+
+    def see_no_communication(self) -> None:
+        """Waits hide in what is measured as `compute`, which is then not known."""
+        self._sees_communication = False
+
+    def read(self, timer: StepTimer) -> None:
+        """Take what `timer` has of steps that are kept: those that it was told of as `Dealt`."""
+        self._steps.extend([times for times in timer.take() if times.told is not None])
+
+    def forget(self) -> None:
+        """The open window is not measured."""
+        self._steps.clear()
+
+    def close(self) -> dict[str, list[float]]:
+        """By name, seconds of each step, and what was dealt; all NaN in a step that holds a pause. The window ends."""
+        whole_s: list[float] = []  # everything in them that is training
+        found: dict[str, list[float]] = {name: [] for name in ("compute", "comm", "data", "samples", "work")}
+        for times in self._steps:
+            first, samples, work = times.told
+            data = math.nan if first else times.data
+            whole_s.append(sum(filter(math.isfinite, (times.compute, times.comm, data))))
+            compute = times.compute if self._sees_communication else math.nan
+            for series, value in zip(found.values(), (compute, times.comm, data, samples, work), strict=True):
+                series.append(value)
+        paused = pause_in(whole_s, self._recent_s)
+        self._recent_s.extend(whole_s)
+        if paused is not None:
+            self.pauses += 1
+            for series in found.values():
+                series[paused] = math.nan
+        self.forget()
+        return found
 
 
 class Probes:
@@ -322,3 +383,14 @@ def _mean(weighted: list[tuple[Value, float]]) -> Value:
 
 def _sum(values: list[Value]) -> Value:
     return sum(values[1:], values[0])
+
+
+def _mean_std(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample deviation of what is finite. A window is a few steps: plain Python is ten times faster there."""
+    known = [v for v in values if math.isfinite(v)]
+    if not known:
+        return float("nan"), float("nan")
+    mean = math.fsum(known) / len(known)
+    if len(known) < 2:
+        return mean, float("nan")
+    return mean, math.sqrt(math.fsum((v - mean) * (v - mean) for v in known) / (len(known) - 1))

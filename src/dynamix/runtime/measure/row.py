@@ -1,7 +1,5 @@
 """What a rank says of a window: the row that it sends, and how the rows of W ranks become a `Window`."""
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,17 +16,6 @@ _MEASURED = (
 )
 HELD = ("digest", "late_digest", "sampled_at", "drawn", *(f"element_{n}" for n in range(ELEMENTS)))
 ROW = (*_MEASURED, *HELD)
-
-
-def mean_std(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample deviation of what is finite. A window is a few steps: plain Python is ten times faster there."""
-    known = [v for v in values if math.isfinite(v)]
-    if not known:
-        return float("nan"), float("nan")
-    mean = math.fsum(known) / len(known)
-    if len(known) < 2:
-        return mean, float("nan")
-    return mean, math.sqrt(math.fsum((v - mean) * (v - mean) for v in known) / (len(known) - 1))
 
 
 def assemble(
