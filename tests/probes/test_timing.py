@@ -32,15 +32,15 @@ class ManualClock:
     def mark(self) -> float:
         return self.now
 
-    def passed(self, mark: float) -> bool:
-        return mark <= self.reached
+    def passed(self, *marks: float) -> bool:
+        return max(marks) <= self.reached
 
     def seconds(self, start: float, end: float) -> float:
         assert max(start, end) <= self.reached, "read before the device got there"
         return end - start
 
-    def recycle(self, mark: float) -> None:
-        self.recycled.append(mark)
+    def recycle(self, *marks: float) -> None:
+        self.recycled.extend(marks)
 
 
 @pytest.fixture

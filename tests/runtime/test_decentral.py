@@ -21,7 +21,7 @@ from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel, own_window
-from dynamix.runtime.measure.recorder import ROW
+from dynamix.runtime.measure.row import ROW
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, adaptive, classes, classifier, decided

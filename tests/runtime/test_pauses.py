@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from dynamix.policies.registry import make_policy, policy_names
-from dynamix.probes.timing import StepTimer
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
-from dynamix.runtime.measure.recorder import Recorder, assemble
+from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.measure.row import assemble
 from dynamix.window import Bounds, Floats, Ints, Window
 from dynamix_lab.virtual.workers import VirtualTime
 from tests.ranks import run_ranks
@@ -44,9 +44,7 @@ class Workers:
     def __init__(self, disturb: Disturbance) -> None:
         self.disturb, self.time, self.steps = disturb, VirtualTime(), 0
         self.random = np.random.default_rng(0)
-        self.recorders = [Recorder(NO_DEVICE) for _ in SPEED]
-        for recorder in self.recorders:
-            recorder.timer = StepTimer(NO_DEVICE, clock=self.time)
+        self.recorders = [Recorder(NO_DEVICE, clock=self.time) for _ in SPEED]
 
     def train(self, sizes: Ints, *, keep: bool) -> None:
         jitter = np.exp(0.03 * self.random.standard_normal(4))

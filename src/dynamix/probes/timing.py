@@ -4,6 +4,7 @@ The clock is the CPU's, or CUDA events on a CUDA device. Events are recorded whe
 later, only once they have completed: nothing here ever synchronises a device.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,14 +32,14 @@ class Clock(Protocol):
     def mark(self) -> Mark:
         """Now, in the order of work on the current stream."""
 
-    def passed(self, mark: Mark) -> bool:
-        """Whether `mark` can be read. Never blocks."""
+    def passed(self, *marks: Mark) -> bool:
+        """Whether all `marks` can be read. Never blocks."""
 
     def seconds(self, start: Mark, end: Mark) -> float:
         """Time from `start` to `end`, both passed."""
 
-    def recycle(self, mark: Mark) -> None:
-        """`mark` will not be read again."""
+    def recycle(self, *marks: Mark) -> None:
+        """`marks` will not be read again."""
 
 
 class CpuClock:
@@ -47,13 +48,13 @@ class CpuClock:
     def mark(self) -> Mark:
         return time.perf_counter()
 
-    def passed(self, mark: Mark) -> bool:
+    def passed(self, *marks: Mark) -> bool:
         return True
 
     def seconds(self, start: Mark, end: Mark) -> float:
         return float(end - start)
 
-    def recycle(self, mark: Mark) -> None:
+    def recycle(self, *marks: Mark) -> None:
         pass
 
 
@@ -69,14 +70,14 @@ class CudaClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def passed(self, mark: Mark) -> bool:
-        return bool(mark.query())
+    def passed(self, *marks: Mark) -> bool:
+        return all(mark.query() for mark in marks)
 
     def seconds(self, start: Mark, end: Mark) -> float:
         return float(start.elapsed_time(end)) * 1e-3
 
-    def recycle(self, mark: Mark) -> None:
-        self._free.append(mark)
+    def recycle(self, *marks: Mark) -> None:
+        self._free.extend(marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class StepTimes:
               And the exchange of buffers before the forward pass, the same way
     data      end of the previous step to forward start
     total     end of the previous step to the end of this one
+    told      what `StepTimer.step_done` was told of the step
     """
 
     step: int
@@ -96,6 +98,7 @@ class StepTimes:
     comm: float
     data: float
     total: float
+    told: Any = None
 
 
 @dataclass(slots=True)
@@ -112,11 +115,10 @@ class _Micro:
     data_known: bool = True
     compute_known: bool = True
 
-    def marks(self) -> Iterator[Mark]:
+    def marks(self) -> list[Mark]:
         """All marks but `before`, the one most likely to be outstanding first."""
-        yield from (mark for mark in (self.end, self.ready, self.start, *self.reduced) if mark is not None)
-        for pair in self.exchanged:
-            yield from pair
+        marks = [self.end, self.ready, self.start, *self.reduced, *itertools.chain(*self.exchanged)]
+        return [mark for mark in marks if mark is not None]
 
 
 class StepTimer:
@@ -141,7 +143,7 @@ class StepTimer:
         self._clock: Clock = clock or (CudaClock(device) if device.type == "cuda" else CpuClock())
         self._micro = _Micro(before=None)
         self._open: list[_Micro] = []
-        self._closed: deque[tuple[int, list[_Micro]]] = deque()
+        self._closed: deque[tuple[int, list[_Micro], Any]] = deque()
 
     def forward_started(self) -> None:
         """A training forward pass begins. Only the first of a (micro-)step counts: it ends `data`."""
@@ -187,10 +189,10 @@ class StepTimer:
         if self._micro.reduced:
             self.micro_done()
 
-    def step_done(self) -> None:
-        """The optimizer step is over: closes its record."""
+    def step_done(self, told: Any = None) -> None:
+        """The optimizer step is over: closes its record, which keeps what is `told` of it."""
         self.micro_done()
-        self._closed.append((self.step, self._open))
+        self._closed.append((self.step, self._open, told))
         self._open = []
         self.step += 1
 
@@ -201,49 +203,41 @@ class StepTimer:
         """
         taken: list[StepTimes] = []
         while self._closed:
-            step, micros = self._closed[0]
+            step, micros, told = self._closed[0]
+            marks = [mark for micro in reversed(micros) for mark in micro.marks()]
             if not discard:
-                if not all(self._clock.passed(mark) for micro in reversed(micros) for mark in micro.marks()):
+                if not self._clock.passed(*marks):
                     break
-                taken.append(self._read(step, micros))
+                taken.append(self._read(step, micros, told))
             self._closed.popleft()
-            self._recycle(micros)
+            before = micros[0].before
+            # The first of the marks, the end, is also the next record's `before`, which returns it.
+            self._clock.recycle(*marks[1:], *([] if before is None else [before]))
         return taken
 
-    def _read(self, step: int, micros: list[_Micro]) -> StepTimes:
-        # Passes under no_sync have no communication at all; only when none had any is it unknown.
-        comm = [self._comm(m) for m in micros if m.ready is not None or m.exchanged]
-        known = all(m.data_known and m.compute_known for m in micros)
-        compute = sum(self._compute(m) for m in micros)
-        data = sum(self._between(m.before, m.start) if m.data_known else np.nan for m in micros)
+    def _read(self, step: int, micros: list[_Micro], told: Any) -> StepTimes:
+        compute, comm, data, known = list[float](), list[float](), list[float](), True
+        for micro in micros:
+            waited = self._comm(micro)
+            # Also right when every reduction ended before the last gradient was ready, and comm is cut at zero.
+            compute.append(self._between(micro.start, micro.end) - waited if micro.compute_known else np.nan)
+            data.append(self._between(micro.before, micro.start) if micro.data_known else np.nan)
+            # Passes under no_sync have no communication at all; only when none had any is it unknown.
+            if micro.ready is not None or micro.exchanged:
+                comm.append(waited)
+            known = known and micro.data_known and micro.compute_known
         total = self._between(micros[0].before, micros[-1].end) if known else np.nan
-        return StepTimes(step, compute, sum(comm) if comm else np.nan, data, total)
+        return StepTimes(step, sum(compute), sum(comm) if comm else np.nan, sum(data), total, told)
 
     def _comm(self, micro: _Micro) -> float:
+        exchange = sum(itertools.starmap(self._between, micro.exchanged))
         if micro.ready is None:
-            return self._exchange(micro)
+            return exchange
         ends = [self._between(micro.ready, mark) for mark in micro.reduced]
-        return max(0.0, *ends) + self._exchange(micro) if ends else np.nan
-
-    def _exchange(self, micro: _Micro) -> float:
-        return sum(self._between(begun, ended) for begun, ended in micro.exchanged)
-
-    def _compute(self, micro: _Micro) -> float:
-        if not micro.compute_known:
-            return np.nan
-        whole = self._between(micro.start, micro.end)
-        # Also right when every reduction ended before the last gradient was ready, and comm is cut at zero.
-        return whole - self._comm(micro)
+        return max(0.0, *ends) + exchange if ends else np.nan
 
     def _between(self, start: Mark | None, end: Mark | None) -> float:
         return np.nan if start is None or end is None else self._clock.seconds(start, end)
-
-    def _recycle(self, micros: list[_Micro]) -> None:
-        for micro in micros:
-            # The end of a pass is also the next one's `before`, whose record returns it.
-            for mark in (micro.before, *micro.marks()):
-                if mark is not None and mark is not micro.end:
-                    self._clock.recycle(mark)
 
 
 def pause_in(seconds: Sequence[float], before: Iterable[float]) -> int | None:

@@ -262,7 +262,7 @@ class TrainingJob:
             if (test := self.facts.weight_test) is not None and test.suspects:
                 test.judge(loss, mine, piece.plan.counts)
         if not piece.last:
-            self.recorder.micro_done()
+            self.recorder.timer.micro_done()
             for model in [] if piece.round.apart else self.models:
                 model.make_ready(piece, seen.applied)
         for hears in self._heard["piece_done"]:
@@ -351,7 +351,7 @@ class TrainingJob:
         """`Controller.close`. Waits for nobody where an error is on its way out, or a rank is lost."""
         ranks, error = self.ranks, sys.exception()
         failing = error or ranks.lost
-        if error is not None and self.memory is not None and self.memory.note is not None:
+        if error is not None and self.memory is not None:
             self.memory.note.uncaught(error)  # the loop closes its controller on its way out
         if error is not None:
             ranks.leave_with(error)

@@ -44,7 +44,7 @@ def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
         "noise_scale": noise / signal if signal > 0 else nan,
         "windows": progress.window,
         "changes": windows.changes,
-        "pauses": recorder.pauses,
+        "pauses": recorder.times.pauses,
         "unread": recorder.reader.unread,
         "overhead_s": overhead_s / recorder.all_steps if recorder.all_steps else nan,
     }

@@ -7,8 +7,9 @@ import torch
 
 from dynamix.data import Round
 from dynamix.errors import ConfigError
-from dynamix.probes.timing import CpuClock, StepTimer
-from dynamix.runtime.measure.recorder import ROW, Recorder
+from dynamix.probes.timing import CpuClock
+from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.measure.row import ROW
 from dynamix.window import Floats, Ints
 from dynamix_lab.simulator.clusters import Clusters
 from dynamix_lab.simulator.env import ClusterEnv
@@ -36,9 +37,7 @@ class VirtualWorkers:
     def __init__(self, world: ClusterEnv) -> None:
         self.world, self.time = world, VirtualTime()
         self.count = world.clusters.shape[1]
-        self.recorders = [Recorder(_NO_DEVICE) for _ in range(self.count)]
-        for recorder in self.recorders:
-            recorder.timer = StepTimer(_NO_DEVICE, clock=self.time)
+        self.recorders = [Recorder(_NO_DEVICE, clock=self.time) for _ in range(self.count)]
         self._applied: Ints | None = None
         self._clear()
 
@@ -111,7 +110,7 @@ class VirtualWorkers:
             recorder.step_done(keep=keep, first_of_epoch=first_of_epoch, dealt=done.dealt_to(rank))
 
     def rows(self, sizes: Ints, *, issued: int) -> Floats:
-        """Close the window: the rows (W, n) that `observation.assemble` takes."""
+        """Close the window: the rows (W, n) that `assemble` takes."""
         total = float(sizes.sum())
         parts = zip(self.recorders, map(float, sizes.tolist()), strict=True)
         rows = np.stack([recorder.row(issued=issued, count=n, weight=n / total) for recorder, n in parts])

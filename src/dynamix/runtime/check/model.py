@@ -3,47 +3,93 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dynamix.data import Piece
-from dynamix.runtime.check.advice import ACCUMULATE, BY_HAND, DUE, EARLY, PIECES, REPEATED, STEP, SUM
+from dynamix.data import BatchSampler, Piece, Stream
+from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime.check.advice import ACCUMULATE, BY_HAND, DUE, EARLY, FOREIGN, ONCE, PIECES, REPEATED, STEP, SUM
 from dynamix.runtime.check.steps_in_backward import WHY
 from dynamix.runtime.check.unreached import unreached
 from dynamix.runtime.check.unreduced import Unreduced
-from dynamix.runtime.check.unwatched_optimizers import parameters_of
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.sync.optimizer_means import KNOWN, without_gradients
 from dynamix.runtime.sync.shards import Shards, is_fully_sharded
 
 
-class Loop(Protocol):
-    """The loop that trains the model, as it is counted by `LoopCheck`, for all of its models."""
+@dataclass(eq=False)
+class Loop:
+    """Where a training loop is: the batch in hand, and what was done with it by any of its models.
 
-    recorder: Recorder
+    recorder     is muted while passes are discarded (warm-up, the search for limits)
+    fail_with    gets the error, tells others, and returns it to be raised
+    gather       what every rank tells in a collective call, which is named
+    needs_piece  passes must be under `controller.piece()`, and `under_piece` they are now
+    reduced      `id` of the parameters whose gradients some connected model reduces
+    piece        of the passes since the last `step()`; `stepped` is the batch that was consumed last
+    forwards     passes of the batch in hand
+    group        optimizer steps
+    models       that train
+    """
+
     accumulate: int
+    recorder: Recorder
+    fail_with: Callable[[DynamixError], DynamixError]
+    gather: Callable[[Any, str], list[Any]]
     workers: int
-    group: int
-    forwards: int
-    reduced: set[int]
-    piece: Piece | None
-    models: int
     needs_piece: bool
-    under_piece: bool
+    under_piece: bool = False
+    reduced: set[int] = field(default_factory=set)
+    source: BatchSampler | Stream | None = None
+    piece: Piece | None = None
+    stepped: Piece | None = None
+    forwards: int = 0
+    group: int = 0
+    models: int = 0
+
+    def fail(self, message: str) -> NoReturn:
+        """Raise `UsageError`, on every rank."""
+        raise self.fail_with(UsageError(message))
 
     @property
-    def in_pieces(self) -> bool: ...
-    def fail(self, message: str) -> NoReturn: ...
-    def gather(self, told: Any, what: str) -> list[Any]: ...
-    def piece_of_optimizer(self) -> Piece | None: ...
-    def steps_apart(self) -> bool: ...
-    def too_late(self) -> bool: ...
-    def epoch_over(self) -> bool: ...
-    def without_batch(self) -> str: ...
-    def growth(self) -> str | None: ...
+    def in_pieces(self) -> bool:
+        """Whether shares are cut by size, so that ranks have unlike numbers of batches."""
+        return self.source is not None and self.source.micro_batch is not None
+
+    def piece_of_optimizer(self) -> Piece | None:
+        """The batch that an optimizer's step without a forward pass belongs to; None before the first.
+
+        It may be for a batch that was passed over, or come after `step()`.
+        """
+        source = self.source
+        now = None if source is None else source.current
+        if source is None or now is None:
+            return self.stepped
+        belongs = self.forwards or ((now.last or now.round.apart) and source.received()[0] > source.batches_consumed)
+        return now if belongs else self.stepped
+
+    def steps_apart(self) -> bool:
+        """Whether the batch in hand is an optimizer step of this rank's own."""
+        piece = None if self.source is None else self.source.current
+        return piece is not None and piece.round.apart
+
+    def too_late(self) -> bool:
+        """Whether every batch that the loop has is over."""
+        source = self.source
+        return source is not None and 0 < source.received()[0] <= source.batches_consumed
+
+    def epoch_over(self) -> bool:
+        """Whether the loop has stepped all batches of an epoch."""
+        return self.source is not None and self.source.exhausted and self.too_late()
+
+    def growth(self) -> str | None:
+        """What it may mean that more batches wait than at the epoch's beginning; None if no more do."""
+        return None
 
 
 class ModelCheck:
@@ -64,7 +110,7 @@ class ModelCheck:
         self._adds = reduces or (shards is not None and loop.workers > 1)
         self.unreduced = Unreduced(model, loop.gather, left, sharded=shards is not None)
         self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
-        self._model = weakref.ref(model)  # DDP keeps this object, in C++
+        self.model = weakref.ref(model)  # DDP keeps this object, in C++
         KNOWN.add(optimizer)
         self.reductions = 0
         self._local = False  # some of what is in `.grad` has not crossed ranks
@@ -132,8 +178,11 @@ class ModelCheck:
         """A synchronised backward pass of `piece` has its first gradients."""
         loop = self.loop
         if not loop.forwards and not self.inside:
-            loop.fail(loop.without_batch())
-        if loop.needs_piece and not loop.under_piece:
+            if loop.source is None or not loop.source.batches_issued:
+                loop.fail(FOREIGN)
+            after = "backward() came after controller.step(), so its gradient would get another batch's weight"
+            loop.fail(f"{after}: {REPEATED if loop.epoch_over() else ONCE}; {STEP}")
+        if loop.needs_piece and loop.workers > 1 and not loop.under_piece:
             loop.fail(f"backward() crossed ranks, but with meet='auto' ranks step apart in some rounds: {PIECES}")
         if piece is not None and piece.by_size and not piece.last and not self.inside:
             early = f"backward() of piece {piece.number + 1} of {piece.of} of this rank's share crossed ranks"
@@ -216,7 +265,7 @@ class ModelCheck:
         """No backward pass was reduced since the optimizer's last step: raise if it has gradients all the same."""
         if _nonzero(probe.grad):
             self.fail(f"optimizer.step() with a gradient that no backward pass has made since the last: {BY_HAND}")
-        if probe.grad is None and not self._crossed and (model := self._model()) is not None:
+        if probe.grad is None and not self._crossed and (model := self.model()) is not None:
             held = any(_nonzero(p.grad) for group in self.optimizer.param_groups for p in group["params"])
             if held and (why := unreached(model)) is not None:
                 self.fail(f"optimizer.step() with gradients that have not crossed ranks: {why}")
@@ -239,7 +288,7 @@ class ModelCheck:
                 return  # FSDP2 gives a parameter no gradient that has not crossed ranks
             self.loop.fail(WHY)
         alone = f"{where} with gradients that have not crossed ranks, which would leave every rank its own model"
-        model = self._model()
+        model = self.model()
         if self.shards is None and model is not None and (reason := unreached(model)) is not None:
             self.loop.fail(f"{alone}: {reason}")
         why = "the last backward pass ran under no_sync(), past the DDP module (model.module), or a second time"
@@ -251,6 +300,11 @@ class ModelCheck:
         if round_over and self.loop.models == 1 and (self._local or self.shards is not None):
             self.require_crossed("controller.step()")
         self.reductions, self.inside, self._crossed = 0, False, False
+
+
+def parameters_of(optimizer: Optimizer) -> set[int]:
+    """`id` of what it updates."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _nonzero(gradient: Tensor | None) -> bool:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dynamix.runtime.measure.recorder import ELEMENTS, HELD
+from dynamix.runtime.measure.copies import Copy
+from dynamix.runtime.measure.row import ELEMENTS, HELD
 from dynamix.runtime.ranks.compare import GROUPS, HOW, PLACE
 from dynamix.window import Floats
 
@@ -41,7 +42,6 @@ _WHY = (
 class DrawnElements:
     """Elements of parameters, on one device; what is read of them is what they hold then.
 
-    arrays    the same as NumPy's, which reads them faster; none of a device or a type that it has not
     names     of the parameters that `elements` are of
     memory    of these parameters when they were drawn
     epsilon   the relative precision of each element's type
@@ -49,7 +49,6 @@ class DrawnElements:
     """
 
     elements: list[Tensor]
-    arrays: list[Any]
     names: list[str]
     parameters: list[Tensor]
     memory: list[int]
@@ -71,25 +70,6 @@ class Sample:
     settings: list[float]
 
 
-class Copy:
-    """Values of a device on their way to the host, for which nobody waits."""
-
-    def __init__(self, drawn: DrawnElements, settings: list[Tensor], step: int) -> None:
-        self._key, self._step, self._elements = drawn.key, step, len(drawn.elements)
-        values = torch.stack([*drawn.elements, *settings])
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._host.copy_(values, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def arrived(self) -> Sample | None:
-        """None if they are still on their way."""
-        if not self._event.query():
-            return None
-        values = self._host.tolist()
-        return Sample(self._key, self._step, values[: self._elements], values[self._elements :])
-
-
 class Parting:
     """One rank's part: what its rows say, and what it makes of all ranks' rows where it sees them.
 
@@ -104,7 +84,7 @@ class Parting:
         self._on_device: list[Tensor] = []  # settings of the newest row
         self._drawn: DrawnElements | None = None
         self._windows = self._draws = self._count = 0
-        self._copy: Copy | None = None
+        self._under_way: tuple[Copy, float, int, int] | None = None  # and key, step and number of its elements
         self._sample: Sample | None = None
         self._drift = Drift()
 
@@ -139,23 +119,18 @@ class Parting:
                 settings.append(len(group["params"]))
                 count += settings[-1]
                 # In one pass and without names: this runs in the training thread, with nothing of it in a cache.
-                known = [name for name in _known(optimizer, group) if name not in _OWN]
-                settings += [v if type(v) in _PLAIN else self._plain(v) for v in map(group.get, known)]
+                values = map(group.get, _settings(optimizer, group))
+                settings += [v if type(v) in _PLAIN else self._plain(v) for v in values]
         if self._drawn is None or count != self._count or self._windows % _REDRAW == 0:
             self._drawn, self._draws, self._count = draw(optimizers, models, self._draws), self._draws + 1, count
         elif self._drawn.stale():  # on this rank, perhaps, alone: the same elements
             self._drawn = draw(optimizers, models, self._draws - 1)
         self._windows += 1
         self._read(self._drawn, place[PLACE[0]])
-        sample = self._sample
-        if sample is None:
-            return [digest_of(settings), *[math.nan] * (len(HELD) - 1)]
-        unused = [math.nan] * (ELEMENTS - len(sample.elements))
-        return [
-            *(digest_of(settings), digest_of(sample.settings), float(sample.step), sample.key),
-            *sample.elements,
-            *unused,
-        ]
+        told, sample = [digest_of(settings)], self._sample
+        if sample is not None:
+            told += [digest_of(sample.settings), float(sample.step), sample.key, *sample.elements]
+        return told + [math.nan] * (len(HELD) - len(told))
 
     def facts(self, place: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, float]]:
         """What digests are of, plain values by name; and how near some of them must be."""
@@ -168,7 +143,7 @@ class Parting:
             precision = _TORCH if type(optimizer).__module__.startswith("torch.") else _OTHER
             of = f" of optimizer {number}" if number else ""
             for index, group in enumerate(optimizer.param_groups):
-                for name in [name for name in _known(optimizer, group) if name not in _OWN]:
+                for name in _settings(optimizer, group):
                     value, field = self._plain(group.get(name)), f"{name} of parameter group {index}{of}"
                     facts[field] = next(late, None) if value is _LATE else value
                     near[field] = _ON_DEVICE if value is _LATE else precision
@@ -192,20 +167,18 @@ class Parting:
     @torch.no_grad()
     def _read(self, drawn: DrawnElements, step: int) -> None:
         """Copy what was drawn. On a CPU it is here at once; from a device it comes with a later row."""
-        if drawn.arrays:
-            self._sample = Sample(drawn.key, step, np.concatenate(drawn.arrays).tolist(), [])
-            return
-        if self._copy is not None:
-            arrived = self._copy.arrived()
-            if arrived is None:
+        if self._under_way is not None:
+            copy, key, of_step, count = self._under_way
+            if (values := copy.arrived()) is None:
                 return
-            self._sample, self._copy = arrived, None
+            self._sample, self._under_way = Sample(key, of_step, values[:count], values[count:]), None
         device = drawn.elements[0].device if drawn.elements else None
         settings = [setting for setting in self._on_device if device is None or setting.device == device]
         if device is not None and device.type == "cpu":
             self._sample = Sample(drawn.key, step, torch.stack(drawn.elements).tolist(), [])
         elif drawn.elements or settings:
-            self._copy = Copy(drawn, settings, step)
+            copy = Copy(torch.stack([*drawn.elements, *settings]))
+            self._under_way = copy, drawn.key, step, len(drawn.elements)
 
     # ------------------------------------------------------------ of all ranks
 
@@ -220,20 +193,13 @@ class Parting:
             return  # settings that differ are the reason for parameters that do
         worst = self._drift.look(drawn, int(step[0]), told[:, 4 : 4 + len(drawn.elements)])
         if worst is not None:
-            self.wrong, self._warning = (worst.said, None) if worst.certain else (None, worst.said)
+            said, certain = worst
+            self.wrong, self._warning = (said, None) if certain else (None, said)
 
     def differ(self) -> bool:
         """Whether digests were not alike since this was asked last."""
         differ, self._differ = self._differ, False
         return differ
-
-
-@dataclass(frozen=True)
-class Parted:
-    """That ranks have parted, in words; and whether it is `certain`."""
-
-    said: str
-    certain: bool
 
 
 class Drift:
@@ -250,8 +216,8 @@ class Drift:
         self._windows = self._growing = 0  # since then; and those that grow
         self._moved = self._last = 0.0
 
-    def look(self, drawn: DrawnElements, step: int, elements: Floats) -> Parted | None:
-        """Compare the elements (W, n) with those of the window before; None where nothing is wrong."""
+    def look(self, drawn: DrawnElements, step: int, elements: Floats) -> tuple[str, bool] | None:
+        """Compare the elements (W, n) with those of the window before: what is wrong, and whether that is certain."""
         before, self._before = self._before, (drawn.key, step, elements)
         with np.errstate(invalid="ignore", over="ignore"):
             apart = elements - elements[0]
@@ -275,16 +241,15 @@ class Drift:
         rank, at = np.unravel_index(int(added.argmax()), added.shape)
         what = f"{drawn.names[int(at)]} of rank {rank} differs from rank 0's by {ratio:.2g} of what a window moves"
         said = f"the ranks' parameters have come to differ by optimizer step {step}: {what}. {_WHY}"
-        return Parted(said, certain=ratio > _MOST or self._growing >= _GROWING)
+        return said, ratio > _MOST or self._growing >= _GROWING
 
     def _begin(self, step: int, apart: Floats, moved: float) -> None:
         self._base, self._moved, self._windows, self._last = (step, apart), moved, 0, 0.0
 
 
-def _known(optimizer: Optimizer, group: dict[str, Any]) -> Iterable[str]:
-    """Names of settings of the optimizer's; what else a loop keeps in `group`, perhaps on one rank, moves nothing."""
-    known: Iterable[str] = getattr(optimizer, "defaults", group)
-    return known
+def _settings(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:
+    """Names of what is compared; what a loop keeps in `group` besides, perhaps on one rank, moves nothing."""
+    return [name for name in getattr(optimizer, "defaults", group) if name not in _OWN]
 
 
 @torch.no_grad()
@@ -303,11 +268,9 @@ def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int
         elements.append(parameter.detach()[tuple(map(int, index))])
         chosen.append((name, parameter))
     epsilon = np.array([torch.finfo(element.dtype).eps for element in elements])
-    fast = all(element.device.type == "cpu" and element.dtype != torch.bfloat16 for element in elements)
-    arrays = [element.reshape(1).numpy() for element in elements] if fast else []
     names, parameters = [name for name, _ in chosen], [p for _, p in chosen]
     memory = [p.data_ptr() for p in parameters]
-    return DrawnElements(elements, arrays, names, parameters, memory, epsilon, digest_of([names, len(named)]))
+    return DrawnElements(elements, names, parameters, memory, epsilon, digest_of([names, len(named)]))
 
 
 def _whole(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

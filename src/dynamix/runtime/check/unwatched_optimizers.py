@@ -3,8 +3,8 @@
 import gc
 import warnings
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,64 +12,65 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dynamix.data import Piece
 from dynamix.runtime.check.advice import WRAP_ONCE
+from dynamix.runtime.check.model import Loop, ModelCheck, parameters_of
+from dynamix.runtime.check.steps_in_backward import WHY, GradientPasses
 from dynamix.runtime.sync.optimizer_means import KNOWN
 from dynamix.runtime.sync.shards import is_fully_sharded
 
-
-class Loop(Protocol):
-    """A training loop that is watched: `dynamix.runtime.check.loop.LoopCheck`."""
-
-    @property
-    def connected(self) -> Iterable[int]: ...
-    @property
-    def trained(self) -> set[int]: ...
-    def stranger(self, optimizer: Optimizer, /) -> None: ...
-    def reduced_by_nobody(self, optimizer: Optimizer, /) -> list[str]: ...
-    def step_in_backward(self, optimizer: Optimizer, /) -> None: ...
-
-
-_live: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_live: "weakref.WeakSet[Strangers]" = weakref.WeakSet()
 _watching: list[Any] = []
 
 
 class Strangers:
-    """Optimizers that step in `loop` and were not given to `wrap`.
+    """Optimizers that step in `loop` and were not given to `wrap`, and any that steps inside of a backward pass.
 
-    `loop` is told of every step of one, and of any optimizer's inside of a backward pass.
+    checks   of the models that the loop trains
     """
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = weakref.ref(loop)
+    def __init__(self, loop: Loop, checks: Sequence[ModelCheck]) -> None:
+        self._loop, self.checks, self.passes = loop, checks, GradientPasses()
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._harmless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        _live.add(loop)
+        _live.add(self)
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_any_optimizer))
 
     def close(self) -> None:
-        """Tell the loop nothing any more."""
-        _live.discard(self._loop())
+        """Look at nothing any more."""
+        _live.discard(self)
 
-    def look(self, optimizer: Optimizer, consumed: int, *, apart: bool, stepping: bool) -> str | None:
-        """What is wrong with a step of `optimizer` after so many batches; None if nothing is. May warn.
+    def in_backward(self, optimizer: Optimizer) -> None:
+        """An optimizer, given to `wrap` or not, steps inside of a backward pass: its gradients must have crossed."""
+        loop = self._loop
+        if not loop.recorder.muted and not loop.steps_apart() and self.passes.unreduced(optimizer):
+            loop.fail(WHY)
 
-        apart      workers step apart in this batch
-        stepping   an optimizer of the loop's is in its step, which may be made of this one
-        """
-        before, loop = self._seen.get(optimizer), self._loop()
-        self._seen[optimizer] = consumed
-        if loop is None or optimizer in self._harmless or before is None or consumed != before + 1:
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer that was not given to `wrap` steps: it must not be that of a DDP model in this loop."""
+        loop = self._loop
+        if loop.source is None or not self.checks or loop.recorder.muted:
+            return
+        piece = loop.piece_of_optimizer()
+        if (wrong := self._look(optimizer, loop.source.batches_consumed, piece)) is not None:
+            loop.fail(wrong)
+
+    def _look(self, optimizer: Optimizer, consumed: int, piece: Piece | None) -> str | None:
+        """What is wrong with a step of `optimizer` after so many batches; None if nothing is. May warn."""
+        before, self._seen[optimizer] = self._seen.get(optimizer), consumed
+        if optimizer in self._harmless or before is None or consumed != before + 1:
             return None
         self._harmless.add(optimizer)  # looked at once: that is slow
-        if apart and stepping:
-            return None
+        apart = piece is not None and piece.round.apart
+        if apart and any(check.inside for check in self.checks):
+            return None  # an optimizer of the loop's may be made of this one
         kind = type(optimizer).__name__
-        if apart and not parameters_of(optimizer) <= loop.trained:
+        if apart and not parameters_of(optimizer) <= _trained(self.checks):
             left = f"an optimizer ({kind}) in this loop was not given to controller.wrap()"
             own = "what it trains is not averaged, and stays every worker's own"
             warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=7)
-        if not apart and (alone := loop.reduced_by_nobody(optimizer)):
+        if not apart and (alone := self._reduced_by_nobody(optimizer)):
             left = f"an optimizer ({kind}) that was not given to controller.wrap() steps"
             own = "which DDP does not reduce: unless the loop does, every rank moves its own"
             warnings.warn(f"{left} {', '.join(alone[:3])}, {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=7)
@@ -78,10 +79,16 @@ class Strangers:
         why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
         return f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}"
 
+    def _reduced_by_nobody(self, optimizer: Optimizer) -> list[str]:
+        """Names of what it trains of connected models that reduce the rest."""
+        own = parameters_of(optimizer) - self._loop.reduced if self._loop.reduced else set[int]()
+        reducing = {id(check.model()): check for check in self.checks if check.reduces}
+        return [name for check in reducing.values() for name in check.unreduced.names(own)]
 
-def parameters_of(optimizer: Optimizer) -> set[int]:
-    """`id` of what it updates."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+def _trained(checks: Iterable[ModelCheck]) -> set[int]:
+    """`id` of the parameters of the loop's optimizers."""
+    return {p for check in checks for p in parameters_of(check.optimizer)}
 
 
 def unconnected_of(optimizer: Optimizer) -> str | None:
@@ -90,9 +97,8 @@ def unconnected_of(optimizer: Optimizer) -> str | None:
     Slow. An optimizer made of others, such as ZeroRedundancyOptimizer, has some that nobody gives to `wrap`.
     """
     given = parameters_of(optimizer)
-    loops: list[Loop] = list(_live)
-    connected = {model for loop in loops for model in loop.connected}
-    trained = {p for loop in loops for p in loop.trained}
+    checks = [check for strangers in list(_live) for check in strangers.checks]
+    connected, trained = {id(check.model()) for check in checks}, _trained(checks)
     for found in gc.get_objects():
         if not issubclass(type(found), nn.Module) or id(found) in connected:
             continue
@@ -108,8 +114,8 @@ def unconnected_of(optimizer: Optimizer) -> str | None:
 
 def _any_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch._C._current_graph_task_id() != -1:
-        for loop in list(_live):
-            loop.step_in_backward(optimizer)
+        for strangers in list(_live):
+            strangers.in_backward(optimizer)
     if optimizer not in KNOWN:
-        for loop in list(_live):
-            loop.stranger(optimizer)
+        for strangers in list(_live):
+            strangers.stepped(optimizer)

@@ -27,7 +27,7 @@ from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.channel import PATIENCE_S, REPLAY_PATIENCE_S, Channel, DecisionChannel, caused_by
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Kind, Message
-from dynamix.runtime.measure.recorder import HELD, ROW
+from dynamix.runtime.measure.row import HELD, ROW
 from dynamix.runtime.ranks.group import Work
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.window import Floats, Window

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 Value = Tensor | float  # a float once it has cost nothing to read
@@ -17,7 +16,6 @@ Value = Tensor | float  # a float once it has cost nothing to read
 # argmax over a large vocabulary costs more than it tells: 91 ms for 2048 x 32000 logits on a CPU
 ACCURACY_ROWS = 256
 ACCURACY_ELEMENTS = 2**20
-_PLAIN = ("cpu", "cuda")  # devices whose numbers are read as they come
 _LOSS = ("loss",)
 _LOGITS = ("logits", "out", "output", "outputs", "predictions", "preds")
 _TARGET = ("labels", "label", "target", "targets", "y")
@@ -61,9 +59,6 @@ class Reader:
         if logits is None or target is None:
             return None
         try:
-            if _is_plain(logits, target) and _usual(logits, target):
-                rows = _rows(logits.shape[1])  # nearly always on a CPU
-                return _share_right_plain(logits[:rows].detach().numpy(), target[:rows].numpy())
             with torch.no_grad():
                 return self._accuracy(_tensor(logits, _LOGITS), _tensor(target, _TARGET), loss)
         except Exception as error:
@@ -88,7 +83,7 @@ class Reader:
             raise ValueError("targets that are no class indices have the shape of the logits")
         if target.dim() == logits.dim() and 1 in (target.shape[1], target.shape[-1]):
             target = target.squeeze(1 if target.shape[1] == 1 else -1)
-        choices = [d for d in _class_dimensions(logits) if _without(logits.shape, d) == target.shape]
+        choices = [d for d in _class_dimensions(logits) if logits.shape[:d] + logits.shape[d + 1 :] == target.shape]
         if not choices and logits.dim() > 1 and target.numel() * logits.shape[-1] == logits.numel():
             logits, target = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
             choices = [1]
@@ -148,15 +143,14 @@ def _class_dimensions(logits: Tensor) -> list[int]:
     return [last, 1] if last > 1 else [last] if last >= 0 else []
 
 
-def _without(shape: torch.Size, dimension: int) -> torch.Size:
-    return shape[:dimension] + shape[dimension + 1 :]
-
-
 def _sampled(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor, int]:
     """Part of the samples and positions of both, spread over the positions; views."""
     if classes == 0:
         return logits, target, classes
-    rows = _rows(logits.shape[classes], positions=logits.dim() > 2)
+    rows = max(ACCURACY_ELEMENTS // max(logits.shape[classes], 1), 1)
+    if logits.dim() > 2:  # fewer samples, since each has positions to choose from as well
+        rows = math.ceil(math.sqrt(rows))
+    rows = min(ACCURACY_ROWS, rows)
     logits, target = logits[:rows], target[:rows]
     too_many = -(-logits.numel() // ACCURACY_ELEMENTS)
     for dimension in range(1, logits.dim()):
@@ -170,40 +164,21 @@ def _sampled(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tens
     return logits, target, classes
 
 
-def _rows(classes: int, *, positions: bool = False) -> int:
-    """Samples to look at; fewer where each has `positions` to choose from as well."""
-    most = max(ACCURACY_ELEMENTS // max(classes, 1), 1)
-    return min(ACCURACY_ROWS, math.ceil(math.sqrt(most)) if positions else most)
-
-
 def _every(dimension: int, step: int) -> tuple[slice, ...]:
     return (*[slice(None)] * dimension, slice((step - 1) // 2, None, step))
 
 
 def _share_right(logits: Tensor, target: Tensor, classes: int) -> Value:
     """Of class indices."""
-    if _is_plain(logits, target):
-        return _share_right_plain(logits.numpy(), target.numpy(), classes)
+    known = type(logits) is type(target) is Tensor and logits.dtype in (torch.float32, torch.float64)
+    if known and logits.is_cpu and target.is_cpu and target.dtype is torch.int64:
+        # NumPy looks at them without torch's cost per call.
+        right = int(np.count_nonzero(logits.numpy().argmax(classes) == target.numpy()))
+        seen = int(np.count_nonzero(target.numpy().view(np.uint64) < logits.shape[classes]))  # below 0 is very large
+        return right / seen if seen else math.nan
     valid = (target >= 0) & (target < logits.shape[classes])
     right_of = torch.count_nonzero((logits.argmax(classes) == target) & valid)
     return _read(right_of / torch.count_nonzero(valid))
-
-
-def _is_plain(logits: Any, target: Any) -> bool:
-    """Whether NumPy can look at them, without torch's cost per call."""
-    both = type(logits) is type(target) is Tensor and logits.device.type == target.device.type == "cpu"
-    return both and target.dtype is torch.int64 and logits.dtype in (torch.float32, torch.float64)
-
-
-def _usual(logits: Tensor, target: Tensor) -> bool:
-    """Whether the shapes are (B, C), C > 1, and (B,)."""
-    return logits.dim() == 2 and target.dim() == 1 and len(logits) == len(target) and logits.shape[1] > 1
-
-
-def _share_right_plain(logits: NDArray[Any], target: NDArray[Any], classes: int = 1) -> float:
-    right = int(np.count_nonzero(logits.argmax(classes) == target))
-    seen = int(np.count_nonzero(target.view(np.uint64) < logits.shape[classes]))  # below 0 is very large there
-    return right / seen if seen else math.nan
 
 
 def _share_right_of_soft(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:

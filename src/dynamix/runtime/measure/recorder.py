@@ -1,4 +1,4 @@
-"""What one rank records of its steps, how it becomes a row, and how W rows become a `Window`."""
+"""What one rank records of its steps, and how it becomes a row."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dynamix.probes import probes_here
-from dynamix.probes.timing import RECENT, StepTimer, StepTimes, attribute_wait, pause_in
-from dynamix.runtime.measure.noise import NoiseScale
+from dynamix.probes.timing import RECENT, Clock, StepTimer, StepTimes, pause_in
+from dynamix.runtime.measure.copies import Statistics
 from dynamix.runtime.measure.readings import Reader, Value
+from dynamix.runtime.measure.row import HELD, ROW
 from dynamix.runtime.part import Part, fields, numbers, wrong
-from dynamix.window import PER_WORKER, Floats, Window
+from dynamix.window import Floats
 
 # Host and network change slower than short windows follow each other, and a sample costs most of what a window costs.
 PROBE_EVERY_S = 2.0
@@ -32,52 +32,35 @@ ACCURACY_EVERY = 4
 # Squared norms cost a pass over the gradient each: they are measured in the first step of a window, and in every so
 # many after it.
 NORMS_EVERY = 5
-_DERIVED = ("wait", "communication")  # known only when all rows are together
-ELEMENTS = 24  # of the parameters, in every row
-_MEASURED = (
-    *("issued", "count", "weight", "epoch", "crossed", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
-    *(name for name in PER_WORKER if name not in _DERIVED),
-)
-HELD = ("digest", "late_digest", "sampled_at", "drawn", *(f"element_{n}" for n in range(ELEMENTS)))
-ROW = (*_MEASURED, *HELD)
-_NOTHING_HELD = [float("nan")] * len(HELD)
-_SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
-_PLAIN = ("loss", "accuracy", "pair_noise", "pair_signal")
+MOST_STEPS = 4096  # of a window that are kept: an epoch can be long
+_FIELDS = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}  # of a row, of series of another name
+_SERIES = (*_FIELDS, "loss", "accuracy", "pair_noise", "pair_signal")
 
 
 class Recorder(Part):
     """One rank's measurements of the window now open. Never synchronises a device.
 
     On CUDA, sums stay on the device and travel to the host asynchronously; a row uses the newest that has arrived,
-    which may be a window old. `limit` bounds the steps kept (an epoch can be long).
+    which may be a window old.
+
+    clock   of the marks; None: that of the device
     """
 
     name, own = "recorder", True
 
-    def __init__(self, device: torch.device, *, limit: int = 4096) -> None:
-        self.device, self.limit = device, limit
+    def __init__(self, device: torch.device, *, clock: Clock | None = None) -> None:
+        self.device = device
+        self.timer = StepTimer(device, clock=clock)
+        self.times = WindowTimes()
         self.reader = Reader()
-        self.timer = StepTimer(device)
-        self.probes = [] if device.type == "meta" else probes_here(device)
+        self.probes = Probes(device)
         self.steps = 0
-        self._times: list[StepTimes] = []
-        self._whole_s: list[float] = []  # of the same steps: everything in them that is training
-        self.pauses = 0  # steps left out of the times
         self.last: dict[str, float] = {}  # of the window that closed last, by their names in `Controller.metrics`
-        self._recent_s: deque[float] = deque(maxlen=RECENT)  # of the windows before
-        self._dealt: list[tuple[float, float]] = []  # of the same steps, where costs of samples are known
-        self._late: dict[int, tuple[bool, tuple[float, float]]] = {}  # steps of this window not read yet
-        self._sees_communication = True
-        self._step_index = 0
+        self._statistics = Statistics(device)
         self._open: list[tuple[str, int, Value, float]] = []
         self._lock = threading.Lock()
         self._kept: dict[str, list[Value]] = {}
-        self._arriving: _Transfer | None = None
-        self._arrived: dict[str, list[float]] = {}
-        self._arrived_of: dict[str, float] = {}  # the window those belong to: its number, and this rank's count in it
         self._windows = 0
-        self._sampled: dict[str, float] = {}
-        self._sampled_at = -PROBE_EVERY_S
         self._before: dict[str, tuple[float, float]] = {}
         self.muted = False
 
@@ -87,17 +70,13 @@ class Recorder(Part):
         """Training runs on `device`: its clock and its probes count from now on."""
         if device == self.device:
             return
-        self.device, self.timer = device, StepTimer(device)
-        self.probes = probes_here(device)
+        self.device, self.timer = device, StepTimer(device, first_step=self.timer.step)
+        self.probes, self._statistics = Probes(device), Statistics(device)
         for name, series in self._kept.items():  # of a state that was loaded before
             self._kept[name] = [self._on_device(float(value)) for value in series]
 
     def _on_device(self, value: float) -> Value:
         return torch.tensor(value, device=self.device) if self.device.type == "cuda" else value
-
-    def sees_no_communication(self) -> None:
-        """Waits hide in what is measured as `compute`, which is then not known."""
-        self._sees_communication = False
 
     @contextmanager
     def mute(self) -> Iterator[None]:
@@ -155,25 +134,19 @@ class Recorder(Part):
         if accuracy is not None:
             self.add("accuracy", accuracy, weight=samples)
 
-    def micro_done(self) -> None:
-        self.timer.micro_done()
-
     def step_done(self, *, keep: bool, first_of_epoch: bool, dealt: tuple[float, float] | None = None) -> None:
         """Close one optimizer step. `keep` False: it belongs to no window (a tail, or the allocation is switching).
 
         dealt   samples of this rank's share and what they cost, in samples of mean cost, where that is known
         """
-        self.timer.step_done()
-        index, self._step_index = self._step_index, self._step_index + 1
+        self.timer.step_done(Dealt(first_of_epoch, *(dealt or ())) if keep else None)
         with self._lock:
             measured, self._open = self._open, []
-        if keep:
-            self.steps += 1
-            self._late[index] = first_of_epoch, dealt or (math.nan, math.nan)
-        if index % READ_EVERY == 0:
-            self._read_times()
+        if self.timer.step % READ_EVERY == 0:
+            self.times.read(self.timer)
         if not keep:
             return
+        self.steps += 1
         squares: dict[str, dict[int, list[Value]]] = {"local_sq": {}, "global_sq": {}}
         others: dict[str, list[tuple[Value, float]]] = {}
         # By part, not by arrival: reductions end in any order, and a sum must not depend on it.
@@ -187,34 +160,12 @@ class Recorder(Part):
         for name, value in of_step.items():
             series = self._kept.setdefault(name, [])
             series.append(value)
-            del series[: -self.limit]
+            del series[:-MOST_STEPS]
 
     @property
     def all_steps(self) -> int:
         """Optimizer steps since this recorder was made."""
-        return self._step_index
-
-    def _read_times(self) -> None:
-        for times in self.timer.take():
-            if times.step in self._late:
-                first, dealt = self._late.pop(times.step)
-                measured = self._measured(times, first)
-                self._times.append(measured)
-                self._dealt.append(dealt)
-                parts = (times.compute, times.comm, measured.data)
-                self._whole_s.append(sum(part for part in parts if math.isfinite(part)))
-        del self._times[: -self.limit], self._whole_s[: -self.limit], self._dealt[: -self.limit]
-
-    def _without_pause(self) -> list[StepTimes]:
-        """The window's times; all NaN in a step in which this worker, or one that it had to wait for, paused."""
-        times, paused = list(self._times), pause_in(self._whole_s, self._recent_s)
-        self._recent_s.extend(self._whole_s)
-        if paused is not None:
-            self.pauses += 1
-            nan = float("nan")
-            times[paused] = StepTimes(times[paused].step, nan, nan, nan, nan)
-            self._dealt[paused] = nan, nan
-        return times
+        return self.timer.step
 
     def row(
         self,
@@ -232,76 +183,43 @@ class Recorder(Part):
         epoch, crossed   of the window's last round, and backward passes that have crossed ranks so far: alike on all
         held             the fields of `HELD`; None where there are no other ranks
         """
-        self._read_times()
+        self.times.read(self.timer)
+        of_steps = self.times.close()
         self._windows += 1
-        times = self._without_pause()
-        samples, work = (_mean_std([dealt[i] for dealt in self._dealt])[0] for i in (0, 1))
+        samples, _ = _mean_std(of_steps["samples"])
         if count and math.isfinite(samples):
             count, weight = samples, weight * samples / count
         of_window = {"count": count, "weight": weight, "measured_in": float(self._windows)}
-        stats, measured = self._collect(of_window)
-        known: dict[str, float] = {"issued": issued, "work": work, **of_window, **measured}
-        known |= {"epoch": epoch, "crossed": crossed}
-        known["compute"], known["compute_std"] = _mean_std([t.compute for t in times])
-        known["data"] = _mean_std([t.data for t in times])[0]
-        for series, field in _SUMMED.items():
-            known[field] = _mean_std(stats.get(series, ()))[0]
-        for name in _PLAIN:
+        stats: Mapping[str, Sequence[Any]] = self._kept
+        measured = of_window
+        if self.device.type == "cuda":
+            stats, measured = self._statistics.newest(self._kept, of_window)
+        known: dict[str, float] = {"issued": issued, "epoch": epoch, "crossed": crossed, **of_window, **measured}
+        known |= {name: _mean_std(of_steps[name])[0] for name in ("data", "work")}
+        known["compute"], known["compute_std"] = _mean_std(of_steps["compute"])
+        for name in _SERIES:
             values = stats.get(name, ())
-            known[name], std = _mean_std(values)
+            known[_FIELDS.get(name, name)], std = _mean_std(values)
             if name == "accuracy" and values and all(map(math.isnan, values)):
                 self.reader.failed(
                     name, "no target of a whole window was a class, or a row of probabilities of classes"
                 )
             if name in ("loss", "accuracy"):
                 known[f"{name}_std"], known[f"{name}_change"] = std, self._change(name, known[name], std)
-        now = time.monotonic()
-        if now - self._sampled_at >= PROBE_EVERY_S:
-            self._sampled_at = now
-            self._sampled = self._of_probes()
-        known.update(self._sampled)
-        steps = min(self.steps, self.limit)
-        comm = [t.comm for t in times][-steps:] if steps else []
+        known |= self.probes.sample() | dict(zip(HELD, held or (), strict=False))
+        steps = min(self.steps, MOST_STEPS)
+        comm = of_steps["comm"][-steps:] if steps else []
         self.last = {"compute_s": known["compute"], "exchange_s": _mean_std(comm)[0], "data_s": known["data"]}
         self.last |= {name: known[name] for name in ("loss", "accuracy")}
-        comm += [float("nan")] * (steps - len(comm))
+        comm += [math.nan] * (steps - len(comm))
         self.reset()
-        row = [known.get(name, float("nan")) for name in _MEASURED]
-        return np.array([*row, *(_NOTHING_HELD if held is None else held), *comm])
-
-    def _of_probes(self) -> dict[str, float]:
-        """What the probes say; one that raises is warned of, and not asked again."""
-        sampled: dict[str, float] = {}
-        for probe in list(self.probes):
-            try:
-                sampled.update(probe.sample())
-            except Exception as error:
-                self.probes.remove(probe)
-                text = f"the {probe.name} probe failed ({error!r}): what it measures is unknown (NaN) from now on"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return sampled
+        return np.array([*(known.get(name, math.nan) for name in ROW), *comm])
 
     def reset(self) -> None:
         """Forget the open window."""
-        self.steps, self._times, self._whole_s, self._kept = 0, [], [], {}
-        self._late.clear()
-        self._dealt.clear()
-
-    def _collect(self, of_window: dict[str, float]) -> tuple[Mapping[str, Sequence[float]], dict[str, float]]:
-        """The newest statistics on the host, and which window they are of."""
-        if self.device.type != "cuda":
-            return cast("dict[str, list[float]]", self._kept), of_window
-        if self._arriving is not None and self._arriving.event.query():
-            self._arrived, self._arrived_of = self._arriving.values(), self._arriving.of_window
-            self._arriving = None
-        if self._arriving is None and self._kept:
-            self._arriving = _Transfer(self._kept, self.device, of_window)
-        return self._arrived, self._arrived_of
-
-    def _measured(self, times: StepTimes, first_of_epoch: bool) -> StepTimes:
-        """Without what was not measured: starting a loader's iterator is not waiting for data."""
-        data = float("nan") if first_of_epoch else times.data
-        return replace(times, data=data, compute=times.compute if self._sees_communication else float("nan"))
+        self.steps, self._kept = 0, {}
+        self.timer.take(discard=True)
+        self.times.forget()
 
     def _change(self, name: str, mean: float, std: float) -> float:
         before, self._before[name] = self._before.get(name), (mean, std)
@@ -332,6 +250,86 @@ class Recorder(Part):
         self._before = {name: (pair[0], pair[1]) for name, pair in state["before"].items()}
 
 
+class Dealt(NamedTuple):
+    """What is known of a step that a window keeps.
+
+    first           of its epoch: starting a loader's iterator is not waiting for data
+    samples, work   of this rank's share, and what they cost in samples of mean cost; NaN where that is not known
+    """
+
+    first: bool
+    samples: float = math.nan
+    work: float = math.nan
+
+
+class WindowTimes:
+    """Of the window now open, and of the last steps before it, since a pause is told by those.
+
+    pauses   steps that were left out so far: this worker, or one that it had to wait for, paused in them
+    """
+
+    def __init__(self) -> None:
+        self.pauses = 0
+        self._steps: deque[StepTimes] = deque(maxlen=MOST_STEPS)
+        self._recent_s: deque[float] = deque(maxlen=RECENT)
+        self._sees_communication = True
+
+    def see_no_communication(self) -> None:
+        """Waits hide in what is measured as `compute`, which is then not known."""
+        self._sees_communication = False
+
+    def read(self, timer: StepTimer) -> None:
+        """Take what `timer` has of steps that are kept: those that it was told of as `Dealt`."""
+        self._steps.extend([times for times in timer.take() if times.told is not None])
+
+    def forget(self) -> None:
+        """The open window is not measured."""
+        self._steps.clear()
+
+    def close(self) -> dict[str, list[float]]:
+        """By name, seconds of each step, and what was dealt; all NaN in a step that holds a pause. The window ends."""
+        whole_s: list[float] = []  # everything in them that is training
+        found: dict[str, list[float]] = {name: [] for name in ("compute", "comm", "data", "samples", "work")}
+        for times in self._steps:
+            first, samples, work = times.told
+            data = math.nan if first else times.data
+            whole_s.append(sum(filter(math.isfinite, (times.compute, times.comm, data))))
+            compute = times.compute if self._sees_communication else math.nan
+            for series, value in zip(found.values(), (compute, times.comm, data, samples, work), strict=True):
+                series.append(value)
+        paused = pause_in(whole_s, self._recent_s)
+        self._recent_s.extend(whole_s)
+        if paused is not None:
+            self.pauses += 1
+            for series in found.values():
+                series[paused] = math.nan
+        self.forget()
+        return found
+
+
+class Probes:
+    """The probes of this machine and `device`, and what they said last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.asked = [] if device.type == "meta" else probes_here(device)
+        self._said: dict[str, float] = {}
+        self._again_s = 0.0  # on the clock `time.monotonic`
+
+    def sample(self) -> dict[str, float]:
+        """What they say, or said just before; one that raises is warned of, and not asked again."""
+        if time.monotonic() < self._again_s:
+            return self._said
+        self._said, self._again_s = {}, time.monotonic() + PROBE_EVERY_S
+        for probe in list(self.asked):
+            try:
+                self._said |= probe.sample()
+            except Exception as error:
+                self.asked.remove(probe)
+                text = f"the {probe.name} probe failed ({error!r}): what it measures is unknown (NaN) from now on"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return self._said
+
+
 class Unmeasured:
     """What the hook of a further model reports to: its times count, its norms are another gradient's."""
 
@@ -350,24 +348,6 @@ class Unmeasured:
 
     def add(self, name: str, value: Value, *, part: int = 0) -> None:
         """Nothing."""
-
-
-class _Transfer:
-    """A device-to-host copy that nobody waits for."""
-
-    def __init__(self, series: dict[str, list[Value]], device: torch.device, of_window: dict[str, float]) -> None:
-        self.of_window = of_window
-        self.lengths = {name: len(values) for name, values in series.items()}
-        values = [v for values in series.values() for v in values]
-        flat = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
-        self.host = torch.empty(flat.shape, dtype=torch.float64, pin_memory=True)
-        self.host.copy_(flat, non_blocking=True)
-        self.event = torch.cuda.Event()
-        self.event.record()
-
-    def values(self) -> dict[str, list[float]]:
-        parts = torch.split(self.host, list(self.lengths.values()))
-        return {name: part.tolist() for name, part in zip(self.lengths, parts, strict=True)}
 
 
 def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> dict[str, Value]:
@@ -402,32 +382,6 @@ def _mean(weighted: list[tuple[Value, float]]) -> Value:
 
 def _sum(values: list[Value]) -> Value:
     return sum(values[1:], values[0])
-
-
-def assemble(
-    rows: Floats, *, noise_scale: NoiseScale, sizes: Any, tells_noise: bool = True, **cluster: float
-) -> Window:
-    """The `Window` of W rows, shape (W, len(ROW) + steps); updates `noise_scale` with what the window tells of it."""
-    columns = {name: rows[:, i] for i, name in enumerate(_MEASURED)}
-    wait, transfer = attribute_wait(rows[:, len(ROW) :].T)
-    global_seen = columns["global_norm_sq"][np.isfinite(columns["global_norm_sq"])]
-    global_sq = float(global_seen.mean()) if global_seen.size else float("nan")
-    alone = np.isfinite(columns["pair_noise"]) & np.isfinite(columns["pair_signal"])
-    if alone.any():  # from gradients of one worker each
-        noise, signal = (float(columns[name][alone].mean()) for name in ("pair_noise", "pair_signal"))
-    else:
-        # The weight is this rank's part of the mean gradient, n_i/N, whichever side applied it.
-        # On CUDA ranks may hold statistics of different windows; those do not go together.
-        together = columns["measured_in"] == columns["measured_in"][0]
-        usable = (columns["count"] > 0) & together.all()
-        local = np.where(usable, columns["gradient_norm_sq"], np.nan)
-        noise, signal = NoiseScale.estimate(local, global_sq, columns["count"], columns["weight"])
-    if tells_noise:
-        noise_scale.update(noise, signal)
-    known = {name: columns[name] for name in _MEASURED if name in PER_WORKER and name != "batch_size"}
-    known |= {"wait": wait, "communication": transfer}
-    cluster |= {"steps": rows.shape[1] - len(ROW), "global_norm_sq": global_sq}
-    return Window.of(sizes, **known, **cluster, noise=noise_scale.noise, signal=noise_scale.signal)
 
 
 def _mean_std(values: Sequence[float]) -> tuple[float, float]:

@@ -109,19 +109,10 @@ class Gauge:
 
     @contextmanager
     def measure(self, size: int) -> Iterator[None]:
-        """What is done inside with a batch of `size` is remembered, if it ends well."""
-        if not self.watched:
-            yield
-            return
-        before = _resident_bytes()
-        _reset_peak()
-        yield
-        self.points.append((size, max(_peak_bytes() - before, 0.0)))
-        del self.points[:-8]
+        """What is done inside with a batch of `size` is remembered, if it ends well. Slow.
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Inside, no module begins its forward pass beyond the limit: `NoRoomError` instead of being killed. Slow."""
+        Inside, no module begins its forward pass beyond the limit: `NoRoomError` instead of being killed.
+        """
         if not self.watched:
             yield
             return
@@ -130,11 +121,15 @@ class Gauge:
             if self.headroom_bytes() <= 0:
                 raise NoRoomError("the control group's or the machine's memory is nearly full")
 
+        before = _resident_bytes()
+        _reset_peak()
         handle = register_module_forward_pre_hook(look)
         try:
             yield
         finally:
             handle.remove()
+        self.points.append((size, max(_peak_bytes() - before, 0.0)))
+        del self.points[:-8]
 
 
 def _reserve(limit_bytes: float) -> float:

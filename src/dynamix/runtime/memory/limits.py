@@ -1,21 +1,26 @@
 """The largest micro-batch that fits each rank's memory, found before training: doubling, then halving the gap."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError, DynamixError, UsageError
 from dynamix.runtime.memory.batches import resized
+from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory, release
 from dynamix.runtime.ranks.group import ControlGroup, all_of
+from dynamix.runtime.ranks.opening import open_another
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.connected_model import ConnectedModel
+from dynamix.runtime.sync.shards import is_fully_sharded
 from dynamix.window import Bounds, Ints
 
 
@@ -62,30 +67,58 @@ class Search:
         return size // self.quantum * self.quantum
 
 
-class LimitSearch:
-    """Tries micro-batches on every rank at once, until each knows its largest. A collective object.
+class Memory:
+    """What a controller does about memory, for the model that was connected first. Its methods are collective.
 
-    Ranks try in step and those that are done try their largest again, so that ranks which share a device or a control
-    group find what fits beside the others. Gradients, buffers and random state are put back.
+    To find what fits, ranks try in step and those that are done try their largest again, so that ranks which share a
+    device or a control group find what fits beside the others. Gradients, buffers and random state are put back.
+
+    note     what is said where training itself runs out
+    group    of `ranks`. They talk on another, made at first use: the control group carries decisions meanwhile
     """
 
     def __init__(
-        self, models: Sequence[tuple[ConnectedModel, Optimizer]], *, group: ControlGroup | None, gauge: Gauge
+        self,
+        first: ConnectedModel,
+        ranks: Ranks,
+        group: dist.ProcessGroup | None,
+        note: ExitNote,
     ) -> None:
-        self.models, self.group, self.gauge = models, group, gauge
-        self.rank = 0 if group is None else group.rank
+        self.first, self.group, self.note, self._ranks = first, group, note, ranks
+        self._models: list[tuple[ConnectedModel, Optimizer]] = []
+        self._gauge = Gauge(first.recorder.device)
+        self._talk: ControlGroup | None = None
+
+    def add(self, model: ConnectedModel, optimizer: Optimizer) -> None:
+        """Passes may go through `model`; `optimizer` is the first of it."""
+        self._models.append((model, optimizer))
+
+    def check(self, margin: float) -> None:
+        """Raises what `find` would raise on this rank before it talks to others."""
+        if not 0 <= margin < 1:
+            raise ConfigError("margin", margin, "0 to below 1", "use 0.1")
+        if self.group is None or self.group.size() == 1:
+            return
+        for module in self.first.model.modules():
+            if isinstance(module, nn.SyncBatchNorm) or is_fully_sharded(module):
+                why = f"runs passes of one rank alone, and {type(module).__name__} exchanges in its forward pass"
+                fix = "pass Controller(max_batch_size=[...]), one number per rank, instead"
+                raise UsageError(f"controller.find_limits() {why}: {fix}")
 
     def find(self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float) -> Ints:
-        """Caps (W,) within `bounds`: the largest that ran, less `margin`; `bounds.high` where everything did.
+        """`Controller.find_limits`, after `check`: caps (W,) within `bounds`.
 
-        Raises `ConfigError` on every rank when the smallest allowed batch does not fit somewhere.
+        A cap is the largest that ran, less `margin`; `bounds.high` where everything did. Raises `ConfigError` on every
+        rank when the smallest allowed batch does not fit somewhere.
         """
+        if self._talk is None and self.group is not None:
+            self._talk = open_another(self.group, self._ranks)
         q = bounds.quantum
-        high = int(bounds.high[self.rank])
+        high = int(bounds.high[self._ranks.rank])
         # A batch of one has no variance for batch normalisation, and no step of an epoch has less than two.
-        low = min(max(int(bounds.low[self.rank]), -(-2 // q) * q), high)
+        low = min(max(int(bounds.low[self._ranks.rank]), -(-2 // q) * q), high)
         search = Search(low, high, quantum=q)
-        self.gauge.share(self.group)
+        self._gauge.share(self._talk)
         release()  # what the C library holds from before would look taken
         with self._apart():
             self._run(search, step_fn, example)
@@ -93,7 +126,7 @@ class LimitSearch:
         if 0 < largest < high:
             # The gap to the size that failed is part of the margin already.
             largest = max(int(largest * (1 - margin)) // q * q, low)
-        found = all_of(largest, self.group)
+        found = all_of(largest, self._talk)
         if (found == 0).any():
             at = int(np.argmin(found))
             allowed = f"what fits the memory of rank {at}, where not even {max(int(bounds.low[at]), 2)} samples do"
@@ -101,14 +134,19 @@ class LimitSearch:
             raise ConfigError("min_batch_size", int(max(bounds.low[at], 1)), allowed, fix)
         return found
 
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the group that all this talked on, and return it."""
+        group, self._talk = self._talk, None
+        return [] if group is None else group.release()
+
     def _run(self, search: Search, step_fn: Callable[[Any], Any], example: Any) -> None:
         first = True  # a process's first pass takes memory once that no later one does, so it is not counted
-        while all_of(not search.done, self.group).any():
-            headroom, fitted, error = self.gauge.headroom_bytes(), False, None
-            all_of(0, self.group)  # nobody grows while another still looks how much is left
+        while all_of(not search.done, self._talk).any():
+            headroom, fitted, error = self._gauge.headroom_bytes(), False, None
+            all_of(0, self._talk)  # nobody grows while another still looks how much is left
             if search.size:
                 fitted, error = self._try(step_fn, example, search.size, headroom)
-            failed = all_of(error is not None, self.group)
+            failed = all_of(error is not None, self._talk)
             if error is not None:
                 raise error
             if failed.any():
@@ -123,17 +161,17 @@ class LimitSearch:
         self, step_fn: Callable[[Any], Any], example: Any, size: int, headroom: float
     ) -> tuple[bool, Exception | None]:
         """Whether `size` fits; and what else went wrong."""
-        if not self.gauge.allows(size, headroom):
+        if not self._gauge.allows(size, headroom):
             return False, None
         try:
-            with self.gauge.measure(size), self.gauge.watch():
+            with self._gauge.measure(size):
                 step_fn(resized(example, size))
         except Exception as error:
             return False, None if is_out_of_memory(error) else error
         finally:
-            for parameter in itertools.chain(*(attached.model.parameters() for attached, _ in self.models)):
+            for parameter in itertools.chain(*(attached.model.parameters() for attached, _ in self._models)):
                 parameter.grad = None
-        return self.gauge.allows(size, headroom), None  # once it went well; it is to go well every time
+        return self._gauge.allows(size, headroom), None  # once it went well; it is to go well every time
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -141,7 +179,7 @@ class LimitSearch:
         saved, copies = random_state.capture(), list[Tensor]()
         with ExitStack() as stack:
             stack.callback(random_state.restore, saved)
-            for attached, optimizer in self.models:
+            for attached, optimizer in self._models:
                 stack.enter_context(attached.discarded())
                 _keep_on_this_rank(attached, stack)
                 times = range(_states_to_come(optimizer))

@@ -190,7 +190,7 @@ def attach(
         if options.hook is not None:
             raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
         if not alone:
-            recorder.sees_no_communication()
+            recorder.times.see_no_communication()
         around.watch(reduces=False, hooked=False)
         return ConnectedModel(model, recorder, averaging=averaging())
     device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")

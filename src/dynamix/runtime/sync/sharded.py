@@ -261,7 +261,7 @@ def attach_sharded(model: nn.Module, options: Options, around: Around) -> Connec
             raise UsageError(f"{reason}: {_LOSS_SIDE}")
         told = "so exchange, waiting and the noise scale are not measured"
         warnings.warn(f"{reason}, {told}; gradients are weighted in the loss", RuntimeWarning, stacklevel=5)
-        recorder.sees_no_communication()
+        recorder.times.see_no_communication()
         return _unhooked(model, shards, around)
     inner = InnerHook(group, None, None, device=shards.device.type)
     check = around.watch(reduces=True, hooked=False, shards=shards)
