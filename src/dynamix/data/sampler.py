@@ -297,8 +297,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         """Indices in which the samples of `plan` follow each other rank by rank, and where they begin."""
         if plan.order is not None:
             return plan.order, 0
-        known = self._order
-        return (known[1] if known is not None and known[0] == plan.epoch else self._epoch_order(plan.epoch)), plan.start
+        known, epoch = self._order, plan.round.epoch
+        return (known[1] if known is not None and known[0] == epoch else self._epoch_order(epoch)), plan.start
 
     def epoch_length(self) -> int:
         return self.dataset_size
