@@ -23,8 +23,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.local_sgd import LocalSGD
 
-from dynamix.integrations.torchft import WeightedManager
 from dynamix.integrations.replicas import ReplicaShares
+from dynamix.integrations.torchft import WeightedManager
 
 
 def main() -> None:
