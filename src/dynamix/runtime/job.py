@@ -69,7 +69,6 @@ class TrainingJob:
     ) -> None:
         self.facts, self.ranks, self.loss_weight = facts, ranks, loss_weight
         self.recorder, self._decider = recorder or Recorder(torch.device("cpu")), decider
-        # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
         self.allocations, self.progress = Allocations(config.start), Progress()
         self.most_of_piece = facts.piece if facts.ways is None else NO_LIMIT  # of this rank's
         self.rates = Rates(facts, config.lr_rule, self.allocations, self.progress)
