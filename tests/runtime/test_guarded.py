@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import dynamix
 from dynamix.errors import ConfigError
 from dynamix.policies.guard import Guard
-from dynamix.runtime.state.packing import unpack
+from dynamix.runtime.state.packing import pack, unpack
 from tests.runtime.jobs import Training, adaptive, classes, decided
 from tests.union import Script
 
@@ -59,6 +58,6 @@ def test_learned_policies_are_watched_unless_it_is_turned_off(tmp_path: Path) ->
     guard = Guard(Script([[8]]))
     guard.policy = watched.policy
     guard.load_state_dict(state)
-    assert np.array_equal(guard.state.kept, watched._job.policy.state.kept)  # type: ignore[attr-defined]
+    assert json.loads(json.dumps(unpack(pack(guard.state_dict())))) == state
     with pytest.raises(ConfigError, match="guard='yes'"):
         dynamix.Controller("dynamix", 8, guard="yes", global_batch="adaptive")  # type: ignore[arg-type]

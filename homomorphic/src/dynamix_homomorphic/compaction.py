@@ -19,7 +19,7 @@ from dynamix_homomorphic.union import clip_
 
 
 @dataclass(frozen=True)
-class Round:
+class AgreedBucket:
     """One bucket, once its ranks share exponents.
 
     values  float (elements,), this rank's; not changed
@@ -36,7 +36,7 @@ class Round:
     settings: ExchangeSettings
 
 
-def compact(bucket: Round, union: Tensor) -> tuple[list[SegmentPart], str]:
+def compact(bucket: AgreedBucket, union: Tensor) -> tuple[list[SegmentPart], str]:
     """Gather the items of `union`, int32 bitmap (words,), and sum them over ranks.
 
     Returns the sums by segment and the check that failed ("none").
@@ -48,7 +48,7 @@ def compact(bucket: Round, union: Tensor) -> tuple[list[SegmentPart], str]:
     return parts, "none" if torch.equal(payload[-CHECKSUM_WORDS:], want) else "checksum"
 
 
-def gather(bucket: Round, words: Tensor) -> tuple[Tensor, list[SegmentPart]]:
+def gather(bucket: AgreedBucket, words: Tensor) -> tuple[Tensor, list[SegmentPart]]:
     """int32 payload with room for the checksums, and its parts, whose values are views of it."""
     segments = bucket.layout.segments
     found = [positions(words[s.word_slice]) for s in segments]

@@ -10,7 +10,7 @@ from dynamix.compression.checks import digest
 from dynamix.compression.layout import Layout
 from dynamix.compression.wire import Wire
 from dynamix_homomorphic.checks import SegmentPart, agree, confirm_union, settle
-from dynamix_homomorphic.compaction import Round, compact, everything
+from dynamix_homomorphic.compaction import AgreedBucket, compact, everything
 from dynamix_homomorphic.fixed_point import Scales, scan, working, write_mean_
 from dynamix_homomorphic.lhc import UnionForecast, one_phase, two_phase
 from dynamix_homomorphic.union import best_depth, is_superset, union_of
@@ -50,7 +50,7 @@ class FixedPoint:
         ours = (VERSION, settings, bucket.index, step, way, layout, flat.dtype, self._depth, expected, attempt)
         codes = agree(codes, digest(*ours), wire)
         key = int.from_bytes(digest("checksum", settings.seed, bucket.index, step)[:4], "little")
-        one = Round(values, layout, codes, scales, wire, key, settings)
+        one = AgreedBucket(values, layout, codes, scales, wire, key, settings)
         if expected is not None:
             parts, doubt, union = one_phase(one, words, expected, (settings.seed, bucket.index, attempt))
             return (union, codes, parts), doubt

@@ -13,7 +13,7 @@ from torch import Tensor
 from dynamix.compression.checks import Doubt
 from dynamix.compression.index import positions
 from dynamix_homomorphic.checks import CHECKSUM_WORDS, SegmentPart, checksums
-from dynamix_homomorphic.compaction import Round, gather
+from dynamix_homomorphic.compaction import AgreedBucket, gather
 from dynamix_homomorphic.peeling import Peeling, extract, peel
 from dynamix_homomorphic.sketch import Hashing, insert_, slots
 from dynamix_homomorphic.union import exchange_union, is_superset
@@ -25,7 +25,7 @@ SPARE = 16  # and by so many items, for small ones
 MEMORY = 0.8  # weight of the past in the prediction
 
 
-def two_phase(bucket: Round, union: Tensor, seed: tuple[int, ...]) -> tuple[list[SegmentPart], str]:
+def two_phase(bucket: AgreedBucket, union: Tensor, seed: tuple[int, ...]) -> tuple[list[SegmentPart], str]:
     """As `compaction.compact`, by sketch. Raises `Doubt("peel")`, on every rank alike, when no seed will decode."""
     _, parts = gather(bucket, union)
     found = [_decodable(bucket, part.items, (*seed, place)) for place, part in enumerate(parts)]
@@ -41,19 +41,19 @@ def two_phase(bucket: Round, union: Tensor, seed: tuple[int, ...]) -> tuple[list
     return decoded, _verdict(bucket, payload, decoded)
 
 
-def _sketches(hashings: list[Hashing], bucket: Round) -> tuple[Tensor, list[Tensor]]:
+def _sketches(hashings: list[Hashing], bucket: AgreedBucket) -> tuple[Tensor, list[Tensor]]:
     """One payload of zeros: the segments' sketches behind each other, then the checksums; and the sketches alone."""
     sizes = [h.counters * s.width for h, s in zip(hashings, bucket.layout.segments, strict=True)]
     payload = torch.zeros(sum(sizes) + CHECKSUM_WORDS, dtype=torch.int32, device=bucket.values.device)
     return payload, list(payload[: sum(sizes)].split(sizes))
 
 
-def _hashing(bucket: Round, items: int, *seed: int) -> Hashing:
+def _hashing(bucket: AgreedBucket, items: int, *seed: int) -> Hashing:
     ratio, lanes = bucket.settings.ratio, bucket.settings.lanes
     return Hashing.of(items, *seed, ratio=ratio, lanes=lanes, device=bucket.values.device)
 
 
-def _decodable(bucket: Round, items: Tensor, seed: tuple[int, ...]) -> tuple[Hashing, Tensor, Tensor, Peeling]:
+def _decodable(bucket: AgreedBucket, items: Tensor, seed: tuple[int, ...]) -> tuple[Hashing, Tensor, Tensor, Peeling]:
     for attempt in range(ATTEMPTS):
         hashing = _hashing(bucket, items.numel(), *seed, attempt)
         where, signs = slots(items, hashing)
@@ -64,7 +64,7 @@ def _decodable(bucket: Round, items: Tensor, seed: tuple[int, ...]) -> tuple[Has
 
 
 def one_phase(
-    bucket: Round, words: Tensor, expected: list[int], seed: tuple[int, ...]
+    bucket: AgreedBucket, words: Tensor, expected: list[int], seed: tuple[int, ...]
 ) -> tuple[list[SegmentPart], str, Tensor]:
     """Send sketches for `expected` items a segment together with this rank's bitmap `words`.
 
@@ -96,7 +96,7 @@ def one_phase(
     return decoded, _verdict(bucket, payload, decoded), union
 
 
-def _verdict(bucket: Round, payload: Tensor, decoded: list[SegmentPart]) -> str:
+def _verdict(bucket: AgreedBucket, payload: Tensor, decoded: list[SegmentPart]) -> str:
     """The check that failed, of a payload from which everything has been extracted."""
     if bool(payload[:-CHECKSUM_WORDS].any()):
         return "residual"

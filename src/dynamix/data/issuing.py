@@ -1,19 +1,18 @@
 """What of an epoch's rounds is issued to the loop, and what of that the loop has consumed."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from dynamix.data.owner import SourceOwner
 from dynamix.data.plan import Cursor, Group, Piece, Round, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of
 from dynamix.errors import DynamixError, UsageError
-
-if TYPE_CHECKING:
-    from dynamix.data.order import SampleOrder
 
 
 class Consumption:
@@ -135,6 +134,29 @@ class Consumption:
         self.issued = self.consumed = now.index
 
 
+class Issuable(Consumption, ABC):
+    """What an `Issuer` issues: a source says how its rounds are planned, and how a piece's samples are read."""
+
+    rank: int
+    accumulate: int
+    micro_batch: int | None
+    apart: bool
+    goes_on_ahead: bool
+    owner: SourceOwner
+
+    @abstractmethod
+    def plan_group(self, now: Cursor) -> Group | None:
+        """The optimizer step that begins at `now`; None when the epoch turns out to be empty."""
+
+    @abstractmethod
+    def most_of_piece(self, apart: int) -> int | None:
+        """Most samples of this rank's pieces where the allocation says `apart` of a step; None: its share is one."""
+
+    @abstractmethod
+    def read(self, piece: Piece, before: Cursor) -> Any:
+        """The batch of a piece, whose micro-step begins at `before`."""
+
+
 class Issuer:
     """Plans round after round ahead of the loop, and cuts this rank's share of each into pieces.
 
@@ -148,7 +170,7 @@ class Issuer:
     consumed the last steps. They stay issued then, and the next epoch's follow them.
     """
 
-    def __init__(self, of: "SampleOrder") -> None:
+    def __init__(self, of: "Issuable") -> None:
         self._of = of
         self.ahead, self.begun, self.began = of.place, 0, 0
         self.thread: threading.Thread | None = None
@@ -164,7 +186,7 @@ class Issuer:
         self.loaded, self._hold = True, False
 
     def set_epoch(self, epoch: int) -> None:
-        """As `SampleOrder.set_epoch`."""
+        """As `Issuable.set_epoch`."""
         now = self._of.place
         if now.finished and self.ahead.epoch == epoch != now.epoch:
             return  # a thread that reads ahead has begun it

@@ -1,6 +1,6 @@
 """What samplers and streams share: how they are asked for batches, and what they say of the epoch."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,15 +9,15 @@ from numpy.typing import ArrayLike
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import NO_LIMIT
-from dynamix.data.issuing import Consumption, Issuer
+from dynamix.data.issuing import Issuable, Issuer
 from dynamix.data.owner import Nobody, SourceOwner
-from dynamix.data.plan import Cursor, Group, Piece
+from dynamix.data.plan import Cursor, Piece
 from dynamix.data.reader import Asking
 from dynamix.errors import ConfigError, StateError
 from dynamix.window import Ints
 
 
-class SampleOrder(Consumption, ABC):
+class SampleOrder(Issuable):
     """Batches of this rank, epoch after epoch. A source of its own says how a round is planned and samples are read.
 
     allocations    the ledger that all ranks share; of rounds, which are `accumulate` micro-steps each
@@ -83,7 +83,6 @@ class SampleOrder(Consumption, ABC):
         self.micro_batch = samples
 
     def most_of_piece(self, apart: int) -> int | None:
-        """Most samples of this rank's pieces where the allocation says `apart` of a step; None: its share is one."""
         if self.micro_batch is None or not apart:
             return None if self.either else self.micro_batch
         return min(apart, self.micro_batch)
@@ -173,14 +172,6 @@ class SampleOrder(Consumption, ABC):
         return length - self.place.position
 
     # ------------------------------------------------------------ what a source says
-
-    @abstractmethod
-    def plan_group(self, now: Cursor) -> Group | None:
-        """The optimizer step that begins at `now`; None when the epoch turns out to be empty."""
-
-    @abstractmethod
-    def read(self, piece: Piece, before: Cursor) -> Any:
-        """The batch of a piece, whose micro-step begins at `before`."""
 
     def epoch_length(self) -> int | None:
         """Samples of an epoch over all ranks, where that is known before its end."""

@@ -36,7 +36,7 @@ def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup
     require_sums(named := (*model.named_parameters(), *model.named_buffers()))
     tensors = list({id(t): t.detach() for _, t in named}.values())
     floating = [t for t in tensors if has_mean(t)] or [torch.zeros(1)]
-    sums, largest = Sums(floating, count, workers), Largest([t for t in tensors if not has_mean(t)], workers)
+    sums, largest = Sums(floating, count, workers), Maxima([t for t in tensors if not has_mean(t)], workers)
     workers.wait()
     if not sums.weight > 0:
         raise UsageError("weighted_average: no worker has trained on a sample since the last averaging")
@@ -129,7 +129,7 @@ def has_mean(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-class Largest:
+class Maxima:
     """Integer and boolean tensors on their way to the largest over workers, entry by entry (`ReduceOp.MAX`)."""
 
     def __init__(self, tensors: Sequence[Tensor], workers: Workers) -> None:

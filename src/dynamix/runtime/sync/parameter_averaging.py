@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dynamix.data import Piece
 from dynamix.errors import ConfigError, UsageError, spelling
 from dynamix.removed import message, refuses_averaging
-from dynamix.runtime.sync.collectives import Largest, Sums, Workers, broadcast_, has_mean, require_sums
+from dynamix.runtime.sync.collectives import Maxima, Sums, Workers, broadcast_, has_mean, require_sums
 from dynamix.runtime.sync.optimizer_means import KNOWN, GroupMemory, OptimizerMeans
 from dynamix.runtime.sync.reference_weights import ReferenceWeights, Untrained
 
@@ -197,7 +197,7 @@ class ParameterAveraging:
         self._follow()
         yield from self._compare()
         moves = Sums([anchor.move() for anchor in self._anchors], weight, workers, wire=_WIRES[how.wire])
-        largest = Largest([t for t in self._replaceable().values() if not has_mean(t)], workers)
+        largest = Maxima([t for t in self._replaceable().values() if not has_mean(t)], workers)
         if (scale := self._scale()) is not None:
             workers.add(scale, dist.ReduceOp.MIN)
         if how.optimizer_state == "reset":
