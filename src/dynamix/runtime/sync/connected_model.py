@@ -147,6 +147,11 @@ class ConnectedModel(Part):
         """Let go of the groups that gradients and parameters travel in, and return them."""
         return [group for owner in self._owners for group in owner.close()]
 
+    @property
+    def whose(self) -> str:
+        """The kind of the user's object that holds most of the state: an error of its is said to be its."""
+        return type(self if self.hook is None else self.hook.inner.state).__name__
+
     def state_dict(self) -> dict[str, Any]:
         return {name: value for owner in self._owners for name, value in owner.state_dict().items()}
 
