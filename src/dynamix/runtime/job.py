@@ -364,8 +364,8 @@ class TrainingJob:
             self.loop.job_ends()
             for ends in self._heard["job_ends"]:
                 ends()
-            owners: list[Any] = [*self.models, self.memory, self.loss_weight]
-            groups = [group for owner in owners if owner is not None for group in owner.close()]
+            owners: list[Any] = [*self.models, self.loss_weight]
+            groups = [group for owner in owners for group in owner.close()]
             self.end_events()
             groups += [] if ranks.group is None else ranks.group.release()
             destroy_groups(groups, patience_s=patience_s)  # nobody else may have them by then, this frame included

@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from dynamix.errors import ConfigError, DynamixError, WorkerLostError
+from dynamix.errors import ConfigError
 from dynamix.runtime.ranks.process_groups import new_gloo_group
-from dynamix.window import Ints
 
 FLAT_UP_TO = 256
 SPARE = 64  # descriptors for the loader, files and whatever else the job opens later
@@ -271,21 +269,3 @@ def _open_now() -> int:
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/fd"))
     return len(list(Path("/dev/fd").iterdir())) if Path("/dev/fd").exists() else SPARE
-
-
-def all_of(value: int, group: ControlGroup | None) -> Ints:
-    """Every rank's value, int64 (W,).
-
-    Raises `WorkerLostError` when one does not answer, and what another one ends the job with.
-    """
-    if group is None:
-        return np.array([value], dtype=np.int64)
-    values = torch.zeros(group.workers, 1, dtype=torch.int64)
-    try:
-        group.settle(group.all_gather(torch.tensor([int(value)]), values))
-    except DynamixError:
-        raise
-    except RuntimeError as error:
-        told = f"a rank died, or did not answer within the process group's timeout ({error})"
-        raise WorkerLostError(f"{told}; if it ran out of memory, its own output says so") from error
-    return np.asarray(values[:, 0].numpy(), dtype=np.int64)

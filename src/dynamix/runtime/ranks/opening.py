@@ -86,12 +86,6 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
     return ranks
 
 
-def open_another(group: dist.ProcessGroup, ranks: Ranks) -> ControlGroup:
-    """One more group for messages between `ranks`, those of `group`. A collective call."""
-    members = dist.get_process_group_ranks(group)
-    return open_control(members, timeout_of(group), settle=ranks.wait)
-
-
 def rank_in(group: dist.ProcessGroup | None) -> int:
     """This rank's number in `group`, 0 without one. Raises `UsageError` where it is not a member."""
     rank = 0 if group is None else dist.get_rank(group)
