@@ -384,13 +384,14 @@ class TrainingJob:
         """`Controller.state_dict`."""
         self.boundary.require("state_dict() is of all ranks alike")
         self.windows.settle()
-        group = self.ranks.group
-        alike = not gather and group is not None and asked_by_distributed_checkpoint()
+        ranks, state = self.ranks, self.state
+        alike = not gather and ranks.group is not None and asked_by_distributed_checkpoint()
         if not (gather or alike):
-            return self.state.save()
-        with self.ranks.setting_up():
-            self.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
-            return self.state.save_gathered(group) if gather or group is None else self.state.save_alike(group)
+            return state.save()
+        with ranks.setting_up():
+            if gather:
+                return state.save_gathered(ranks, "controller.state_dict(gather=True)")
+            return state.save_alike(ranks, "a distributed checkpoint")
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
         """`Controller.load_state_dict`."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dynamix.errors import DynamixError, UsageError, WorkerLostError
 from dynamix.runtime.ranks.compare import FIXES, GROUPS, PLACE, require_same
@@ -18,7 +19,7 @@ from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.rendezvous import require_alone
-from dynamix.runtime.ranks.waits import LOOK_EVERY, AbortableWait, wait_for, wait_until
+from dynamix.runtime.ranks.waits import LOOK_EVERY, LOOK_EVERY_S, AbortableWait
 from dynamix.runtime.ranks.watch import CLOSED, RankWatch
 
 _PARTED = {
@@ -52,12 +53,19 @@ class Ranks:
 
         what   it is for, in words: where it fails, a `WorkerLostError` then names the rank
         """
-        try:
-            wait_for(work, self._watch)
-        except RuntimeError as error:
-            if what and failed_collective(error):
-                raise self.explain(error, what) from error
-            raise
+        future = isinstance(work, torch._C.Future)  # what a hook returns need be no `torch.futures.Future`
+        if not (work.done() if future else work.is_completed()):
+            arrived = threading.Event()
+            # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
+            (work if future else work.get_future()).add_done_callback(lambda _: arrived.set())
+            self.wait_until(arrived)
+        with self.naming(what):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if isinstance(error, DynamixError) or (told := self._watch.told()) is None:
+                    raise
+                raise told from error
 
     def wait_here(self, work: Any, what: str = "") -> None:
         """`wait` for a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
@@ -75,13 +83,22 @@ class Ranks:
 
     def wait_until(self, event: threading.Event) -> None:
         """Until `event` is set by another thread of this process. Raises what another rank ends the job with."""
-        wait_until(event, self._watch)
+        wait = None
+        while not event.wait(LOOK_EVERY_S):
+            wait = wait or AbortableWait(self._watch)
+            wait.look()
 
     # ------------------------------------------------------------ a rank that is lost
 
-    def naming(self, what: str) -> Naming:
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
         """Inside, a failed collective becomes a `WorkerLostError` that names the rank: `what` it was for, in words."""
-        return Naming(self, what)
+        try:
+            yield
+        except RuntimeError as error:
+            if what and failed_collective(error):
+                raise self.explain(error, what) from error
+            raise
 
     def explain(self, error: BaseException, what: str) -> WorkerLostError:
         """What to raise where a collective, which was for `what`, has failed with `error`."""
@@ -98,7 +115,19 @@ class Ranks:
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's `value`, a plain object, by rank. A collective call, named `what`."""
         self.wait_for_all(what)
-        return self._control.all_gather_object(value)
+        packed = _packed(value)
+        lengths = self.rows(torch.tensor([len(packed)]), what)[:, 0]
+        rows = self.rows(pad(packed, (0, int(lengths.max()) - len(packed))), what)
+        return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def of_first(self, value: Any) -> Any:
+        """The first rank's `value`, a plain object. A collective call, which all ranks have come to."""
+        packed = _packed(value)
+        length = torch.tensor([len(packed)])
+        self.wait(self._control.broadcast(length))
+        packed = packed if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        self.wait(self._control.broadcast(packed))
+        return pickle.loads(packed.numpy().tobytes())
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Compare `facts`, plain values by name. A collective call.
@@ -199,19 +228,8 @@ class Alone(Ranks):
         require_alone()
 
 
-class Naming:
-    """Around collectives; see `Ranks.naming`. It may be entered again."""
-
-    def __init__(self, ranks: Ranks, what: str) -> None:
-        self._ranks, self._what = ranks, what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and failed_collective(error):
-            raise self._ranks.explain(error, self._what) from error
+def _packed(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 ALONE = Alone()
