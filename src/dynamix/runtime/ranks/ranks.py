@@ -58,7 +58,10 @@ class Ranks:
             arrived = threading.Event()
             # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
             (work if future else work.get_future()).add_done_callback(lambda _: arrived.set())
-            self.wait_until(arrived)
+            wait = None
+            while not arrived.wait(LOOK_EVERY_S):
+                wait = wait or AbortableWait(self._watch)
+                wait.look()
         with self.naming(what):
             try:
                 work.wait()
@@ -80,13 +83,6 @@ class Ranks:
             wait = wait or AbortableWait(self._watch)
             wait.look()
         self.wait(work, what)
-
-    def wait_until(self, event: threading.Event) -> None:
-        """Until `event` is set by another thread of this process. Raises what another rank ends the job with."""
-        wait = None
-        while not event.wait(LOOK_EVERY_S):
-            wait = wait or AbortableWait(self._watch)
-            wait.look()
 
     # ------------------------------------------------------------ a rank that is lost
 
