@@ -58,9 +58,8 @@ class Ranks:
             arrived = threading.Event()
             # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
             (work if future else work.get_future()).add_done_callback(lambda _: arrived.set())
-            wait = None
+            wait = AbortableWait(self._watch)
             while not arrived.wait(LOOK_EVERY_S):
-                wait = wait or AbortableWait(self._watch)
                 wait.look()
         with self.naming(what):
             try:
