@@ -73,17 +73,16 @@ def _begun(work: Any) -> Work:
 
 
 class ControlGroup:
-    """Messages to the first rank and back, over one gloo group.
+    """Messages to the first rank and back, over a gloo group of the ranks with these global numbers, in order.
 
     Between `send` or `collect` and the end of their answer nothing else may be begun. All tensors are on the CPU. What
     a method returns raises from `wait` when a rank is lost, at the latest after the group's timeout; `Ranks.wait` gives
     it up where another rank ends the job.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.rank, self.workers = dist.get_rank(group), dist.get_world_size(group)
-        self._root = dist.get_global_rank(group, 0)
+    def __init__(self, ranks: list[int], timeout: Any = None) -> None:
+        self.rank, self.workers, self._root = ranks.index(dist.get_rank()), len(ranks), ranks[0]
+        self._group = new_gloo_group(ranks, timeout)
         self._sending: tuple[Any, Tensor] | None = None
 
     def send(self, row: Tensor, answer: Tensor) -> Work:
@@ -128,23 +127,15 @@ class ControlGroup:
 
 
 class HierarchicalGroup(ControlGroup):
-    """The same over two levels: `room` has this rank and its neighbours, `heads` the first of every room.
+    """The same over two levels: a room of this rank and its neighbours, and the first of every room, its head."""
 
-    heads   None on ranks that are no head
-    seats   ranks of a full room
-    """
-
-    def __init__(
-        self,
-        room: dist.ProcessGroup,
-        heads: dist.ProcessGroup | None,
-        *,
-        rank: int,
-        workers: int,
-        seats: int,
-    ) -> None:
-        self.rank, self.workers, self._seats = rank, workers, seats
-        self._room, self._heads = ControlGroup(room), None if heads is None else ControlGroup(heads)
+    def __init__(self, ranks: list[int], timeout: Any = None) -> None:
+        self.rank, self.workers = ranks.index(dist.get_rank()), len(ranks)
+        self._seats = seats = math.ceil(math.sqrt(self.workers))  # of a full room
+        require_descriptors(2 * seats, self.workers)
+        head = self.rank - self.rank % seats
+        self._room = ControlGroup(ranks[head : head + seats], timeout)
+        self._heads = ControlGroup(ranks[::seats], timeout) if self.rank == head else None
 
     @chained
     def send(self, row: Tensor, answer: Tensor) -> Iterator[Work]:
@@ -201,16 +192,10 @@ def open_control(ranks: list[int], timeout: Any = None) -> ControlGroup:
 
     Raises `ConfigError` where this process may not open as many sockets as that takes.
     """
-    workers, mine = len(ranks), ranks.index(dist.get_rank())
-    if workers <= FLAT_UP_TO:
-        require_descriptors(workers - 1, workers)
-        return ControlGroup(new_gloo_group(ranks, timeout))
-    seats = math.ceil(math.sqrt(workers))
-    first = mine - mine % seats
-    require_descriptors(2 * seats, workers)
-    room = new_gloo_group(ranks[first : first + seats], timeout)
-    heads = new_gloo_group(ranks[::seats], timeout) if mine == first else None
-    return HierarchicalGroup(room, heads, rank=mine, workers=workers, seats=seats)
+    if len(ranks) > FLAT_UP_TO:
+        return HierarchicalGroup(ranks, timeout)
+    require_descriptors(len(ranks) - 1, len(ranks))
+    return ControlGroup(ranks, timeout)
 
 
 def require_descriptors(sockets: int, workers: int) -> None:

@@ -46,12 +46,7 @@ def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
         error = caught
         same.clear()
         same["error"] = str(caught)
-    if group is None:
-        if error is not None:
-            raise error
-        same.ranks = Alone()
-        return
-    same.ranks = open_ranks(group, same)
+    same.ranks = Alone() if group is None else open_ranks(group, same)
     if error is not None:
         same.ranks.leave()
         raise error
