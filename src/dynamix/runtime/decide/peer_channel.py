@@ -74,13 +74,7 @@ class PeerChannel(Channel):
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        job: JobFacts,
-        policy: StigmergicPolicy,
-        decider: Decider | None,
-        *,
-        share_noise: bool,
+        self, ranks: Ranks, job: JobFacts, policy: StigmergicPolicy, decider: Decider | None, *, share_noise: bool
     ) -> None:
         super().__init__(ranks, "dynamix-choose")
         self.job, self.policy, self.decider, self.share_noise = job, policy, decider, share_noise
