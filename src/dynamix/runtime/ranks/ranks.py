@@ -130,7 +130,7 @@ class Ranks:
         Raises `UsageError` on every rank, naming what differs, by rank.
         """
         self.agreed = True
-        self._agreeing(FIRST_PASS)
+        self._watch.errors.agreeing(FIRST_PASS)
         require_same(facts, self.rows, "The ranks differ in what they are about to train", FIXES)
 
     def forget_agreement(self) -> None:
@@ -139,7 +139,7 @@ class Ranks:
 
     def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None:
         """Compare `facts`, whose digests were not alike. A collective call; raises as `agree`, which says the rest."""
-        self._agreeing("a comparison of settings and of the place in the data, which have come to differ")
+        self._watch.errors.agreeing("a comparison of settings and of the place in the data, which have come to differ")
         require_same(facts, self.rows, "The ranks have come to differ while they train", _PARTED, near)
 
     def wait_for_all(self, what: str) -> None:
@@ -147,16 +147,11 @@ class Ranks:
 
         Raises `UsageError` on every rank where some wait for something else instead: a later collective would not end.
         """
-        self._agreeing(what)
+        self._watch.errors.agreeing(what)
         # As long as the first row of `require_same`: what the others are in may be that comparison.
         mine = torch.tensor([zlib.crc32(what.encode()), -1])
         if not bool((self.rows(mine, f"not all ranks came to {what}") == mine.numpy()).all()):
             raise self.end(UsageError(f"this rank waits in {what}, another one in something else: {ALIKE}"))
-
-    def _agreeing(self, what: str) -> None:
-        """All ranks are about to wait for each other in `what`; this one has dealt with an error of before, if any."""
-        self._watch.errors.setup_goes_on()
-        self._watch.errors.agreeing(what)
 
     # ------------------------------------------------------------ the end
 
