@@ -389,9 +389,8 @@ class TrainingJob:
         if not (gather or alike):
             return state.save()
         with ranks.setting_up():
-            if gather:
-                return state.save_gathered(ranks, "controller.state_dict(gather=True)")
-            return state.save_alike(ranks, "a distributed checkpoint")
+            ranks.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
+            return state.save_gathered(ranks) if gather else state.save_alike(ranks)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
         """`Controller.load_state_dict`."""

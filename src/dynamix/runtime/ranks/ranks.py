@@ -110,13 +110,17 @@ class Ranks:
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's `value`, a plain object, by rank. A collective call, named `what`."""
         self.wait_for_all(what)
+        return self.of_all(value)
+
+    def of_all(self, value: Any) -> list[Any]:
+        """`gather` in a collective call to which all ranks have come."""
         packed = _packed(value)
-        lengths = self.rows(torch.tensor([len(packed)]), what)[:, 0]
-        rows = self.rows(pad(packed, (0, int(lengths.max()) - len(packed))), what)
+        lengths = self.rows(torch.tensor([len(packed)]), "")[:, 0]
+        rows = self.rows(pad(packed, (0, int(lengths.max()) - len(packed))), "")
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def of_first(self, value: Any) -> Any:
-        """The first rank's `value`, a plain object. A collective call, which all ranks have come to."""
+        """The first rank's `value`, a plain object, as `of_all`."""
         packed = _packed(value)
         length = torch.tensor([len(packed)])
         self.wait(self._control.broadcast(length))

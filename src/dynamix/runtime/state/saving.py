@@ -116,8 +116,8 @@ class JobState:
         states, own = self._states()
         return self._written(states, {self._division.rank: own})
 
-    def save_gathered(self, ranks: Ranks, what: str) -> dict[str, Any]:
-        """`Controller.state_dict(gather=True)`, a collective call, named `what`."""
+    def save_gathered(self, ranks: Ranks) -> dict[str, Any]:
+        """`Controller.state_dict(gather=True)`, a collective call."""
         workers, (states, own) = self._division.workers, self._states()
         if workers == 1:
             return self._written(states, {0: own})
@@ -126,12 +126,12 @@ class JobState:
             raise UsageError(f"{need}: call it on every rank of a live job")
         own |= {"policy": states["policy"]} if self._peers else {}
         own |= {"rng": None} if workers > RANDOM_UP_TO else {}
-        every = enumerate(ranks.gather(pack(own), what))
+        every = enumerate(ranks.of_all(pack(own)))
         return self._written(states, {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in every})
 
-    def save_alike(self, ranks: Ranks, what: str) -> dict[str, Any]:
+    def save_alike(self, ranks: Ranks) -> dict[str, Any]:
         """The first rank's state with every rank's own part in it, the same on all ranks. A collective call."""
-        alike: dict[str, Any] = ranks.of_first(self.save_gathered(ranks, what))
+        alike: dict[str, Any] = ranks.of_first(self.save_gathered(ranks))
         return alike
 
     def load(self, state: Any, *, policy: bool = True) -> None:
