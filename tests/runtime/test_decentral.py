@@ -130,7 +130,7 @@ def test_live_ranks_choose_what_the_same_rules_do_beside_each_other_in_one_proce
 
 def test_a_guard_which_needs_all_workers_times_is_refused() -> None:
     guarded = Guard(StigmergicPolicy())
-    job = JobFacts(Bounds.of(2), 2, slack=1)
+    job = JobFacts(JobConfig(2, "static", 1))
     ranks: Any = SimpleNamespace(workers=2)
     with pytest.raises(ConfigError, match="guard=True"):
         open_channel(ranks, JobConfig(2, guarded), job, Decider(guarded, job))
@@ -153,7 +153,9 @@ def _row(window: Window, worker: int, steps: int) -> Any:
 def test_the_noise_of_a_row_is_that_of_the_batch_it_was_measured_in() -> None:
     """As on CUDA, where a row may tell of the window before: 60 samples then, 120 now."""
     ranks: Any = SimpleNamespace(rank=0, workers=2, group=None)
-    channel = PeerChannel(ranks, JobFacts(Bounds.of(2), 60, slack=1), StigmergicPolicy(), None, share_noise=False)
+    channel = PeerChannel(
+        ranks, JobFacts(JobConfig(2, "static", 30, "adaptive")), StigmergicPolicy(), None, share_noise=False
+    )
     before = {"compute": [0.1, 0.1], "wait": [0.0, 0.0], "communication": [0.01, 0.01], "compute_std": [0.01, 0.01]}
     # Of 60 samples: the noise is 1.5, so that of one is 90, and |G|^2 is 1.
     norms = {"gradient_norm_sq": [4.0, 4.0], "global_norm_sq": 2.5}
@@ -168,7 +170,7 @@ def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:
     workers, steps, bounds = 5, 4, Bounds.of(5, 1, 256)
     rng = np.random.default_rng(2)
     together, ranks = StigmergicPolicy(), [StigmergicPolicy() for _ in range(workers)]
-    job = JobFacts(bounds, 32 * workers, slack=1)
+    job = JobFacts(JobConfig(workers, "static", 32, "adaptive"))
     sizes = np.full(workers, 32)
     for index in range(8):
         compute = sizes * np.exp(0.2 * rng.normal(size=workers)) * np.linspace(1e-3, 4e-3, workers)

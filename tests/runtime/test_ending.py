@@ -8,18 +8,20 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
+from torch.futures import Future
 
 import dynamix
 from dynamix.errors import ConfigError, DynamixError, StateError, UsageError, WorkerLostError
 from dynamix.runtime.ranks import rendezvous as meeting
 from dynamix.runtime.ranks import waits
-from dynamix.runtime.ranks.waits import wait_until
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.ranks.watch import RankWatch
 from tests.ranks import refusal, run_ranks
 from tests.runtime.loops import Job, Loops, data
@@ -34,12 +36,21 @@ def _both() -> tuple[RankWatch, RankWatch]:
     return first, second
 
 
+def _wait_in(watch: RankWatch, done_after_s: float | None = None) -> None:
+    """For what is done after so long; None: never."""
+    group: Any = SimpleNamespace(rank=watch.rank, workers=2)
+    work = Future[None]()
+    if done_after_s is not None:
+        threading.Timer(done_after_s, work.set_result, args=(None,)).start()
+    Ranks(group, watch).wait(work)
+
+
 def test_who_waits_raises_what_another_rank_reports() -> None:
     first, second = _both()
     reporting = threading.Thread(target=first.end, args=(UsageError("write this line"),))
     reporting.start()
     with pytest.raises(UsageError, match="rank 0 ended the job: write this line"):
-        wait_until(threading.Event(), second)
+        _wait_in(second)
     began = time.monotonic()
     reporting.join()
     assert time.monotonic() - began < 1.0  # it stays no longer than the other needs to know
@@ -52,12 +63,10 @@ def test_an_error_before_training_ends_who_waits_unless_the_rank_goes_on(monkeyp
     first, second = _both()
     first.setup_failed(StateError("damaged"))
     first.errors.setup_goes_on()
-    arrived = threading.Event()
-    threading.Timer(2.0, arrived.set).start()
-    wait_until(arrived, second)
+    _wait_in(second, 2.0)
     first.setup_failed(StateError("damaged again"))
     with pytest.raises(StateError, match="rank 0 ended the job: damaged again"):
-        wait_until(threading.Event(), second)
+        _wait_in(second)
     for one in (first, second):
         one.leave()
 
@@ -68,9 +77,7 @@ def test_ranks_that_all_had_an_error_wait_for_each_other(monkeypatch: pytest.Mon
     for one in (first, second):
         one.setup_failed(StateError("damaged"))
     second.errors.setup_goes_on()
-    arrived = threading.Event()
-    threading.Timer(2.0, arrived.set).start()
-    wait_until(arrived, second)
+    _wait_in(second, 2.0)
     for one in (first, second):
         one.leave()
 
@@ -82,9 +89,8 @@ def test_a_store_that_hangs_keeps_nobody_waiting(store_server: tuple[int, int]) 
     assert one.told() is None
     os.kill(process, signal.SIGSTOP)
     try:
-        arrived, began = threading.Event(), time.monotonic()
-        threading.Timer(1.0, arrived.set).start()
-        wait_until(arrived, one)
+        began = time.monotonic()
+        _wait_in(one, 1.0)
         assert one.told() is None
         one.end(UsageError("said to nobody"))
         assert time.monotonic() - began < 8.0

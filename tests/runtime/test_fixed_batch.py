@@ -11,10 +11,9 @@ from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.runtime.limits import fixed_at
 from dynamix.runtime.state.packing import checksum, pack
-from dynamix.window import Bounds
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, classes
 from tests.union import Script
@@ -46,7 +45,7 @@ def test_a_policy_that_moves_the_global_batch_alone_is_refused(policy: str) -> N
 
 
 def test_a_resumed_job_keeps_the_total_it_began_with() -> None:
-    job = JobFacts(fixed_at(Bounds.of(2, 1, 256), 64), 64, fixed=True)
+    job = JobFacts(JobConfig(2, "static", 32, "fixed"))
     job.resume(128, step=0, samples=0, shares={})  # it began with four ranks of 32
     assert (job.base_batch, int(job.bounds.total_low), int(job.bounds.total_high)) == (128, 128, 128)
     with pytest.raises(ConfigError, match=r"global batch=1024 .* 2 to 512"):

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from dynamix.policies.registry import make_policy, policy_names
+from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.measure.row import assemble
-from dynamix.window import Bounds, Floats, Ints, Window
+from dynamix.window import Floats, Ints, Window
 from dynamix_lab.virtual.workers import VirtualTime
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, adaptive, classes, decided
@@ -80,7 +82,7 @@ def _nothing(index: int, step: Step) -> None:
 def _shares(name: str, interval: int, disturb: Disturbance = _nothing, windows: int = 18) -> Floats:
     """(windows, W) shares under a policy that decides after every window; what it decides holds one step later."""
     sizes = np.full(4, 64)
-    job, workers = JobFacts(Bounds.of(4, 1, 512), int(sizes.sum())), Workers(disturb)
+    job, workers = JobFacts(JobConfig(4, "static", 64, "adaptive")), Workers(disturb)
     decider, decided, since, shares = Decider(make_policy(name), job), sizes, 0, []
     for window in range(windows):
         if window:
@@ -146,7 +148,7 @@ def _window(disturb: Disturbance, interval: int = 5) -> Window:
     workers, sizes = Workers(disturb), np.full(4, 64)
     for _ in range(3 * interval):
         workers.train(sizes, keep=True)
-    return assemble(workers.rows(sizes), noise_scale=JobFacts(Bounds.of(4), 256).noise_scale, sizes=sizes)
+    return assemble(workers.rows(sizes), noise_scale=NoiseScale(), sizes=sizes)
 
 
 def test_a_pause_is_in_no_time_of_any_worker() -> None:

@@ -49,7 +49,7 @@ def told(request: pytest.FixtureRequest) -> Told:
 @case
 def objects(ranks: Any) -> Any:
     every = [ranks.gather({"rank": ranks.rank, "text": "x" * length * ranks.rank}, "objects") for length in (1, 3)]
-    return every, ranks.group.broadcast_object({"rank": ranks.rank, "text": "y" * (9 - ranks.rank)})
+    return every, ranks.of_first({"rank": ranks.rank, "text": "y" * (9 - ranks.rank)})
 
 
 def test_objects_come_in_the_order_of_ranks_and_the_first_rank_s_reaches_all(told: Told) -> None:
@@ -74,7 +74,7 @@ def rows(ranks: Any) -> Any:
         else:
             work = group.send(row, answer)
             ranks.wait(work)
-            assert work.is_completed()
+            assert work.done()
         total, every = torch.zeros(2, dtype=torch.float64), torch.zeros(WORKERS, 1, dtype=torch.int64)
         ranks.wait(group.all_sum(torch.tensor([ranks.rank, 0.5], dtype=torch.float64), total))
         ranks.wait(group.all_gather(torch.tensor([k * ranks.rank]), every))

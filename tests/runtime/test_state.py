@@ -23,6 +23,7 @@ import dynamix
 from dynamix.data import Allocations
 from dynamix.errors import ConfigError, StateError
 from dynamix.policies import make_policy
+from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
@@ -365,7 +366,7 @@ def wide(policy: str, workers: int) -> JobState:
         known = {"wait": compute.max() - compute, "communication": 0.02, "noise": 9e4, "signal": 1.0, "steps": 10.0}
         known |= {"loss_change": rng.normal(size=workers), "accuracy_change": rng.normal(size=workers)}
         sizes = np.asarray(made.decide(Window.of(sizes, compute=compute, compute_std=0.01, step=step, **known), bounds))
-    facts, allocations = JobFacts(bounds, 64 * workers), Allocations(sizes)
+    facts, allocations = JobFacts(JobConfig(workers, "static", 64, "adaptive")), Allocations(sizes)
     return JobState(facts, made, allocations, Progress(), Recorder(torch.device("cpu")), rank=0, peers=False)
 
 

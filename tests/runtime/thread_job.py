@@ -72,7 +72,7 @@ class ThreadJob:
         self.recorder.timer = StepTimer(NO_DEVICE, clock=self.clock)
         limits = Limits(max_batch_size=most)
         config = JobConfig(ranks.workers, policy, batch_size, global_batch, limits, interval, lr_rule=lr_rule)
-        facts = JobFacts.of(config, hosts=tuple(f"host{rank}" for rank in range(ranks.workers)))
+        facts = JobFacts(config, hosts=tuple(f"host{rank}" for rank in range(ranks.workers)))
         decider = Decider(config.served, facts) if ranks.rank == 0 else None
         channel = open_channel(ranks, config, facts, decider, patience_s=patience_s)
         weight, self.policy = LossWeight(None, 1, ranks), config.served

@@ -59,7 +59,7 @@ def connect(
             _require_held_shares(job.facts.bounds, connected.shards, group)
         job.loss_weight.bind(model, options.weighting)
         note = ExitNote(job.ranks.rank, job.samples_now, job.memory_ran_out)
-        memory = Memory(connected, job.ranks, group, note)
+        memory = Memory(connected, job.ranks, note)
     job.connect(connected, optimizer, memory)
 
 

@@ -363,8 +363,8 @@ class TrainingJob:
             self.loop.job_ends()
             for ends in self._heard["job_ends"]:
                 ends()
-            owners: list[Any] = [*self.models, self.memory, self.loss_weight]
-            groups = [group for owner in owners if owner is not None for group in owner.close()]
+            owners: list[Any] = [*self.models, self.loss_weight]
+            groups = [group for owner in owners for group in owner.close()]
             self.end_events()
             groups += [] if ranks.group is None else ranks.group.release()
             destroy_groups(groups, patience_s=patience_s)  # nobody else may have them by then, this frame included
@@ -383,13 +383,13 @@ class TrainingJob:
         """`Controller.state_dict`."""
         self.boundary.require("state_dict() is of all ranks alike")
         self.windows.settle()
-        group = self.ranks.group
-        alike = not gather and group is not None and asked_by_distributed_checkpoint()
+        ranks, state = self.ranks, self.state
+        alike = not gather and ranks.group is not None and asked_by_distributed_checkpoint()
         if not (gather or alike):
-            return self.state.save()
-        with self.ranks.setting_up():
-            self.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
-            return self.state.save_gathered(group) if gather or group is None else self.state.save_alike(group)
+            return state.save()
+        with ranks.setting_up():
+            ranks.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
+            return state.save_gathered(ranks) if gather else state.save_alike(ranks)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
         """`Controller.load_state_dict`."""

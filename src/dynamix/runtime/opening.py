@@ -24,7 +24,7 @@ def open_job(
     ranks     the same ranks, for the controllers' own messages
     events    what the rank that decides writes to
     """
-    facts = JobFacts.of(config, hosts=tuple(ranks.gather(own_host(), "the names of hosts")))
+    facts = JobFacts(config, hosts=tuple(ranks.gather(own_host(), "the names of hosts")))
     decides = ranks.rank == 0
     decider = Decider(config.served, facts, replay=config.replayed, events=events) if decides else None
     channel = open_channel(ranks, config, facts, decider)

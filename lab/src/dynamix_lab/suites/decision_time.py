@@ -40,10 +40,10 @@ def decision_times(policy: str, *, workers: int, decisions: int = DECISIONS) -> 
 
     Raises `ConfigError` for unknown policies.
     """
-    chosen = JobConfig(workers, policy, global_batch="adaptive").served
     env = ClusterEnv(sample_family(FAMILY, 1, workers, SEED), seed=SEED)
     bounds, window = _bounds_of_one(env.bounds), env.reset()
-    job = JobFacts(bounds, int(_first(window).batch_size.sum()))
+    config = JobConfig(workers, policy, int(_first(window).batch_size.mean()), "adaptive")
+    job, chosen = JobFacts(config), config.served
     wall, deciding, writing = np.zeros((3, decisions + FIRST))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -84,7 +84,7 @@ def beside_times(*, workers: int, windows: int = BESIDE_WINDOWS) -> dict[str, fl
     """
     rng = np.random.default_rng(SEED)
     sizes = np.full(workers, 64)
-    job = JobFacts(Bounds.of(workers, 1, 512), int(sizes.sum()))
+    job = JobFacts(JobConfig(workers, "static", 64, "adaptive"))
     block = torch.from_numpy(rng.uniform(0.5, 1.5, (workers, len(ROW) + 10)))
     block[:, :2] = torch.tensor([10.0, 10.0])  # rounds issued, steps counted
     spent = np.zeros((windows + FIRST, 4))

@@ -163,7 +163,7 @@ class VirtualCluster:
             )
         # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
         ahead = max(self.world.delay - 1, 0) if config.slack else 0
-        facts = JobFacts.of(config, slack=min(config.slack, self.world.delay), ahead=ahead)
+        facts = JobFacts(config, slack=min(config.slack, self.world.delay), ahead=ahead)
         facts.limit_to(len(dataset))
         self._events = None if events is None else EventLog(events)
         clock = self._workers.time.mark

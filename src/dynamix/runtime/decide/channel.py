@@ -8,6 +8,7 @@ nobody's training step to go on, so no such wait can be circular.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -70,6 +71,12 @@ class Channel:
             thread.join(timeout_s)
         self.group = None
 
+    def open_group(self) -> ControlGroup:
+        """What to talk over. Raises `ValueError` where the channel was closed meanwhile."""
+        if self.group is None:
+            raise ValueError("the channel was closed")
+        return self.group
+
     def _serve(self) -> None:
         while (work := self._given.get()) is not None:
             write_down(work)
@@ -87,9 +94,7 @@ class DecisionChannel(Channel):
         super().__init__(ranks, "dynamix-decide")  # one round after the other: a late policy is never asked twice
         self._decider, self.patience_s = decider, patience_s
         self.failed: DynamixError | None = None
-        self._pending: Tensor | None = None
-        self._receive: Work | None = None
-        self._round: _Round | None = None
+        self._pending: tuple[Tensor, Callable[[], None]] | None = None  # the message, and what waits until it is there
 
     def send(self, row: Floats, closing: ClosedWindow) -> None:
         """Post this rank's row. Rows have the same length on every rank. Returns at once."""
@@ -97,28 +102,24 @@ class DecisionChannel(Channel):
         if group is None:
             assert decider is not None
             message = decider.decide(row[None], closing)
-            self._pending = message.pack()
+            self._pending = message.pack(), lambda: None
             write_down(lambda: decider.write_event(message))
             return
         packed = torch.from_numpy(np.ascontiguousarray(row, dtype=np.float64))
-        self._pending = torch.zeros(HEAD + self.ranks.workers, dtype=torch.float64)
-        if decider is not None:
-            rows = torch.zeros(self.ranks.workers, len(packed), dtype=torch.float64)
-            self._round = _Round(self, decider, group.collect(packed, rows), rows, closing, self._pending)
-            self.in_turn(self._round.run)
-        else:
-            self._receive = group.send(packed, self._pending)
+        out = torch.zeros(HEAD + self.ranks.workers, dtype=torch.float64)
+        if decider is None:
+            self._pending = out, functools.partial(self.ranks.wait, group.send(packed, out), NOT_AGREED)
+            return
+        rows = torch.zeros(self.ranks.workers, len(packed), dtype=torch.float64)
+        deciding = _Round(self, decider, group.collect(packed, rows), rows, closing, out)
+        self.in_turn(deciding.run)
+        self._pending = out, deciding.finish
 
     def receive(self) -> Message:
         """Wait for the message (normally it is there) and take it. Raises `WorkerLostError` or the policy's error."""
         assert self._pending is not None
-        try:
-            if self._round is not None:
-                self._round.finish()
-            elif self._receive is not None:
-                self.ranks.wait(self._receive, NOT_AGREED)
-        finally:
-            packed, self._pending, self._receive, self._round = self._pending, None, None, None
+        (packed, arrive), self._pending = self._pending, None
+        arrive()
         message = Message.unpack(packed)
         if message.kind is Kind.FAILED:
             raise DynamixError("the policy failed on rank 0; its own error is in that rank's output")
@@ -175,9 +176,7 @@ class _Round:
         with self.lock:
             if self.work is None:
                 self.out.copy_(message.pack())
-                if self.channel.group is None:
-                    raise ValueError("the channel was closed")
-                self.work = self.channel.group.answer(self.out)
+                self.work = self.channel.open_group().answer(self.out)
                 self.published.set()
             return Message.unpack(self.out)
 

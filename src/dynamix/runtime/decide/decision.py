@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -100,7 +100,7 @@ class Decider:
             about = report_of(self.policy, asked=closing.window_index == self._asked)
             if self.job.rounds is not None:
                 about = {**about, "rounds": self.job.rounds.report}
-            self._write(self.events, closing, window, message, self._clock(), about)
+            self._write(closing, window, message, self._clock(), **about)
         after_answer(self.policy)  # the answer is out: no step waits for this
 
     def end(self, rest: ClosedWindow | None, ended_s: float) -> None:
@@ -115,18 +115,11 @@ class Decider:
             window = Window.of(rest.sizes, steps=rest.step - self.job.closing.step, **self.job.facts(rest))
             message = self.job.message(Kind.KEEP, rest.consumed, rest.sizes, rest.piece)
             with contextlib.suppress(RuntimeError):  # no thread can start any more: the process ends, none was written
-                self._write(self.events, rest, window, message, ended_s, {"short": True})
+                self._write(rest, window, message, ended_s, short=True)
         self.events.close()
 
-    def _write(
-        self,
-        events: EventLog | BackgroundLog,
-        closing: ClosedWindow,
-        window: Window,
-        message: Message,
-        now_s: float,
-        about: Mapping[str, Any],
-    ) -> None:
+    def _write(self, closing: ClosedWindow, window: Window, message: Message, now_s: float, **about: Any) -> None:
+        assert self.events is not None
         of = {"window_index": closing.window_index, "window": window}
         told = {"allocation": message.sizes.tolist(), "from_step": message.from_step}
         told |= {"decision": message.kind.name.lower(), "noise": message.noise, "signal": message.signal}
@@ -138,7 +131,7 @@ class Decider:
         at = {"samples_seen": closing.samples, "time_s": self._told_s}
         if self._began_at is not None:
             at["began_at"] = self._began_at
-        events.write(**of, **told, **at, **about)
+        self.events.write(**of, **told, **at, **about)
 
     def assemble(self, rows: Floats, closing: ClosedWindow) -> Window:
         """What the policy sees of the gathered rows (W, n). It also keeps up the noise scale."""

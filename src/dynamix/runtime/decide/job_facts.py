@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,51 +78,39 @@ class ClosedWindow:
     comparable: bool = False  # the workers' batches are drawn alike, so that their losses can be compared
 
 
-@dataclass
 class JobFacts:
-    """What every rank of a job holds; they change only at moments on which the ranks agree."""
+    """What every rank of the job of `config` holds; it changes only at moments on which the ranks agree.
 
-    bounds: Bounds  # what batch sizes are kept within, samples per round, on a grid that pieces divide
-    base_batch: int  # samples per round of all workers at the start (B0)
-    accumulate: int = 1  # pieces of a round: micro-batches per optimizer step
-    slack: int = 0  # rounds that may still be issued under the old allocation after a window closed
-    fixed: bool = False  # the global batch stays at `base_batch`
-    apart: bool = False  # every piece is an optimizer step of its worker's own, and workers meet over parameters
-    rounds: RoundSize | Ways | None = None  # chooses rounds where workers step apart, and whether they do
-    piece: int | None = None  # most samples of a piece, as the user said; a rank's memory may hold less
-    per_epoch: bool = False  # a window is an epoch
-    ahead: int = 0  # rounds that a simulated loader has issued beyond those that its sampler has
-    hosts: tuple[str, ...] = ()  # of every rank; empty where they are not known
-    shares: dict[str, float] = field(default_factory=dict)  # of workers that were here, relative (`hosts.remembered`)
-    # Smoothed over windows, where this rank learns of it: the one that decides, or all if each does.
-    noise_scale: NoiseScale = field(default_factory=NoiseScale)
-    weight_test: WeightTest | None = None  # None: losses tell nothing of their weights
-    parting: Parting = field(default_factory=Parting)
-    unlike: str | None = None  # what ranks were seen to do that others did not, where this rank learns of it
-    closing: ClosedWindow = field(init=False)  # the newest window that closed
-    # Samples of all workers' optimizer steps that are taken at the same time, if that is not a round.
-    at_once: int | None = field(init=False)
+    bounds       what batch sizes are kept within, samples per round, on a grid that pieces divide
+    base_batch   samples per round of all workers at the start (B0)
+    accumulate   pieces of a round: micro-batches per optimizer step
+    slack        rounds that may still be issued under the old allocation after a window closed; None: a live job's
+    ahead        rounds that a simulated loader has issued beyond those that its sampler has
+    fixed        the global batch stays at `base_batch`
+    apart        every piece is an optimizer step of its worker's own, and workers meet over parameters
+    rounds       chooses rounds where workers step apart, and whether they do
+    piece        most samples of a piece, as the user said; a rank's memory may hold less
+    per_epoch    a window is an epoch
+    hosts        of every rank; empty where they are not known
+    shares       of workers that were here, relative (`hosts.remembered`)
+    noise_scale  smoothed over windows, where this rank learns of it: the one that decides, or all if each does
+    weight_test  None: losses tell nothing of their weights
+    unlike       what ranks were seen to do that others did not, where this rank learns of it
+    closing      the newest window that closed
+    at_once      samples of all workers' optimizer steps that are taken at the same time, if that is not a round
+    """
 
-    @classmethod
-    def of(
-        cls, config: JobConfig, *, hosts: tuple[str, ...] = (), slack: int | None = None, ahead: int = 0
-    ) -> JobFacts:
-        """At the start of the job of `config`. None: the slack of a live job."""
-        return cls(
-            config.bounds,
-            config.base_batch,
-            accumulate=config.accumulate,
-            slack=config.slack if slack is None else slack,
-            fixed=config.fixed,
-            apart=config.apart,
-            rounds=config.rounds(),
-            piece=config.micro_batch,
-            per_epoch=boundary(config.own_policy) == "epoch",
-            ahead=ahead,
-            hosts=hosts,
-        )
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, config: JobConfig, *, hosts: tuple[str, ...] = (), slack: int | None = None, ahead: int = 0
+    ) -> None:
+        self.bounds, self.base_batch, self.accumulate = config.bounds, config.base_batch, config.accumulate
+        self.slack, self.ahead = config.slack if slack is None else slack, ahead
+        self.fixed, self.apart, self.piece = config.fixed, config.apart, config.micro_batch
+        self.rounds, self.per_epoch = config.rounds(), boundary(config.own_policy) == "epoch"
+        self.hosts, self.shares = hosts, dict[str, float]()
+        self.noise_scale, self.parting = NoiseScale(), Parting()
+        self.weight_test: WeightTest | None = None
+        self.unlike: str | None = None
         self.closing, self.at_once = self._none_closed(), self._at_once()
 
     def _none_closed(self, step: int = 0, samples: int = 0) -> ClosedWindow:

@@ -10,13 +10,13 @@ go on, so no wait for it can be circular.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from dynamix.errors import DynamixError
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range
@@ -52,6 +52,20 @@ def open_channel(
     return PeerChannel(ranks, job, rule, decider, share_noise=config.lr_rule == "adascale")
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """One rank's side of one decision.
+
+    every   what all ranks send, (W, n): size, first round not issued, perhaps two of the noise, and `HELD`
+    made    done once that is here
+    """
+
+    row: Floats
+    closing: ClosedWindow
+    every: Tensor
+    made: Work = field(default_factory=Future)
+
+
 class PeerChannel(Channel):
     """`DecisionChannel` for ranks that each decide for themselves: one exchange at a time over the controller's groups.
 
@@ -60,36 +74,65 @@ class PeerChannel(Channel):
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        job: JobFacts,
-        policy: StigmergicPolicy,
-        decider: Decider | None,
-        *,
-        share_noise: bool,
+        self, ranks: Ranks, job: JobFacts, policy: StigmergicPolicy, decider: Decider | None, *, share_noise: bool
     ) -> None:
         super().__init__(ranks, "dynamix-choose")
         self.job, self.policy, self.decider, self.share_noise = job, policy, decider, share_noise
-        self._round: _Round | None = None
+        self._failed: Exception | None = None  # in the newest window
+        self._pending: _Choice | None = None
 
     def send(self, row: Floats, closing: ClosedWindow) -> None:
         """Choose by this rank's `row` (of `observation.ROW`), and send the choice. Returns at once."""
-        self._round = _Round(self, row, closing)
-        self.in_turn(self._round.run)
+        told = (4 if self.share_noise else 2) + len(HELD)
+        self._pending = choice = _Choice(row, closing, torch.zeros(self.ranks.workers, told, dtype=torch.float64))
+        self.in_turn(lambda: self._take_part(choice))
 
     def receive(self) -> Message:
         """Wait for all sizes (normally they are there) and take them. Raises `WorkerLostError` or the rule's error."""
-        assert self._round is not None
-        current, self._round = self._round, None
-        with self.ranks.naming(_EXCHANGE):
-            told = current.finish()
+        assert self._pending is not None
+        choice, self._pending = self._pending, None
+        self.ranks.wait(choice.made, _EXCHANGE)
+        told = choice.every.numpy()
         if len(failed := np.flatnonzero(told[:, 0] == _FAILED)):
             raise DynamixError(f"choosing a size failed on rank {failed[0]}; its own error is in that rank's output")
-        message = self._message(current.closing, told)
+        message = self._message(choice.closing, told)
         decider = self.decider
         if decider is not None and decider.events is not None:
-            self.in_turn(lambda: self._write_event(decider, current, message))
+            self.in_turn(lambda: self._write_event(decider, choice, message))
         return message
+
+    def _take_part(self, choice: _Choice) -> None:
+        """In the rank's own thread. A rank whose rule fails takes part all the same, and says so in place of a size."""
+        size, left, self._failed = _FAILED, np.zeros(len(TRACES)), None
+        try:
+            with self._failing():
+                own, sense, left = self.observe(choice.row, choice.closing)
+            told = self.exchange(left)
+            if self._failed is None:
+                with self._failing():
+                    size = self.choose(own, sense, *told)
+            self._share(size, choice).wait()
+        except Exception as error:  # of any kind: `receive` raises it, and no sizes are taken
+            self._failed = self._failed or error
+        if self._failed is None:
+            choice.made.set_result(None)
+        else:
+            choice.made.set_exception(self._failed)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # raised again in the training thread, here and by what it sends on the others
+            self._failed = caused_by(error, f"choosing a batch size failed: {error!r}")
+
+    def _share(self, size: int, choice: _Choice) -> Work:
+        row, told = choice.row, [float(size), float(choice.closing.issued)]
+        if self.share_noise:
+            known = dict(zip(ROW, row, strict=False))
+            told += [own_noise(known, self.ranks.workers), known["global_norm_sq"]]
+        mine = torch.tensor([*told, *row[len(ROW) - len(HELD) : len(ROW)]], dtype=torch.float64)
+        return self.open_group().all_gather(mine, choice.every)
 
     def observe(self, row: Floats, closing: ClosedWindow) -> tuple[Own, Sense, Floats]:
         """What this rank makes of its window, and the traces (16,) that it leaves of it."""
@@ -106,9 +149,7 @@ class PeerChannel(Channel):
         policy, n = self.policy, len(TRACES)
         way = policy.way if policy.way.shape == left.shape else np.zeros(n)
         mine, total = torch.from_numpy(np.concatenate([left, way])), torch.zeros(2 * n, dtype=torch.float64)
-        if self.group is None:
-            raise ValueError("the channel was closed")
-        self.ranks.wait(self.group.all_sum(mine, total))
+        self.open_group().all_sum(mine, total).wait()
         return total[:n].numpy(), total[n:].numpy()
 
     def choose(self, own: Own, sense: Sense, left: Floats, way: Floats) -> int:
@@ -131,69 +172,13 @@ class PeerChannel(Channel):
             return replace(job.keep(Kind.KEEP), differ=job.parting.differ())
         return replace(job.change(answer, int(told[:, 1].max())), differ=job.parting.differ())
 
-    def _write_event(self, decider: Decider, current: _Round, message: Message) -> None:
-        closing, known = current.closing, dict(zip(ROW, current.row, strict=False))
+    def _write_event(self, decider: Decider, choice: _Choice, message: Message) -> None:
+        closing, known = choice.closing, dict(zip(ROW, choice.row, strict=False))
         mine = np.arange(self.ranks.workers) == self.ranks.rank
         names = ("compute", "compute_std", "data", "loss", "accuracy", "cpu", "memory", "device")
         seen = {name: np.where(mine, known[name], np.nan) for name in names}
-        steps = len(current.row) - len(ROW)
+        steps = len(choice.row) - len(ROW)
         decider.witness(Window.of(closing.sizes, **seen, steps=steps, **self.job.facts(closing)), closing, message)
-
-
-class _Round:
-    """One rank's side of one decision."""
-
-    def __init__(self, channel: PeerChannel, row: Floats, closing: ClosedWindow) -> None:
-        self.channel, self.row, self.closing = channel, row, closing
-        self.posted = threading.Event()
-        told = (4 if channel.share_noise else 2) + len(HELD)
-        self.every = torch.zeros(channel.ranks.workers, told, dtype=torch.float64)
-        self.work: Work | None = None
-        self.mine: Tensor | None = None
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        """In the rank's own thread. A rank whose rule fails takes part all the same, and says so in place of a size."""
-        channel, size, left = self.channel, _FAILED, np.zeros(len(TRACES))
-        try:
-            with self._failing():
-                own, sense, left = channel.observe(self.row, self.closing)
-            told = channel.exchange(left)
-            if self.error is None:
-                with self._failing():
-                    size = channel.choose(own, sense, *told)
-            self._post(size)
-        except Exception as error:  # of any kind: `finish` raises it, and no sizes are taken
-            self.error = self.error or error
-        finally:
-            self.posted.set()
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # raised again in the training thread, here and by what it sends on the others
-            self.error = caused_by(error, f"choosing a batch size failed: {error!r}")
-
-    def _post(self, size: int) -> None:
-        channel, told = self.channel, [float(size), float(self.closing.issued)]
-        if channel.share_noise:
-            known = dict(zip(ROW, self.row, strict=False))
-            told += [own_noise(known, channel.ranks.workers), known["global_norm_sq"]]
-        self.mine = torch.tensor([*told, *self.row[len(ROW) - len(HELD) : len(ROW)]], dtype=torch.float64)
-        if channel.group is None:
-            raise ValueError("the channel was closed")
-        self.work = channel.group.all_gather(self.mine, self.every)
-
-    def finish(self) -> Floats:
-        """What all ranks sent, (W, n): size, first round not issued, perhaps two of the noise, and `HELD`."""
-        ranks = self.channel.ranks
-        ranks.wait_until(self.posted)
-        if self.work is not None:
-            ranks.wait(self.work)
-        if self.error is not None:
-            raise self.error
-        return self.every.numpy()
 
 
 def own_window(row: Floats, closing: ClosedWindow, *, rank: int, job: JobFacts) -> Own:

@@ -14,11 +14,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dynamix.probes.host import Cgroups
-from dynamix.runtime.ranks.group import ControlGroup, all_of
+from dynamix.runtime.ranks.ranks import Ranks
+from dynamix.window import Ints
 
 _CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _TEXTS = (*_CPU, "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED", "Cannot allocate memory")
@@ -27,6 +29,7 @@ RESERVE, LEAST_RESERVE_BYTES = 0.05, 16 * 2**20
 # On growth, foreseen or measured: the same batch takes up to a third more another time, as the C library's heap has
 # holes or not (it serves blocks of up to 32 MiB once some were freed). `tests/memory` was killed at 1.1.
 _CAUTION = 1.4
+_LOST = "a rank was lost while all look what fits. If it ran out of memory, its own output says so"
 
 
 class NoRoomError(MemoryError):
@@ -42,6 +45,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _TEXTS)
+
+
+def all_of(value: int, ranks: Ranks) -> Ints:
+    """Every rank's value, int64 (W,). A collective call."""
+    return np.asarray(ranks.rows(torch.tensor([int(value)]), _LOST)[:, 0])
 
 
 def release() -> None:
@@ -74,10 +82,10 @@ class Gauge:
         name = f"{machine.strip()} {[(s.st_dev, s.st_ino) for s in limits[:1]]}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
-    def share(self, group: ControlGroup | None) -> None:
+    def share(self, ranks: Ranks) -> None:
         """Count the ranks under this rank's limit. A collective call."""
         mine = self.identity()
-        self.sharers = int((all_of(mine, group) == mine).sum())
+        self.sharers = int((all_of(mine, ranks) == mine).sum())
 
     def headroom_bytes(self) -> float:
         """Bytes until the control group or the machine is full, whichever is first, less the reserve."""

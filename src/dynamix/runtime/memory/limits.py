@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -14,9 +13,7 @@ from torch.optim import SGD, Optimizer
 from dynamix.errors import ConfigError, DynamixError, UsageError
 from dynamix.runtime.memory.batches import resized
 from dynamix.runtime.memory.exit_advice import ExitNote
-from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory, release
-from dynamix.runtime.ranks.group import ControlGroup, all_of
-from dynamix.runtime.ranks.opening import open_another
+from dynamix.runtime.memory.gauge import Gauge, all_of, is_out_of_memory, release
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.connected_model import ConnectedModel
@@ -74,20 +71,12 @@ class Memory:
     device or a control group find what fits beside the others. Gradients, buffers and random state are put back.
 
     note     what is said where training itself runs out
-    group    of `ranks`. They talk on another, made at first use: the control group carries decisions meanwhile
     """
 
-    def __init__(
-        self,
-        first: ConnectedModel,
-        ranks: Ranks,
-        group: dist.ProcessGroup | None,
-        note: ExitNote,
-    ) -> None:
-        self.first, self.group, self.note, self._ranks = first, group, note, ranks
+    def __init__(self, first: ConnectedModel, ranks: Ranks, note: ExitNote) -> None:
+        self.first, self.note, self._ranks = first, note, ranks
         self._models: list[tuple[ConnectedModel, Optimizer]] = []
         self._gauge = Gauge(first.recorder.device)
-        self._talk: ControlGroup | None = None
 
     def add(self, model: ConnectedModel, optimizer: Optimizer) -> None:
         """Passes may go through `model`; `optimizer` is the first of it."""
@@ -97,7 +86,7 @@ class Memory:
         """Raises what `find` would raise on this rank before it talks to others."""
         if not 0 <= margin < 1:
             raise ConfigError("margin", margin, "0 to below 1", "use 0.1")
-        if self.group is None or self.group.size() == 1:
+        if self._ranks.workers == 1:
             return
         for module in self.first.model.modules():
             if isinstance(module, nn.SyncBatchNorm) or is_fully_sharded(module):
@@ -111,14 +100,12 @@ class Memory:
         A cap is the largest that ran, less `margin`; `bounds.high` where everything did. Raises `ConfigError` on every
         rank when the smallest allowed batch does not fit somewhere.
         """
-        if self._talk is None and self.group is not None:
-            self._talk = open_another(self.group, self._ranks)
         q = bounds.quantum
         high = int(bounds.high[self._ranks.rank])
         # A batch of one has no variance for batch normalisation, and no step of an epoch has less than two.
         low = min(max(int(bounds.low[self._ranks.rank]), -(-2 // q) * q), high)
         search = Search(low, high, quantum=q)
-        self._gauge.share(self._talk)
+        self._gauge.share(self._ranks)
         release()  # what the C library holds from before would look taken
         with self._apart():
             self._run(search, step_fn, example)
@@ -126,7 +113,7 @@ class Memory:
         if 0 < largest < high:
             # The gap to the size that failed is part of the margin already.
             largest = max(int(largest * (1 - margin)) // q * q, low)
-        found = all_of(largest, self._talk)
+        found = all_of(largest, self._ranks)
         if (found == 0).any():
             at = int(np.argmin(found))
             allowed = f"what fits the memory of rank {at}, where not even {max(int(bounds.low[at]), 2)} samples do"
@@ -134,19 +121,14 @@ class Memory:
             raise ConfigError("min_batch_size", int(max(bounds.low[at], 1)), allowed, fix)
         return found
 
-    def close(self) -> list[dist.ProcessGroup]:
-        """Let go of the group that all this talked on, and return it."""
-        group, self._talk = self._talk, None
-        return [] if group is None else group.release()
-
     def _run(self, search: Search, step_fn: Callable[[Any], Any], example: Any) -> None:
         first = True  # a process's first pass takes memory once that no later one does, so it is not counted
-        while all_of(not search.done, self._talk).any():
+        while all_of(not search.done, self._ranks).any():
             headroom, fitted, error = self._gauge.headroom_bytes(), False, None
-            all_of(0, self._talk)  # nobody grows while another still looks how much is left
+            all_of(0, self._ranks)  # nobody grows while another still looks how much is left
             if search.size:
                 fitted, error = self._try(step_fn, example, search.size, headroom)
-            failed = all_of(error is not None, self._talk)
+            failed = all_of(error is not None, self._ranks)
             if error is not None:
                 raise error
             if failed.any():

@@ -1,6 +1,7 @@
 """Whether all ranks hold the same: one digest is compared, and where it differs the fields are, by name."""
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -121,12 +122,8 @@ def _spans(ranks: list[int]) -> str:
     >>> _spans([0, 1, 2, 5])
     'ranks 0-2, 5'
     """
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
+    in_a_row = itertools.groupby(enumerate(ranks), lambda at: at[1] - at[0])
+    spans = [[rank for _, rank in row] for _, row in in_a_row]
     told = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
     return f"rank {told}" if len(ranks) == 1 else f"ranks {told}"
 

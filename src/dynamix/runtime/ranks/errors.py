@@ -38,6 +38,7 @@ class JobErrors:
 
     def agreeing(self, what: str) -> None:
         """All ranks are about to wait for each other in `what`: say so, for those that never come."""
+        self.setup_goes_on()
         self._agreement, self.agreements = what, self.agreements + 1
 
     def setup_failed(self, error: Exception) -> None:

@@ -8,147 +8,115 @@ W = 1,024. A message then takes two hops each way. What the ranks agree on is th
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
-import pickle
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, ParamSpec
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from dynamix.errors import ConfigError, DynamixError, WorkerLostError
+from dynamix.errors import ConfigError
 from dynamix.runtime.ranks.process_groups import new_gloo_group
-from dynamix.window import Ints
 
 FLAT_UP_TO = 256
 SPARE = 64  # descriptors for the loader, files and whatever else the job opens later
+Work = Future[Any]  # what is under way: done with a result of nobody's, or with an error
+P = ParamSpec("P")
 
 
-class Work(Protocol):
-    """What is under way; `dist.Work` is one."""
+def chained(steps: Callable[P, Iterator[Work]]) -> Callable[P, Work]:
+    """Work of several steps, each begun on the thread that ends the one before. An error of one ends it.
 
-    def is_completed(self) -> bool: ...
-    def get_future(self) -> Future[Any]: ...
-    def wait(self) -> Any: ...
+    >>> @chained
+    ... def both(one: Work, other: Work) -> Iterator[Work]:
+    ...     yield one
+    ...     yield other
+    >>> one, other = Future[None](), Future[None]()
+    >>> work = both(one, other)
+    >>> one.set_result(None), other.set_exception(ValueError("lost")), work.done()
+    (None, None, True)
+    """
 
+    @functools.wraps(steps)
+    def begin(*args: P.args, **kwargs: P.kwargs) -> Work:
+        coming, whole = steps(*args, **kwargs), Work()
 
-class Pending:
-    """What ends once, with a result of nobody's or an error: on whichever thread."""
+        def go_on(before: Work | None = None) -> None:
+            try:
+                if before is not None:
+                    before.wait()
+                work = next(coming, None)
+            except Exception as error:  # raised again from `wait`, on the thread that asks
+                whole.set_exception(error)
+                return
+            if work is None:
+                whole.set_result(None)
+            else:
+                work.add_done_callback(go_on)
 
-    def __init__(self) -> None:
-        self._future: Future[Any] = Future()
+        go_on()
+        return whole
 
-    def end(self, error: Exception | None = None) -> None:
-        if error is None:
-            self._future.set_result(None)
-        else:
-            self._future.set_exception(error)
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def get_future(self) -> Future[Any]:
-        return self._future
-
-    def wait(self) -> None:
-        self._future.wait()
-
-
-class Chain(Pending):
-    """Work of several `steps`, each begun on the thread that ends the one before. An error of one ends it."""
-
-    def __init__(self, steps: Iterator[Work]) -> None:
-        super().__init__()
-        self._steps = steps
-        self._go_on(None)
-
-    def _go_on(self, before: Future[Any] | None) -> None:
-        try:
-            if before is not None:
-                before.wait()  # not the work's: it counts as ended only after this
-            work = next(self._steps, None)
-        except Exception as error:  # raised again from `wait`, on the thread that asks
-            self.end(error)
-            return
-        if work is None:
-            self.end()
-        else:
-            work.get_future().add_done_callback(self._go_on)
+    return begin
 
 
-def _wait(work: Work) -> None:
-    work.wait()
+def _begun(work: Any) -> Work:
+    """Of an asynchronous collective. Its tensors live as long as it takes."""
+    future: Work = work.get_future()
+    return future
 
 
 class ControlGroup:
-    """Messages to the first rank and back, over one gloo group.
+    """Messages to the first rank and back, over a gloo group of the ranks with these global numbers, in order.
 
     Between `send` or `collect` and the end of their answer nothing else may be begun. All tensors are on the CPU. What
-    a method returns raises from `wait` when a rank is lost, at the latest after the group's timeout.
-
-    settle   how to wait for what was begun: given up where another rank ends the job
+    a method returns raises from `wait` when a rank is lost, at the latest after the group's timeout; `Ranks.wait` gives
+    it up where another rank ends the job.
     """
 
-    def __init__(self, group: dist.ProcessGroup, settle: Callable[[Work], None] = _wait) -> None:
-        self._group, self.settle = group, settle
-        self.rank, self.workers = dist.get_rank(group), dist.get_world_size(group)
-        self._root = dist.get_global_rank(group, 0)
+    def __init__(self, ranks: list[int], timeout: Any = None) -> None:
+        self.rank, self.workers, self._root = ranks.index(dist.get_rank()), len(ranks), ranks[0]
+        self._group = new_gloo_group(ranks, timeout)
         self._sending: tuple[Any, Tensor] | None = None
 
     def send(self, row: Tensor, answer: Tensor) -> Work:
         """Not on the first rank: give it `row`; done when its `answer` is here."""
         self._sending = dist.gather(row, dst=self._root, group=self._group, async_op=True), row
-        return self._work(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
+        return _begun(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
 
     def collect(self, row: Tensor, rows: Tensor) -> Work:
         """On the first rank: its own `row` (n,) and everyone's into `rows` (W, n)."""
         every = list(rows.unbind())
-        return self._work(dist.gather(row, every, dst=self._root, group=self._group, async_op=True))
+        return _begun(dist.gather(row, every, dst=self._root, group=self._group, async_op=True))
 
     def answer(self, answer: Tensor) -> Work:
         """On the first rank: to all, once what they sent was collected."""
-        return self._work(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
+        return _begun(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
 
     def all_gather(self, row: Tensor, rows: Tensor) -> Work:
         """Everyone's `row` (n,) into `rows` (W, n), on every rank."""
-        return self._work(dist.all_gather(list(rows.unbind()), row, group=self._group, async_op=True))
+        return _begun(dist.all_gather(list(rows.unbind()), row, group=self._group, async_op=True))
 
     def all_sum(self, row: Tensor, total: Tensor) -> Work:
         """The sum of everyone's `row` (n,) into `total` (n,), on every rank."""
         total.copy_(row)
-        return self._work(dist.all_reduce(total, group=self._group, async_op=True))
+        return _begun(dist.all_reduce(total, group=self._group, async_op=True))
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
-        """Every rank's object, on every rank."""
-        packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-        lengths = torch.zeros(self.workers, 1, dtype=torch.int64)
-        self.settle(self.all_gather(torch.tensor([len(packed)]), lengths))
-        rows = torch.zeros(self.workers, int(lengths.max()), dtype=torch.uint8)
-        self.settle(self.all_gather(torch.nn.functional.pad(packed, (0, rows.shape[1] - len(packed))), rows))
-        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths[:, 0], strict=True)]
-
-    def broadcast_object(self, first: Any) -> Any:
-        """The first rank's object, on every rank."""
-        packed = torch.frombuffer(bytearray(pickle.dumps(first)), dtype=torch.uint8)
-        length = torch.tensor([len(packed)])
-        self._broadcast(length)
-        packed = packed if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
-        self._broadcast(packed)
-        return pickle.loads(packed.numpy().tobytes())
-
-    def _broadcast(self, values: Tensor) -> None:
+    @chained
+    def broadcast(self, values: Tensor) -> Iterator[Work]:
+        """The first rank's `values`, on every rank."""
         row = torch.zeros(1)
         if self.rank:
-            self.settle(self.send(row, values))
+            yield self.send(row, values)
         else:
-            self.settle(self.collect(row, row.new_zeros(self.workers, 1)))
-            self.settle(self.answer(values))
+            yield self.collect(row, row.new_zeros(self.workers, 1))
+            yield self.answer(values)
 
     def release(self) -> list[dist.ProcessGroup]:
         """The process groups behind it, which are the caller's now."""
@@ -157,45 +125,30 @@ class ControlGroup:
         self._sending = None
         return [group]
 
-    @staticmethod
-    def _work(work: Any) -> Work:
-        assert work is not None  # as for a rank that is no member
-        return cast(Work, work)
-
 
 class HierarchicalGroup(ControlGroup):
-    """The same over two levels: `room` has this rank and its neighbours, `heads` the first of every room.
+    """The same over two levels: a room of this rank and its neighbours, and the first of every room, its head."""
 
-    heads   None on ranks that are no head
-    seats   ranks of a full room
-    """
+    def __init__(self, ranks: list[int], timeout: Any = None) -> None:
+        self.rank, self.workers = ranks.index(dist.get_rank()), len(ranks)
+        self._seats = seats = math.ceil(math.sqrt(self.workers))  # of a full room
+        require_descriptors(2 * seats, self.workers)
+        head = self.rank - self.rank % seats
+        self._room = ControlGroup(ranks[head : head + seats], timeout)
+        self._heads = ControlGroup(ranks[::seats], timeout) if self.rank == head else None
 
-    def __init__(
-        self,
-        room: dist.ProcessGroup,
-        heads: dist.ProcessGroup | None,
-        *,
-        rank: int,
-        workers: int,
-        seats: int,
-        settle: Callable[[Work], None] = _wait,
-    ) -> None:
-        self.rank, self.workers, self.settle, self._seats = rank, workers, settle, seats
-        self._room, self._heads = ControlGroup(room), None if heads is None else ControlGroup(heads)
-
-    def send(self, row: Tensor, answer: Tensor) -> Work:
-        return self._room.send(row, answer) if self._heads is None else Chain(self._send(row, answer, self._heads))
-
-    def _send(self, row: Tensor, answer: Tensor, heads: ControlGroup) -> Iterator[Work]:
+    @chained
+    def send(self, row: Tensor, answer: Tensor) -> Iterator[Work]:
+        if self._heads is None:
+            yield self._room.send(row, answer)
+            return
         neighbours = self._neighbours(row)
         yield self._room.collect(row, neighbours[: self._room.workers])
-        yield heads.send(neighbours.reshape(-1), answer)
+        yield self._heads.send(neighbours.reshape(-1), answer)
         yield self._room.answer(answer)
 
-    def collect(self, row: Tensor, rows: Tensor) -> Work:
-        return Chain(self._collect(row, rows))
-
-    def _collect(self, row: Tensor, rows: Tensor) -> Iterator[Work]:
+    @chained
+    def collect(self, row: Tensor, rows: Tensor) -> Iterator[Work]:
         assert self._heads is not None
         neighbours = self._neighbours(row)
         every = row.new_zeros(self._heads.workers, neighbours.numel())
@@ -203,28 +156,28 @@ class HierarchicalGroup(ControlGroup):
         yield self._heads.collect(neighbours.reshape(-1), every)
         rows.copy_(every.view(-1, len(row))[: self.workers])
 
-    def answer(self, answer: Tensor) -> Work:
-        return Chain(self._answer(answer))
-
-    def _answer(self, answer: Tensor) -> Iterator[Work]:
+    @chained
+    def answer(self, answer: Tensor) -> Iterator[Work]:
         assert self._heads is not None
         yield from [self._heads.answer(answer), self._room.answer(answer)]  # both are begun at once
 
-    def all_gather(self, row: Tensor, rows: Tensor) -> Work:
-        return self.send(row, rows) if self.rank else Chain(self._all_gather(row, rows))
+    @chained
+    def all_gather(self, row: Tensor, rows: Tensor) -> Iterator[Work]:
+        if self.rank:
+            yield self.send(row, rows)
+        else:
+            yield self.collect(row, rows)
+            yield self.answer(rows)
 
-    def _all_gather(self, row: Tensor, rows: Tensor) -> Iterator[Work]:
-        yield from self._collect(row, rows)
-        yield from self._answer(rows)
-
-    def all_sum(self, row: Tensor, total: Tensor) -> Work:
-        return self.send(row, total) if self.rank else Chain(self._all_sum(row, total))
-
-    def _all_sum(self, row: Tensor, total: Tensor) -> Iterator[Work]:
-        rows = row.new_zeros(self.workers, len(row))
-        yield from self._collect(row, rows)
-        torch.sum(rows, 0, out=total)
-        yield from self._answer(total)
+    @chained
+    def all_sum(self, row: Tensor, total: Tensor) -> Iterator[Work]:
+        if self.rank:
+            yield self.send(row, total)
+        else:
+            rows = row.new_zeros(self.workers, len(row))
+            yield self.collect(row, rows)
+            torch.sum(rows, 0, out=total)
+            yield self.answer(total)
 
     def release(self) -> list[dist.ProcessGroup]:
         return self._room.release() + (self._heads.release() if self._heads is not None else [])
@@ -234,21 +187,15 @@ class HierarchicalGroup(ControlGroup):
         return row.new_zeros(self._seats, len(row))
 
 
-def open_control(ranks: list[int], timeout: Any = None, settle: Callable[[Work], None] = _wait) -> ControlGroup:
+def open_control(ranks: list[int], timeout: Any = None) -> ControlGroup:
     """For the ranks with these global numbers, this one among them. A collective call of those ranks alone.
 
     Raises `ConfigError` where this process may not open as many sockets as that takes.
     """
-    workers, mine = len(ranks), ranks.index(dist.get_rank())
-    if workers <= FLAT_UP_TO:
-        require_descriptors(workers - 1, workers)
-        return ControlGroup(new_gloo_group(ranks, timeout), settle)
-    seats = math.ceil(math.sqrt(workers))
-    first = mine - mine % seats
-    require_descriptors(2 * seats, workers)
-    room = new_gloo_group(ranks[first : first + seats], timeout)
-    heads = new_gloo_group(ranks[::seats], timeout) if mine == first else None
-    return HierarchicalGroup(room, heads, rank=mine, workers=workers, seats=seats, settle=settle)
+    if len(ranks) > FLAT_UP_TO:
+        return HierarchicalGroup(ranks, timeout)
+    require_descriptors(len(ranks) - 1, len(ranks))
+    return ControlGroup(ranks, timeout)
 
 
 def require_descriptors(sockets: int, workers: int) -> None:
@@ -271,21 +218,3 @@ def _open_now() -> int:
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/fd"))
     return len(list(Path("/dev/fd").iterdir())) if Path("/dev/fd").exists() else SPARE
-
-
-def all_of(value: int, group: ControlGroup | None) -> Ints:
-    """Every rank's value, int64 (W,).
-
-    Raises `WorkerLostError` when one does not answer, and what another one ends the job with.
-    """
-    if group is None:
-        return np.array([value], dtype=np.int64)
-    values = torch.zeros(group.workers, 1, dtype=torch.int64)
-    try:
-        group.settle(group.all_gather(torch.tensor([int(value)]), values))
-    except DynamixError:
-        raise
-    except RuntimeError as error:
-        told = f"a rank died, or did not answer within the process group's timeout ({error})"
-        raise WorkerLostError(f"{told}; if it ran out of memory, its own output says so") from error
-    return np.asarray(values[:, 0].numpy(), dtype=np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -15,11 +16,11 @@ import torch.distributed as dist
 
 from dynamix.errors import UsageError
 from dynamix.runtime.ranks.compare import VERSION, require_same
-from dynamix.runtime.ranks.group import ControlGroup, open_control
+from dynamix.runtime.ranks.group import open_control
 from dynamix.runtime.ranks.ranks import Alone, Ranks
 from dynamix.runtime.ranks.rendezvous import beside, meet, refuse
 from dynamix.runtime.ranks.store import job_store
-from dynamix.runtime.ranks.waits import AbortableWait, wait_for
+from dynamix.runtime.ranks.waits import AbortableWait
 from dynamix.runtime.ranks.watch import RankWatch
 
 _opened: Counter[str] = Counter()  # controllers of this process, by the name of their group
@@ -45,12 +46,7 @@ def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
         error = caught
         same.clear()
         same["error"] = str(caught)
-    if group is None:
-        if error is not None:
-            raise error
-        same.ranks = Alone()
-        return
-    same.ranks = open_ranks(group, same)
+    same.ranks = Alone() if group is None else open_ranks(group, same)
     if error is not None:
         same.ranks.leave()
         raise error
@@ -68,12 +64,8 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
     prefix = f"dynamix/watch/{name}/{_opened[name]}"
     watch = RankWatch(job_store(), members.index(dist.get_rank()), len(members), prefix=prefix)
     try:
-        wait = AbortableWait(watch)
-
-        def make() -> ControlGroup:
-            return open_control(members, timeout, settle=lambda work: wait_for(work, watch))
-
-        ranks = Ranks(beside(make, wait.look), watch)
+        control = beside(functools.partial(open_control, members, timeout), AbortableWait(watch).look)
+        ranks = Ranks(control, watch)
         fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
         fixes = {"": fix, VERSION: "Install one and the same version of dynamix for every rank"}
         facts = {VERSION: sys.modules["dynamix"].__version__, **given}
@@ -84,12 +76,6 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
     watch.all_have_come()
     weakref.finalize(ranks, watch.leave_unclosed)  # where the constructor that they are for fails
     return ranks
-
-
-def open_another(group: dist.ProcessGroup, ranks: Ranks) -> ControlGroup:
-    """One more group for messages between `ranks`, those of `group`. A collective call."""
-    members = dist.get_process_group_ranks(group)
-    return open_control(members, timeout_of(group), settle=ranks.wait)
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dynamix.errors import DynamixError, UsageError, WorkerLostError
 from dynamix.runtime.ranks.compare import FIXES, GROUPS, PLACE, require_same
@@ -18,7 +19,7 @@ from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.rendezvous import require_alone
-from dynamix.runtime.ranks.waits import LOOK_EVERY, AbortableWait, wait_for, wait_until
+from dynamix.runtime.ranks.waits import LOOK_EVERY, LOOK_EVERY_S, AbortableWait
 from dynamix.runtime.ranks.watch import CLOSED, RankWatch
 
 _PARTED = {
@@ -52,12 +53,21 @@ class Ranks:
 
         what   it is for, in words: where it fails, a `WorkerLostError` then names the rank
         """
-        try:
-            wait_for(work, self._watch)
-        except RuntimeError as error:
-            if what and failed_collective(error):
-                raise self.explain(error, what) from error
-            raise
+        future = isinstance(work, torch._C.Future)  # what a hook returns need be no `torch.futures.Future`
+        if not (work.done() if future else work.is_completed()):
+            arrived = threading.Event()
+            # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
+            (work if future else work.get_future()).add_done_callback(lambda _: arrived.set())
+            wait = AbortableWait(self._watch)
+            while not arrived.wait(LOOK_EVERY_S):
+                wait.look()
+        with self.naming(what):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if isinstance(error, DynamixError) or (told := self._watch.told()) is None:
+                    raise
+                raise told from error
 
     def wait_here(self, work: Any, what: str = "") -> None:
         """`wait` for a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
@@ -73,15 +83,17 @@ class Ranks:
             wait.look()
         self.wait(work, what)
 
-    def wait_until(self, event: threading.Event) -> None:
-        """Until `event` is set by another thread of this process. Raises what another rank ends the job with."""
-        wait_until(event, self._watch)
-
     # ------------------------------------------------------------ a rank that is lost
 
-    def naming(self, what: str) -> Naming:
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
         """Inside, a failed collective becomes a `WorkerLostError` that names the rank: `what` it was for, in words."""
-        return Naming(self, what)
+        try:
+            yield
+        except RuntimeError as error:
+            if what and failed_collective(error):
+                raise self.explain(error, what) from error
+            raise
 
     def explain(self, error: BaseException, what: str) -> WorkerLostError:
         """What to raise where a collective, which was for `what`, has failed with `error`."""
@@ -98,7 +110,23 @@ class Ranks:
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's `value`, a plain object, by rank. A collective call, named `what`."""
         self.wait_for_all(what)
-        return self._control.all_gather_object(value)
+        return self.of_all(value)
+
+    def of_all(self, value: Any) -> list[Any]:
+        """`gather` in a collective call to which all ranks have come."""
+        packed = _packed(value)
+        lengths = self.rows(torch.tensor([len(packed)]), "")[:, 0]
+        rows = self.rows(pad(packed, (0, int(lengths.max()) - len(packed))), "")
+        return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def of_first(self, value: Any) -> Any:
+        """The first rank's `value`, a plain object, as `of_all`."""
+        packed = _packed(value)
+        length = torch.tensor([len(packed)])
+        self.wait(self._control.broadcast(length))
+        packed = packed if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        self.wait(self._control.broadcast(packed))
+        return pickle.loads(packed.numpy().tobytes())
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Compare `facts`, plain values by name. A collective call.
@@ -106,7 +134,7 @@ class Ranks:
         Raises `UsageError` on every rank, naming what differs, by rank.
         """
         self.agreed = True
-        self._agreeing(FIRST_PASS)
+        self._watch.errors.agreeing(FIRST_PASS)
         require_same(facts, self.rows, "The ranks differ in what they are about to train", FIXES)
 
     def forget_agreement(self) -> None:
@@ -115,7 +143,7 @@ class Ranks:
 
     def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None:
         """Compare `facts`, whose digests were not alike. A collective call; raises as `agree`, which says the rest."""
-        self._agreeing("a comparison of settings and of the place in the data, which have come to differ")
+        self._watch.errors.agreeing("a comparison of settings and of the place in the data, which have come to differ")
         require_same(facts, self.rows, "The ranks have come to differ while they train", _PARTED, near)
 
     def wait_for_all(self, what: str) -> None:
@@ -123,16 +151,11 @@ class Ranks:
 
         Raises `UsageError` on every rank where some wait for something else instead: a later collective would not end.
         """
-        self._agreeing(what)
+        self._watch.errors.agreeing(what)
         # As long as the first row of `require_same`: what the others are in may be that comparison.
         mine = torch.tensor([zlib.crc32(what.encode()), -1])
         if not bool((self.rows(mine, f"not all ranks came to {what}") == mine.numpy()).all()):
             raise self.end(UsageError(f"this rank waits in {what}, another one in something else: {ALIKE}"))
-
-    def _agreeing(self, what: str) -> None:
-        """All ranks are about to wait for each other in `what`; this one has dealt with an error of before, if any."""
-        self._watch.errors.setup_goes_on()
-        self._watch.errors.agreeing(what)
 
     # ------------------------------------------------------------ the end
 
@@ -199,19 +222,8 @@ class Alone(Ranks):
         require_alone()
 
 
-class Naming:
-    """Around collectives; see `Ranks.naming`. It may be entered again."""
-
-    def __init__(self, ranks: Ranks, what: str) -> None:
-        self._ranks, self._what = ranks, what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and failed_collective(error):
-            raise self._ranks.explain(error, self._what) from error
+def _packed(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 ALONE = Alone()

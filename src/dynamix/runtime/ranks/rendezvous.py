@@ -212,13 +212,11 @@ class Rendezvous:
             said = self._said(asked.pop())
             if "error" in said or said.get("over", True):
                 continue
-            missing = [other for other in said["ranks"] if other == self.me or not self._is_with(other, said["ranks"])]
+            ranks = said["ranks"]
+            missing = [other for other in ranks if other == self.me or self._said(other).get("ranks") != ranks]
             if self.me in missing:
                 return True
             fresh = [other for other in missing[:LOOKED_AT] if other not in known]
             known.update(fresh)
             asked += fresh
         return False
-
-    def _is_with(self, rank: int, ranks: list[int]) -> bool:
-        return self._said(rank).get("ranks") == ranks

@@ -6,7 +6,6 @@ They meet over a wire in memory, and who waits there beats for all. All else is 
 from __future__ import annotations
 
 import math
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,18 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynamix.errors import DynamixError
-from dynamix.runtime.ranks.group import Chain, ControlGroup, Pending, Work
+from dynamix.runtime.ranks.group import ControlGroup, Work, chained
 from dynamix.runtime.ranks.liveness import BEAT_S
 from dynamix.runtime.ranks.ranks import Ranks
-from dynamix.runtime.ranks.waits import wait_for
 from dynamix.runtime.ranks.watch import CLOSED, RankWatch
 
 STACK_BYTES = 512 * 1024  # of a rank's thread, of which there may be 1,024
 T = TypeVar("T")
 
 
-class Call(Pending):
-    """A call of all ranks, done once the first `sources` of them have given their parts.
+class Call:
+    """A call of all ranks, `over` once the first `sources` of them have given their parts.
 
     parts    by rank
     missing  ranks that have yet to give
@@ -37,9 +35,8 @@ class Call(Pending):
     """
 
     def __init__(self, sources: int) -> None:
-        super().__init__()
         self.parts: list[Any] = [None] * sources
-        self.missing, self.came, self._over = set(range(sources)), 0, False
+        self.missing, self.came, self.over = set(range(sources)), 0, Work()
 
     def come(self, rank: int, part: Any) -> None:
         self.came += 1
@@ -47,11 +44,14 @@ class Call(Pending):
             self.parts[rank] = part
             self.missing.remove(rank)
 
-    def ends(self, lost: set[int]) -> bool:
-        """Whether it ends now, of itself or because of those who are `lost`: once."""
-        ends = not self._over and (bool(lost) or not self.missing)
-        self._over = self._over or ends
-        return ends
+    def settle(self, left: set[int]) -> None:
+        """Let it end if nothing is missing, or a part of those who have `left`."""
+        if self.over.done():
+            return
+        if lost := self.missing & left:
+            self.over.set_exception(RuntimeError(f"Connection closed by rank {min(lost)}"))
+        elif not self.missing:
+            self.over.set_result(None)
 
     @cached_property
     def rows(self) -> Tensor:
@@ -71,7 +71,7 @@ class ThreadWire:
         self.beating = threading.RLock()
         self._watches = [ThreadWatch(self, rank) for rank in range(workers)]
         self._beaten = -math.inf
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what waits for a call goes on inside, and may make the next one
         self._open: dict[tuple[str, int], Call] = {}
         self._left = set[int]()
 
@@ -88,23 +88,15 @@ class ThreadWire:
             call.come(rank, part)
             if call.came == self.workers:
                 del self._open[kind, number]
-        self._settle(call)
+            call.settle(self._left)
         return call
 
     def leave(self, rank: int) -> None:
         """It gives nothing more."""
         with self._lock:
             self._left.add(rank)
-            waiting = list(self._open.values())
-        for call in waiting:
-            self._settle(call)
-
-    def _settle(self, call: Call) -> None:
-        with self._lock:
-            lost = call.missing & self._left
-            ends = call.ends(lost)
-        if ends:  # outside the lock: who waits may make the next call at once
-            call.end(RuntimeError(f"Connection closed by rank {min(lost)}") if lost else None)
+            for call in list(self._open.values()):
+                call.settle(self._left)
 
     # ------------------------------------------------------------ in place of a thread for each rank's watch
 
@@ -169,7 +161,6 @@ class ThreadGroup(ControlGroup):
 
     def __init__(self, wire: ThreadWire, watch: RankWatch) -> None:
         self.rank, self.workers = watch.rank, watch.workers
-        self.settle = lambda work: wait_for(work, watch)
         self._wire, self._calls, self._lock = wire, 0, threading.Lock()
 
     def send(self, row: Tensor, answer: Tensor) -> Work:
@@ -188,28 +179,21 @@ class ThreadGroup(ControlGroup):
     def all_sum(self, row: Tensor, total: Tensor) -> Work:
         return self._join("sum", row.clone(), lambda call: _copy(total, call.rows.sum(0)))
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
-        packed: list[bytes] = []
-        self.settle(self._join("objects", pickle.dumps(mine), lambda call: packed.extend(call.parts)))
-        return [pickle.loads(one) for one in packed]
-
     def release(self) -> list[dist.ProcessGroup]:
         """There is no process group behind it."""
         return []
 
+    @chained
     def _join(
         self, kind: str, part: Any, take: Callable[[Call], None] | None = None, *, sources: int | None = None
-    ) -> Work:
+    ) -> Iterator[Work]:
         """`take` is called with the call once it is done; without it, this rank waits for nothing."""
         with self._lock:
             number, self._calls = self._calls, self._calls + 1
-        return Chain(_taken(self._wire.join(kind, number, sources or self.workers, self.rank, part), take))
-
-
-def _taken(call: Call, take: Callable[[Call], None] | None) -> Iterator[Work]:
-    if take is not None:
-        yield call
-        take(call)
+        call = self._wire.join(kind, number, sources or self.workers, self.rank, part)
+        if take is not None:
+            yield call.over
+            take(call)
 
 
 def _copy(to: Tensor, value: Tensor) -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import threading
-from typing import Any
 
-import torch
-
-from dynamix.errors import DynamixError, UsageError
+from dynamix.errors import UsageError
 from dynamix.runtime.ranks.watch import RankWatch
 
 LOOK_EVERY_S = 0.25
@@ -44,27 +40,3 @@ class AbortableWait:
         if error is not None and self._error_s > SETUP_ERROR_S:
             raise watch.end(error)
         watch.require_all_come()
-
-
-def wait_until(event: threading.Event, watch: RankWatch) -> None:
-    """Until `event` is set by another thread of this process."""
-    wait = None
-    while not event.wait(LOOK_EVERY_S):
-        wait = wait or AbortableWait(watch)
-        wait.look()
-
-
-def wait_for(work: Any, watch: RankWatch) -> None:
-    """`work.wait()` of a collective, or of the future of one."""
-    future = isinstance(work, torch._C.Future)  # what a hook returns need be no `torch.futures.Future`
-    if not (work.done() if future else work.is_completed()):
-        arrived = threading.Event()
-        # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
-        (work if future else work.get_future()).add_done_callback(lambda _: arrived.set())
-        wait_until(arrived, watch)
-    try:
-        work.wait()
-    except RuntimeError as error:
-        if isinstance(error, DynamixError) or (told := watch.told()) is None:
-            raise
-        raise told from error

@@ -196,8 +196,7 @@ class RankWatch:
         view = json.loads(told)
         self.alive.follow(view["alive"])
         self.errors.follow(view["errors"])
-        if self.rank:
-            self.stopping.follow(view["stop"])
+        self.stopping.follow(view["stop"])
 
     def listen(self) -> None:
         """Count how long the store, or the first rank, has been silent."""

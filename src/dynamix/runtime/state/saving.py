@@ -18,7 +18,7 @@ from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import FIX, Part, fields, of_type, whole, wholes, wrong
-from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.state.packing import checksum, pack, unpack
 from dynamix.runtime.state.random_state import RandomState
 from dynamix.runtime.state.resume import Division, Place
@@ -116,22 +116,22 @@ class JobState:
         states, own = self._states()
         return self._written(states, {self._division.rank: own})
 
-    def save_gathered(self, group: ControlGroup | None) -> dict[str, Any]:
+    def save_gathered(self, ranks: Ranks) -> dict[str, Any]:
         """`Controller.state_dict(gather=True)`, a collective call."""
         workers, (states, own) = self._division.workers, self._states()
         if workers == 1:
             return self._written(states, {0: own})
-        if group is None:
+        if ranks.workers == 1:
             need = "state_dict(gather=True) needs the ranks' control group"
             raise UsageError(f"{need}: call it on every rank of a live job")
         own |= {"policy": states["policy"]} if self._peers else {}
         own |= {"rng": None} if workers > RANDOM_UP_TO else {}
-        every = enumerate(group.all_gather_object(pack(own)))
+        every = enumerate(ranks.of_all(pack(own)))
         return self._written(states, {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in every})
 
-    def save_alike(self, group: ControlGroup) -> dict[str, Any]:
+    def save_alike(self, ranks: Ranks) -> dict[str, Any]:
         """The first rank's state with every rank's own part in it, the same on all ranks. A collective call."""
-        alike: dict[str, Any] = group.broadcast_object(self.save_gathered(group))
+        alike: dict[str, Any] = ranks.of_first(self.save_gathered(ranks))
         return alike
 
     def load(self, state: Any, *, policy: bool = True) -> None:
