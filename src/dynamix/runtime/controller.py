@@ -21,8 +21,8 @@ from dynamix.removed import NO_LEARNING, message, removed_arguments
 from dynamix.runtime import connecting
 from dynamix.runtime.config import UNSAID, JobConfig, from_outside
 from dynamix.runtime.feeding import Feeding
+from dynamix.runtime.job import open_job
 from dynamix.runtime.limits import Limits
-from dynamix.runtime.opening import open_job
 from dynamix.runtime.ranks.opening import one_for_all, rank_in, require_no_launcher
 from dynamix.runtime.ranks.store import store_is_there
 from dynamix.runtime.rate.scaling import SampleSchedule

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from dynamix.data import Allocations, BatchSampler, Piece, Stream
 from dynamix.data.cutting import NO_LIMIT
 from dynamix.errors import MemoryLimitError, UsageError
+from dynamix.events.background import BackgroundLog
 from dynamix.policies.wrappers import window_length_of
 from dynamix.runtime.check.loop import LoopCheck
 from dynamix.runtime.check.losses import WeightTest
@@ -22,13 +24,14 @@ from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.channel import DRAIN_S, DecisionChannel
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.runtime.decide.peer_channel import PeerChannel
+from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.part import Observation, Part, heard
 from dynamix.runtime.ranks.compare import settings_of, sketches_of
+from dynamix.runtime.ranks.hosts import own_host
 from dynamix.runtime.ranks.process_groups import destroy_groups
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.rate.rates import Rates
@@ -108,13 +111,10 @@ class TrainingJob:
 
     def _listen(self) -> None:
         """Find out once who hears which event, in the order in which they do."""
-        boundary = [self.boundary] if self.facts.steps_apart else []
-        parts: list[Part] = [*boundary, *self.models]
+        parts: list[Part] = [self.boundary] if self.facts.steps_apart else []
         parts += [model.hook for model in self.models if model.hook is not None]
-        parts += [self.rates, self.windows]
-        self._heard = {event: heard(parts, event) for event in EVENTS}
-        travel = [of for model in self.models for of in (model.hook, model.averaging) if of is not None]
-        self._hands = tuple(of.hand for of in travel)
+        self._heard = {event: heard([*parts, self.rates, self.windows], event) for event in EVENTS}
+        self._hands = tuple(owner.hand for model in self.models for owner in model.owners)
 
     # ------------------------------------------------------------ what it is given
 
@@ -164,15 +164,12 @@ class TrainingJob:
 
     def add_optimizer(self, optimizer: Optimizer, model: ConnectedModel, *, first: bool = False) -> None:
         """Let the learning rate of `optimizer` follow the batch, and what it applies be finished gradients."""
-        if first:
-            self.own_gradients.watch(model, optimizer, first=True)
+        self.own_gradients.watch(model, optimizer, first=first)
         self.rates.add(optimizer)
         if not self.facts.steps_apart:  # then they have taken unlike numbers of steps, which they may count
             self.facts.parting.watch(optimizer)
         if model.averaging is not None:
             model.averaging.add_optimizer(optimizer)
-        elif not first:
-            self.own_gradients.watch(model, optimizer, first=False)
 
     def _hear_passes(self, model: ConnectedModel) -> None:
         def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -181,10 +178,7 @@ class TrainingJob:
         untraced = torch.compiler.disable(before_forward)  # torch.compile would fail in what it does
 
         def entry(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling():
-                untraced(module, args, kwargs)
-            else:
-                self.pass_begins(model, module.training, args, kwargs)
+            (untraced if torch.compiler.is_compiling() else before_forward)(module, args, kwargs)
 
         # Before FSDP2's own hook, which gathers parameters: waiting for them is a part of the step.
         model.model.register_forward_pre_hook(entry, with_kwargs=True, prepend=model.shards is not None)
@@ -211,12 +205,9 @@ class TrainingJob:
         """A forward pass of a connected model begins: what it belongs to is handed along."""
         recorder, source = self.recorder, self.source
         piece = source.current if source is not None and torch.is_grad_enabled() else None
-        if recorder.muted:
+        if recorder.muted or piece is None or source is None:
             if piece is None or not training:
                 recorder.timer.interrupted()
-            return
-        if piece is None or source is None:
-            recorder.timer.interrupted()
             return
         if not self.ranks.agreed:
             self.agree()
@@ -239,9 +230,7 @@ class TrainingJob:
 
     def step(self, loss: Any, logits: Any, target: Any, count: int | None) -> None:
         """`Controller.step`: the batch in hand is done."""
-        source, weight = self.source, self.loss_weight
-        if source is None:
-            source = self.need_source()
+        source, weight = self.need_source(), self.loss_weight
         piece = source.current or source.piece()
         mine = piece.samples
         if count is not None and mine and count != mine:
@@ -398,3 +387,19 @@ class TrainingJob:
         self.state.load(state, policy=policy)
         self.windows.loaded()
         self.ranks.forget_agreement()
+
+
+def open_job(
+    config: JobConfig, group: dist.ProcessGroup | None, ranks: Ranks, events: BackgroundLog | None
+) -> TrainingJob:
+    """This rank's part of the job of `config`. A collective call.
+
+    group     in which workers train; None: there is one worker
+    ranks     the same ranks, for the controllers' own messages
+    events    what the rank that decides writes to
+    """
+    facts = JobFacts.of(config, hosts=tuple(ranks.gather(own_host(), "the names of hosts")))
+    decides = ranks.rank == 0
+    decider = Decider(config.served, facts, replay=config.replayed, events=events) if decides else None
+    channel = open_channel(ranks, config, facts, decider)
+    return TrainingJob(config, facts, channel, LossWeight(group, config.accumulate, ranks), ranks, decider=decider)
