@@ -36,6 +36,7 @@ from dynamix.runtime.ranks.process_groups import destroy_groups
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.rate.scaling import SampleSchedule
+from dynamix.runtime.state.resume import Division
 from dynamix.runtime.state.saving import JobState, asked_by_distributed_checkpoint
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.loss_weight import LossWeight
@@ -79,8 +80,9 @@ class TrainingJob:
         self.models: list[ConnectedModel] = []
         self.memory: Memory | None = None  # of the first of them
         self.source: BatchSampler | Stream | None = None
-        parts = facts, config.served, self.allocations, self.progress, self.recorder
-        self.state = JobState(*parts, rank=ranks.rank, peers=isinstance(channel, PeerChannel))
+        division = Division(ranks.rank, facts, self.allocations)
+        peers = isinstance(channel, PeerChannel)
+        self.state = JobState(division, config.served, self.progress, self.recorder, peers=peers)
         self.windows = WindowCloser(
             facts,
             channel,
@@ -377,9 +379,11 @@ class TrainingJob:
         alike = not gather and group is not None and asked_by_distributed_checkpoint()
         if not (gather or alike):
             return self.state.save()
+        what = "controller.state_dict(gather=True)" if gather else "a distributed checkpoint"
         with self.ranks.setting_up():
-            self.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
-            return self.state.save_gathered(group) if gather or group is None else self.state.save_alike(group)
+            state = self.state.save(functools.partial(self.gather, what=what))
+            # Asked for a distributed checkpoint, all ranks give the first one's.
+            return state if gather or group is None else group.broadcast_object(state)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
         """`Controller.load_state_dict`."""
