@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ class JobConfig:
     Opens nothing but the file of `replay`, which it reads. Raises `ConfigError` for what is impossible, and
     `StateError` for a file that cannot be replayed.
 
-    fixed       the global batch stays what it is at the start
     bounds      what batch sizes are kept within, samples per round, on a grid that pieces divide
     start       samples per round of every worker at the start, int64 (W,)
     own_policy  what `policy` stands for
@@ -64,7 +62,6 @@ class JobConfig:
     replay: str | os.PathLike[str] | None = None
     guard: bool | None = None
 
-    fixed: bool = field(init=False, repr=False, compare=False)
     bounds: Bounds = field(init=False, repr=False, compare=False)
     start: Ints = field(init=False, repr=False, compare=False)
     own_policy: Policy = field(init=False, repr=False, compare=False)
@@ -73,23 +70,23 @@ class JobConfig:
     replayed: dict[int, dict[str, Any]] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        keep = partial(object.__setattr__, self)  # frozen once it is made
-        keep("fixed", self.global_batch == "fixed")
+        follows = vars(self)  # frozen, once it is made
         rule_of(self.lr_rule)  # raises for one that does not exist
         check_counts(batch_size=self.batch_size, accumulate=self.accumulate, quantum=self.limits.quantum)
         self._check_pieces()
         self._check_totals()
-        bounds, start = self._sizes()
-        keep("bounds", bounds)
-        keep("start", start)
-        keep("own_policy", policy_of(self.policy))
+        follows["bounds"], follows["start"] = self._sizes()
+        follows["own_policy"] = policy_of(self.policy)
         self._check_policy()
-        served, first_interval = self._served()
-        keep("served", served)
-        keep("first_interval", first_interval)
-        keep("replayed", None if self.replay is None else recorded(self.replay, self.workers))
+        follows["served"], follows["first_interval"] = self._served()
+        follows["replayed"] = None if self.replay is None else recorded(self.replay, self.workers)
 
     # ------------------------------------------------------------ what follows
+
+    @property
+    def fixed(self) -> bool:
+        """The global batch stays what it is at the start."""
+        return self.global_batch == "fixed"
 
     @property
     def apart(self) -> bool:

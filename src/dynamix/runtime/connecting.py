@@ -158,27 +158,24 @@ def piece(job: TrainingJob) -> Iterator[None]:
 
 def find_limits(job: TrainingJob, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:
     """`Controller.find_limits`."""
-    source, facts, windows, memory = job.source, job.facts, job.windows, job.memory
+    source, facts, windows, memory, workers = job.source, job.facts, job.windows, job.memory, job.allocations.workers
     if memory is None:
         raise UsageError("call controller.wrap(model, optimizer) before find_limits()")
     if source is not None and source.issued:
         raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
     memory.check(margin)
     job.wait_for_all("controller.find_limits()")
-    if facts.piece is not None and facts.ways is None:
-        searched = Bounds.of(job.allocations.workers, 1, facts.piece)
-        caps = memory.find(step_fn, example, searched, margin=margin)
+    searched = facts.in_pieces() if facts.piece is None else Bounds.of(workers, 1, facts.piece)
+    caps = memory.find(step_fn, example, searched, margin=margin)
+    if job.most_of_piece is not None:
         job.limit_pieces(int(caps[job.ranks.rank]))
-        return [int(cap) for cap in caps]
-    caps = memory.find(step_fn, example, facts.in_pieces(), margin=margin)
-    facts.narrow(within(facts.bounds, facts.accumulate * caps))
-    if source is not None:
-        source.limit(facts.in_pieces().high)
-    now, bounds = windows.batch_sizes, facts.bounds_of(windows.piece_apart)
-    if (now > bounds.high).any():
-        windows.put_in_force(project(now, bounds, total=now.sum()))
-    if facts.ways is not None:
-        job.limit_pieces(int(caps[job.ranks.rank]))
+    if facts.piece is None:
+        facts.narrow(within(facts.bounds, facts.accumulate * caps))
+        if source is not None:
+            source.limit(facts.in_pieces().high)
+        now, bounds = windows.batch_sizes, facts.bounds_of(windows.piece_apart)
+        if (now > bounds.high).any():
+            windows.put_in_force(project(now, bounds, total=now.sum()))
     return [int(cap) for cap in caps]
 
 

@@ -149,16 +149,11 @@ class Controller(Feeding):
             self._job = open_job(config, self.group, facts.ranks, log)
         self.policy = config.own_policy
         self.overhead_s, self._closed = 0.0, False
-        self._end_with_the_process(writes=log is not None)
+        # For loops that do not close it. The end of this process must find no thread inside the store's client.
+        weakref.finalize(self, self._job.ranks.leave_unclosed)
+        weakref.finalize(self, self._job.end_events)
         if self.rank == 0:  # last: where warnings are errors, the other ranks notice
             _warn(config, unsaid=unsaid)
-
-    def _end_with_the_process(self, *, writes: bool) -> None:
-        """For loops that do not close their controller."""
-        # At the latest when this process ends; its end must not find a thread inside the store's client.
-        weakref.finalize(self, self._job.ranks.leave_unclosed)
-        if writes:
-            weakref.finalize(self, self._job.end_events)
 
     # ------------------------------------------------------------ setting up
 
