@@ -106,25 +106,21 @@ class JobConfig:
     @property
     def shares_only(self) -> bool:
         """The global batch may move, but the policy will not move it."""
-        if self.fixed or self._sizes_rounds:
-            return False
-        return not (self._watched or getattr(self.own_policy, "adapts", True))
+        return not (self.fixed or self._sizes_rounds or self._watched or getattr(self.own_policy, "adapts", True))
 
     @property
     def loop_batches(self) -> dict[str, int]:
         """What the loop's batches may be at the start, by the argument's name."""
         whole_share = {"batch_size": self.batch_size}
-        return whole_share if self.micro_batch is None else {**whole_share, "micro_batch": self.micro_batch}
+        return whole_share if self.micro_batch is None else whole_share | {"micro_batch": self.micro_batch}
 
     @property
     def facts(self) -> dict[str, Any]:
         """What every rank must have been given alike, plain values by name."""
-        pieces = {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
         return {
             "policy": self.policy if isinstance(self.policy, str) else type(self.policy).__name__,
-            "batch_size": self.batch_size,
+            **self.loop_batches,
             "accumulate": self.accumulate,
-            **pieces,
             "interval": self.interval,
             "guard": self.guard,
             "lr_rule": self.lr_rule,

@@ -90,7 +90,6 @@ def _attach(
     meter = job.recorder if first else Unmeasured(job.recorder)
     around = Around(group, job.ranks, job.recorder, meter, job.loss_weight, watch)
     if job.facts.ways is not None:
-        require_sums(model.named_buffers())
         return attach_both(model, options, around)
     if job.facts.apart:
         return attach_apart(model, options, around)

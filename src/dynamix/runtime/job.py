@@ -83,6 +83,7 @@ class TrainingJob:
         division = Division(ranks.rank, facts, self.allocations)
         peers = isinstance(channel, PeerChannel)
         self.state = JobState(division, config.served, self.progress, self.recorder, peers=peers)
+        moved = payload or (lambda: 1.0 if facts.ways is None else self.boundary.payload)
         self.windows = WindowCloser(
             facts,
             channel,
@@ -92,7 +93,7 @@ class TrainingJob:
             self.recorder,
             interval=config.first_interval,
             paced=window_length_of(config.served) is not None,
-            told=functools.partial(self._exchanged, payload),
+            told=functools.partial(self._exchanged, moved),
             begins=self._iteration_begins,
             resumed=self.state.random.go_on,
         )
@@ -269,14 +270,10 @@ class TrainingJob:
             hears(piece.round)
         self.stopping = self.ranks.stop_after(progress.steps)
 
-    def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float, float]:
+    def _exchanged(self, moved: Callable[[], float]) -> tuple[int, float, float]:
         """What a window's row says of the exchange: see `WindowCloser`."""
         crossed = sum(model.hook.crossed for model in self.models if model.hook is not None)
-        if payload is not None:
-            moved = payload()
-        else:
-            moved = 1.0 if self.facts.ways is None else self.boundary.payload
-        return crossed, moved, self.rates.relative()
+        return crossed, moved(), self.rates.relative()
 
     # ------------------------------------------------------------ of all ranks
 

@@ -53,10 +53,7 @@ def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
 
 def _steps_apart(job: TrainingJob, samples: float) -> float:
     """A worker's optimizer steps in the coming round of so many `samples` of all, in the mean; 0 over gradients."""
-    facts = job.facts
-    if facts.ways is not None:
-        piece = job.windows.piece_apart
-        return samples / (piece * job.allocations.workers) if piece else 0.0
-    if not facts.apart:
-        return 0.0
-    return samples / facts.at_once if facts.at_once else 1.0
+    at_once = job.windows.piece_apart * job.allocations.workers
+    if job.facts.apart:
+        at_once = job.facts.at_once or samples
+    return samples / at_once if at_once else 0.0

@@ -56,8 +56,6 @@ def unpack(packed: Any, name: str = "part") -> Any:
         if again[0] != text or list(map(_form, tensors)) != list(map(_form, again[1])) or len(again[2]) != len(objects):
             raise ValueError("it is written in another form")
         return value
-    except StateError:
-        raise
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise StateError(f"the controller's state is damaged in {name}: {error}. {FIX}") from error
 
@@ -77,7 +75,7 @@ class _Kept(NamedTuple):
 
 def _plain(value: Any, kept: _Kept, deep: int) -> Any:
     """What JSON knows of `value`; the rest goes into `kept`."""
-    if type(value) in _KNOWN or isinstance(value, (bool, str)):
+    if type(value) in _KNOWN or isinstance(value, str):
         return value
     if isinstance(value, (float, np.floating)):
         return float(value) if isfinite(value) else {"$float": str(float(value))}

@@ -178,21 +178,16 @@ class Division(Part):
         self.rank, self.workers, self.job, self.allocations = rank, allocations.workers, job, allocations
 
     def state_dict(self) -> dict[str, Any]:
-        job, ledger = self.job, self.allocations.state_dict()
-        accumulate, shares = job.accumulate, job.shares
-        if job.hosts:
-            shares = remembered(shares, workers_of(job.hosts), np.asarray(ledger["sizes"][-1]) // accumulate)
-        pieces = ledger.get("pieces", [0] * len(ledger["steps"]))
+        job, (begins, sizes, pieces) = self.job, self.allocations.entries
+        known = remembered(job.shares, workers_of(job.hosts), sizes[-1] // job.accumulate) if job.hosts else job.shares
         return {
             "world_size": self.workers,
             "rank": self.rank,
-            "hosts": {"names": list(job.hosts), "shares": shares},
-            "accumulate": accumulate,
+            "hosts": {"names": list(job.hosts), "shares": known},
+            "accumulate": job.accumulate,
             "base_batch": job.base_batch,
-            "ledger_rounds": ledger["steps"],
-            "ledger_sizes": [
-                [*row, piece] if piece else row for row, piece in zip(ledger["sizes"], pieces, strict=True)
-            ],
+            "ledger_rounds": list(begins),
+            "ledger_sizes": [of.tolist() + [piece] * bool(piece) for of, piece in zip(sizes, pieces, strict=True)],
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
