@@ -17,7 +17,7 @@ from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.check.unreached import replaced
 from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.measure.recorder import Unmeasured
-from dynamix.runtime.memory import ExitNote, Memory, within
+from dynamix.runtime.memory import within
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.collectives import require_sums
 from dynamix.runtime.sync.connected_model import ConnectedModel, Options, attach
@@ -29,10 +29,9 @@ from dynamix.runtime.sync.shards import Shards, is_fully_sharded, refuse_fsdp1
 from dynamix.window import Bounds
 
 
-def connect(
-    job: TrainingJob, group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, options: Options
-) -> None:
+def connect(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: Options) -> None:
     """`Controller.wrap`."""
+    group = job.loss_weight.group
     refuse_fsdp1(model)
     require_pair(model, optimizer, group)
     apart = job.facts.steps_apart
@@ -52,15 +51,12 @@ def connect(
     if not first:
         _require_several(job.loss_weight.weighting, options.weighting)
     with job.loop.connecting():
-        connected = _attach(job, model, optimizer, group, options)
-    memory = None
+        connected = _attach(job, model, optimizer, options)
     if first:
         if connected.shards is not None and group is not None:
             _require_held_shares(job.facts.bounds, connected.shards, group)
         job.loss_weight.bind(model, options.weighting)
-        note = ExitNote(job.ranks.rank, job.samples_now, job.memory_ran_out)
-        memory = Memory(connected, job.ranks, group, note)
-    job.connect(connected, optimizer, memory)
+    job.connect(connected, optimizer)
 
 
 def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGroup) -> None:
@@ -80,15 +76,13 @@ def _require_several(*weightings: str) -> None:
             raise UsageError(f"{one}: use weighting='hook' for several")
 
 
-def _attach(
-    job: TrainingJob, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup | None, options: Options
-) -> ConnectedModel:
+def _attach(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: Options) -> ConnectedModel:
     first = not job.models
     if first:
         job.recorder.measure_on(next((p.device for p in model.parameters()), torch.device("cpu")))
     watch = functools.partial(job.loop.connect, model, optimizer)
     meter = job.recorder if first else Unmeasured(job.recorder)
-    around = Around(group, job.ranks, job.recorder, meter, job.loss_weight, watch)
+    around = Around(job.loss_weight.group, job.ranks, job.recorder, meter, job.loss_weight, watch)
     if job.facts.ways is not None:
         return attach_both(model, options, around)
     if job.facts.apart:

@@ -31,7 +31,6 @@ from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 
 Model = TypeVar("Model", bound=nn.Module)
-Collate = Callable[[list[Any]], Any]
 
 
 class Controller(Feeding):
@@ -195,7 +194,7 @@ class Controller(Feeding):
         options = Options(hook, hook_state, scaler, weighting, batchnorm, averaging)
         inside, optimizer = inner_model(model), inner_optimizer(optimizer)
         with self._job.ranks.setting_up():
-            connecting.connect(self._job, self.group, inside, optimizer, options)
+            connecting.connect(self._job, inside, optimizer, options)
         return model
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:

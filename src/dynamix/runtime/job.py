@@ -28,7 +28,7 @@ from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.memory import Memory
+from dynamix.runtime.memory import ExitNote, Memory
 from dynamix.runtime.part import Observation, Part, heard
 from dynamix.runtime.ranks.compare import settings_of, sketches_of
 from dynamix.runtime.ranks.hosts import own_host
@@ -108,8 +108,6 @@ class TrainingJob:
             self.recorder, loss_weight, workers=workers, accumulate=facts.accumulate, every=every
         )
         self.stopping = False
-        self._heard: dict[str, tuple[Callable[..., None], ...]] = {}
-        self._hands: tuple[Callable[[Piece, bool], None], ...] = ()  # given every piece whose passes begin
         self._listen()
 
     def _listen(self) -> None:
@@ -117,6 +115,7 @@ class TrainingJob:
         parts: list[Part] = [self.boundary] if self.facts.steps_apart else []
         parts += [model.hook for model in self.models if model.hook is not None]
         self._heard = {event: heard([*parts, self.rates, self.windows], event) for event in EVENTS}
+        # Given every piece whose passes begin.
         self._hands = tuple(owner.hand for model in self.models for owner in model.owners)
 
     # ------------------------------------------------------------ what it is given
@@ -143,20 +142,17 @@ class TrainingJob:
         if self.source is not None:
             self.source.limit_pieces(samples)
 
-    def connect(self, model: ConnectedModel, optimizer: Optimizer, memory: Memory | None) -> None:
-        """Weight the gradients of this model, observe the first one, and let learning rates follow the batch.
-
-        memory   of the first one
-        """
-        first = memory is not None
-        if first:
-            self.memory = memory
+    def connect(self, model: ConnectedModel, optimizer: Optimizer) -> None:
+        """Weight the gradients of this model, observe the first one, and let learning rates follow the batch."""
+        first = not self.models
+        if self.memory is None:
+            note = ExitNote(self.ranks.rank, self.samples_now, self.memory_ran_out)
+            self.memory = Memory(model, self.ranks, self.loss_weight.group, note)
             if self.ranks.rank == 0:
                 self.rates.watch(optimizer)
             if self.ranks.workers > 1 and not self.loss_weight.required:
                 self.facts.test_weights(WeightTest(given=self.loss_weight.given))
-        if self.memory is not None:
-            self.memory.add(model, optimizer)
+        self.memory.add(model, optimizer)
         self.models.append(model)
         self._listen()
         if model.alike:

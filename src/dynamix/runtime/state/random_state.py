@@ -42,9 +42,7 @@ class RandomState(Part):
     """This process's, as a part of its job. What was loaded is put back later, by `go_on`: iterators draw seeds."""
 
     name, own = "rng", True
-
-    def __init__(self) -> None:
-        self.loaded: dict[str, Any] | None = None
+    loaded: dict[str, Any] | None = None
 
     def go_on(self) -> None:
         """Put back what was loaded, once."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -146,8 +145,7 @@ def _beyond(taken: list[int], lengths: list[int]) -> bool:
     return any(map(operator.gt, taken, lengths))
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(NamedTuple):
     """What a job goes on with.
 
     same     the workers are those that saved the state, as far as that is known: each has its own measurements
