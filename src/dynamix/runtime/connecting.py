@@ -48,8 +48,11 @@ def connect(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: O
         job.add_optimizer(optimizer, next(known for known in job.models if known.model is model))
         return
     first = not job.models
-    if not first:
-        _require_several(job.loss_weight.weighting, options.weighting)
+    for weighting in () if first else (job.loss_weight.weighting, options.weighting):
+        if weighting != "hook":
+            why = "the weight of a loss is given once for each batch"
+            one = f"wrap(weighting='{weighting}') serves one model, because {why}"
+            raise UsageError(f"{one}: use weighting='hook' for several")
     with job.loop.connecting():
         connected = _attach(job, model, optimizer, options)
     if first:
@@ -65,15 +68,6 @@ def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGrou
         why = "each worker is several ranks (tensor parallelism), whose controllers decide without each other"
         fix = "hold the shares: Controller(min_batch_size=sizes, max_batch_size=sizes), the same list on every rank"
         raise UsageError(f"{why}, and would deal them unlike batches: {fix}")
-
-
-def _require_several(*weightings: str) -> None:
-    """Raise `UsageError` where losses of several models would have to be weighted."""
-    for weighting in weightings:
-        if weighting != "hook":
-            why = "the weight of a loss is given once for each batch"
-            one = f"wrap(weighting='{weighting}') serves one model, because {why}"
-            raise UsageError(f"{one}: use weighting='hook' for several")
 
 
 def _attach(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: Options) -> ConnectedModel:

@@ -132,9 +132,8 @@ class TrainingJob:
     def feed(self, source: BatchSampler | Stream) -> None:
         """The loop's batches come from `source`, which was made with `of_source`."""
         self.source = source
-        for part in (self.loop, self.windows, self.own_gradients):
+        for part in (self.loop, self.windows, self.own_gradients, self.state.place):
             part.feed(source)
-        self.state.place.begin(source)
 
     def limit_pieces(self, samples: int) -> None:
         """No piece of this rank's may have more."""
@@ -289,10 +288,6 @@ class TrainingJob:
         A collective call. Raises `UsageError` on every rank, naming what differs, by rank.
         """
         self.windows.settle()
-        self.ranks.agree(self._alike())
-
-    def _alike(self) -> dict[str, Any]:
-        """What every rank must hold alike, by name."""
         source, settings = self.need_source(), [model.settings for model in self.models]
         known: dict[str, Any] = {"samples": type(source).__name__, **source.identity(), **self.facts.facts_alike()}
         known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
@@ -306,7 +301,7 @@ class TrainingJob:
                 known |= sketches_of(model.model, number)
         known |= self.windows.alike()
         known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
-        return known | {"progress: steps measured in the open window": self.recorder.steps}
+        self.ranks.agree(known | {"progress: steps measured in the open window": self.recorder.steps})
 
     def memory_ran_out(self, error: MemoryLimitError) -> None:
         """This process is about to end, having run out of memory: the other ranks end with the same words.

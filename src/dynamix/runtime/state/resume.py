@@ -42,7 +42,7 @@ class Place(Part):
         self._source: BatchSampler | Stream | None = None
         self._waiting: dict[str, Any] | None = None
 
-    def begin(self, source: BatchSampler | Stream) -> None:
+    def feed(self, source: BatchSampler | Stream) -> None:
         """From now on `source` deals the samples. It goes on where a loaded state was."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
