@@ -117,16 +117,12 @@ class JobConfig:
     @property
     def facts(self) -> dict[str, Any]:
         """What every rank must have been given alike, plain values by name."""
+        same = ("accumulate", "interval", "guard", "lr_rule", "global_batch", "meet")
         return {
             "policy": self.policy if isinstance(self.policy, str) else type(self.policy).__name__,
             **self.loop_batches,
-            "accumulate": self.accumulate,
-            "interval": self.interval,
-            "guard": self.guard,
-            "lr_rule": self.lr_rule,
+            **{name: getattr(self, name) for name in same},
             "replay": self.replayed,
-            "global_batch": self.global_batch,
-            "meet": self.meet,
             **vars(self.limits),
             "min_batch_size": self.bounds.low,
             "max_batch_size": self.bounds.high,

@@ -364,7 +364,7 @@ class Controller(Feeding):
 
 def _warn(config: JobConfig, *, unsaid: bool) -> None:
     if config.shares_only:
-        name = config.policy if isinstance(config.policy, str) else type(config.policy).__name__
+        name = config.facts["policy"]
         why = f"the policy {name} moves shares only, so global_batch='adaptive' leaves the global batch as it is"
         fix = "Leave global_batch out, or take a policy that adapts it: goodput, dynamix or stigmergic"
         warnings.warn(f"{why}. {fix}", RuntimeWarning, stacklevel=4)
