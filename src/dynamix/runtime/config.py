@@ -207,13 +207,9 @@ class JobConfig:
             if moves:  # and every worker takes one at least, or nobody would know how fast it is
                 least, most = self.micro_batch, max(most, 8 * int(MOST) * self.micro_batch)
         low, high = limits.min_batch_size, limits.max_batch_size
-        piece = Bounds.of(
-            self.workers,
-            least if low is None else per_rank("min_batch_size", low, self.workers),
-            most if high is None else per_rank("max_batch_size", high, self.workers),
-            quantum=quantum,
-            max_change=limits.max_change,
-        )
+        low = least if low is None else per_rank("min_batch_size", low, self.workers)
+        high = most if high is None else per_rank("max_batch_size", high, self.workers)
+        piece = Bounds.of(self.workers, low, high, quantum=quantum, max_change=limits.max_change)
         start, reach = pieces * starting_sizes(self.batch_size, piece), pieces * int(piece.high.sum())
         total_low, total_high = limits.min_global_batch, limits.max_global_batch
         if total_low is not None and total_low > min(reach, reach if total_high is None else total_high):

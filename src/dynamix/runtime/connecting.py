@@ -123,9 +123,8 @@ def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None, *, apa
         crosses = is_fully_sharded(module) and Shards.of(module) is None
         if crosses or isinstance(module, nn.SyncBatchNorm):
             why = f"{type(module).__name__} exchanges in its forward pass, and ranks have unlike numbers of pieces"
-            raise UsageError(
-                f"micro_batch= and meet='parameters' do not fit this model: {why}. Use accumulate= instead"
-            )
+            unfit = "micro_batch= and meet='parameters' do not fit this model"
+            raise UsageError(f"{unfit}: {why}. Use accumulate= instead")
 
 
 @contextmanager

@@ -73,17 +73,10 @@ class Feeding(ControllerStatus):
                 raise ConfigError("shuffle", False, "True with weights, whose samples are drawn", "leave shuffle out")
             size = len(dataset) if chosen is None else chosen.size
             job.facts.limit_to(size)
-            apart, fixed = job.facts.steps_apart, job.facts.fixed
+            costs = costs_by_length(lengths, padded, len(dataset), apart=job.facts.steps_apart, fixed=job.facts.fixed)
+            own = job.of_source() | {"size_now": (lambda: len(dataset)) if chosen is None else None}
             sampler = BatchSampler(
-                size,
-                job.allocations,
-                seed=seed,
-                shuffle=shuffle,
-                selection=chosen,
-                costs=costs_by_length(lengths, padded, len(dataset), apart=apart, fixed=fixed),
-                size_now=(lambda: len(dataset)) if chosen is None else None,
-                **others,
-                **job.of_source(),
+                size, job.allocations, seed=seed, shuffle=shuffle, selection=chosen, costs=costs, **others, **own
             )
             job.feed(sampler)
             return sampler

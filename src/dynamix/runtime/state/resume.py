@@ -74,10 +74,9 @@ class Place(Part):
         for name in ORDER:
             saved, mine = own[name], getattr(self._source, name, False if name == "sharded" else None)
             if type(saved) is not type(mine) or saved != mine:
-                raise StateError(
-                    f"{name}={shown(saved)} in the checkpoint, {name}={shown(mine)} here: the order of samples would "
-                    "differ, and some would be lost or repeated; resume with the data set and sampler that saved it"
-                )
+                both = f"{name}={shown(saved)} in the checkpoint, {name}={shown(mine)} here"
+                why = "the order of samples would differ, and some would be lost or repeated"
+                raise StateError(f"{both}: {why}; resume with the data set and sampler that saved it")
         self._source.check_state(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

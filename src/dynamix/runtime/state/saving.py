@@ -163,21 +163,17 @@ def _read(state: Any, names: Iterable[str]) -> dict[str, Any]:
         wrong("source", source, f"a dict with {' and '.join(_OF_SOURCE)}")
     source = source | {name: unpack(source[name], name) for name in _OF_SOURCE}
     if any(unused := wholes("source.unused", source.pop("unused", []))):  # of 0.2
-        raise StateError(
-            f"this state was saved between two meetings of workers that met early: source.unused={shown(unused)}. "
-            "Averaging(early=True) was removed in 0.3: write a state at the end of an epoch with dynamix 0.2, or begin "
-            "a new job from the model's weights"
-        )
+        when = f"this state was saved between two meetings of workers that met early: source.unused={shown(unused)}"
+        fix = "write a state at the end of an epoch with dynamix 0.2, or begin a new job from the model's weights"
+        raise StateError(f"{when}. Averaging(early=True) was removed in 0.3: {fix}")
     return {**values, "source": source}
 
 
 def _require_schema(state: Mapping[str, Any]) -> None:
     schema = state.get("schema")
     if type(schema) is int and schema == 1:
-        raise StateError(
-            "this state was saved by dynamix 0.1 (schema 1); this version reads states of 0.2 and later. Finish the "
-            "job with dynamix 0.1, or begin a new one from the model's weights"
-        )
+        old = "this state was saved by dynamix 0.1 (schema 1); this version reads states of 0.2 and later"
+        raise StateError(f"{old}. Finish the job with dynamix 0.1, or begin a new one from the model's weights")
     if "schema" not in state:
         inside = "Write controller.load_state_dict(state['controller'])" if "controller" in state else FIX
         raise StateError(f"this is no state of a controller: its keys are {shown(list(state)[:3])}. {inside}")
