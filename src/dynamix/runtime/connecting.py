@@ -94,11 +94,10 @@ def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | No
     own = {id(p) for p in model.parameters()}
     given = [p for of in optimizer.param_groups for p in of["params"]]
     strange = sum(id(p) not in own for p in given)
-    alone = group is None or dist.get_world_size(group) == 1
     if given and own and strange == len(given):
         made = "make the optimizer from model.parameters(), after the model was moved, sharded or replaced"
         raise UsageError(f"the optimizer has no parameter of this model: {made}; {WRAP_ONCE}")
-    if strange and not alone:
+    if strange and group is not None and dist.get_world_size(group) > 1:
         rest = "which this model's gradient exchange does not reach"
         one = "put what trains together into one module under one DDP"
         if (why := replaced(model)) is not None:

@@ -102,10 +102,9 @@ class TrainingJob:
             facts.accumulate, self.recorder, fail, self.gather, workers=ranks.workers, needs_piece=auto
         )
         self.boundary = RoundBoundary(self.models, self.recorder, ranks, fail, steps_apart=facts.steps_apart)
-        workers = config.workers
-        every = 64 if facts.steps_apart else 2 if workers == 1 else 0
+        every = 64 if facts.steps_apart else 2 if config.workers == 1 else 0
         self.own_gradients = SingleWorkerSync(
-            self.recorder, loss_weight, workers=workers, accumulate=facts.accumulate, every=every
+            self.recorder, loss_weight, workers=config.workers, accumulate=facts.accumulate, every=every
         )
         self.stopping = False
         self._listen()

@@ -138,8 +138,7 @@ def _mine(division: Division, saved: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's own of what was saved, by name: as far as it can be had from another rank's, if its own was not."""
     of_saver = saved["ranks"][saved["rank"]]
     if saved["world_size"] == division.workers and division.rank in saved["ranks"]:
-        own: dict[str, Any] = saved["ranks"][division.rank]
-        return own
+        return dict(saved["ranks"][division.rank])
     # Others' figures are not this rank's; how many steps the open window has, all ranks must agree on.
     recorder = {**of_saver["recorder"], "series": {}, "before": {}}
     iterable = None if saved["source"].get("sharded") else of_saver["iterable"]
