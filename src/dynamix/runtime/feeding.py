@@ -113,8 +113,7 @@ class Feeding(ControllerStatus):
             require_batch_size(loader, self._config.loop_batches)
             if seed is not None:
                 order = order._replace(seed=seed)
-            data = cast(Sized, loader.dataset)
-            sampler = self._sampler(data, order, lengths, padded, placeholder=placeholder)
+            sampler = self._sampler(cast(Sized, loader.dataset), order, lengths, padded, placeholder=placeholder)
             return made_anew(loader, sampler)
 
     def stream(

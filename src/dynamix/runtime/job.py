@@ -390,7 +390,6 @@ def open_job(
     events    what the rank that decides writes to
     """
     facts = JobFacts.of(config, hosts=tuple(ranks.gather(own_host(), "the names of hosts")))
-    decides = ranks.rank == 0
-    decider = Decider(config.served, facts, replay=config.replayed, events=events) if decides else None
+    decider = Decider(config.served, facts, replay=config.replayed, events=events) if ranks.rank == 0 else None
     channel = open_channel(ranks, config, facts, decider)
     return TrainingJob(config, facts, channel, LossWeight(group, config.accumulate, ranks), ranks, decider=decider)

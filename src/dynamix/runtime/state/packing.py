@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable
-from math import inf, isfinite, nan
+from math import isfinite
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ LONG = 16  # numbers from which a list is stored as a tensor
 _MARK = "$"  # begins the only key of a dict that stands for something else
 _marked, _form = methodcaller("startswith", _MARK), attrgetter("dtype", "shape")
 _KNOWN = {type(None), bool, int, str}  # to JSON, whatever the value is
-_FLOATS = {"nan": nan, "inf": inf, "-inf": -inf}
 
 
 def pack(value: Any) -> Packed:
@@ -118,7 +117,7 @@ def _value(tensors: tuple[Tensor, ...], objects: tuple[Any, ...], found: dict[st
         return found
     ((mark, of),) = found.items()
     if mark == "$float":
-        return _FLOATS[of]
+        return float(of)  # nan, inf, -inf
     if mark in ("$tuple", "$dict"):
         return tuple(of) if mark == "$tuple" else dict(of)
     if type(of) is not int or of < 0:

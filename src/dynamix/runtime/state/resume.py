@@ -43,11 +43,10 @@ class Place(Part):
 
     def feed(self, source: BatchSampler | Stream) -> None:
         """From now on `source` deals the samples. It goes on where a loaded state was."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            source.check_state(waiting)
-            source.go_on(waiting)
-        self._source = source
+        if self._waiting is not None:
+            source.check_state(self._waiting)
+            source.go_on(self._waiting)
+        self._source, self._waiting = source, None
 
     def state_dict(self) -> dict[str, Any]:
         state = {} if self._source is None else self._source.state_dict()

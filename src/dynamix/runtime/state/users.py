@@ -199,8 +199,7 @@ def _decide(policy: Any, sizes: Ints, bounds: Bounds) -> None:
     share = np.maximum(sizes, 1) / max(float(sizes.mean()), 1.0)
     known: dict[str, Any] = {"compute": 0.1 * share, "compute_std": 0.01 * share, "wait": 0.01, "communication": 0.05}
     norms = {"noise": 100.0, "signal": 1.0, "global_norm_sq": 1.0, "gradient_norm_sq": 2.0}
-    losses = {"loss": 1.0, "loss_std": 0.1, "loss_change": -0.1}
-    window = Window.of(sizes, **known, **norms, **losses, data=0.001, steps=5.0)
+    window = Window.of(sizes, **known, **norms, loss=1.0, loss_std=0.1, loss_change=-0.1, data=0.001, steps=5.0)
     for _ in range(2):
         for asked in _layers(policy):
             project(np.asarray(asked.decide(window, bounds)), bounds, current=sizes)
