@@ -161,20 +161,18 @@ class JobConfig:
                 raise ConfigError("accumulate", given, "1 beside micro_batch", fix)
         if self.meet not in (ways := ("gradients", "parameters", "auto")):
             raise ConfigError("meet", self.meet, "'gradients', 'parameters' or 'auto'", spelling(self.meet, ways))
-        if self.meet == "auto":
-            if given > 1:
-                fix = "leave accumulate out: every batch is an optimizer step"
-                raise ConfigError("accumulate", given, "1 with meet='auto'", fix)
-            if pieces is not None:
-                fix = "leave micro_batch out: where workers step apart their steps are of batch_size samples"
-                raise ConfigError("micro_batch", pieces, "None with meet='auto'", fix)
-        if self.meet == "parameters":
-            if given > 1:
-                fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
-                raise ConfigError("accumulate", given, "1 with meet='parameters'", fix)
-            if pieces is None and not self.fixed:
-                fix = "say how many samples an optimizer step has: micro_batch="
-                raise ConfigError("micro_batch", None, "1 or more where rounds of local steps are adaptive", fix)
+        if self.meet == "auto" and given > 1:
+            fix = "leave accumulate out: every batch is an optimizer step"
+            raise ConfigError("accumulate", given, "1 with meet='auto'", fix)
+        if self.meet == "auto" and pieces is not None:
+            fix = "leave micro_batch out: where workers step apart their steps are of batch_size samples"
+            raise ConfigError("micro_batch", pieces, "None with meet='auto'", fix)
+        if self.apart and given > 1:
+            fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
+            raise ConfigError("accumulate", given, "1 with meet='parameters'", fix)
+        if self.apart and pieces is None and not self.fixed:
+            fix = "say how many samples an optimizer step has: micro_batch="
+            raise ConfigError("micro_batch", None, "1 or more where rounds of local steps are adaptive", fix)
 
     def _check_totals(self) -> None:
         """Raise `ConfigError` for an unknown way of the global batch, and for limits of it that are no numbers."""
