@@ -73,7 +73,7 @@ class JobState:
         gather   by rank, what every rank gives it: each rank's own part is then in the state. A collective call
         """
         states = {name: part.state_dict() for name, part in self.parts.items()}
-        own = {name: states.pop(name) for name, part in self.parts.items() if part.own}
+        own: dict[str, Any] = {name: states.pop(name) for name, part in self.parts.items() if part.own}
         own["iterable"] = states["source"].pop("iterable")
         if gather is None:
             return self._written(states, {self._division.rank: own})
