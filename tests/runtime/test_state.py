@@ -29,6 +29,7 @@ from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Part
 from dynamix.runtime.state.packing import checksum, pack, unpack
+from dynamix.runtime.state.resume import Division
 from dynamix.runtime.state.saving import JobState
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
@@ -333,7 +334,7 @@ def test_a_new_piece_of_state_is_one_part(own: bool) -> None:
     def made(laps: int) -> tuple[dynamix.Controller, Any, Laps]:
         (controller, _, train), part = job(), Laps(own=own)
         part.laps = laps
-        controller._job.state.parts.add(part)
+        controller._job.state.parts[part.name] = part
         return controller, train, part
 
     first, train, _ = made(7)
@@ -366,8 +367,8 @@ def wide(policy: str, workers: int) -> JobState:
         known = {"wait": compute.max() - compute, "communication": 0.02, "noise": 9e4, "signal": 1.0, "steps": 10.0}
         known |= {"loss_change": rng.normal(size=workers), "accuracy_change": rng.normal(size=workers)}
         sizes = np.asarray(made.decide(Window.of(sizes, compute=compute, compute_std=0.01, step=step, **known), bounds))
-    facts, allocations = JobFacts(JobConfig(workers, "static", 64, "adaptive")), Allocations(sizes)
-    return JobState(facts, made, allocations, Progress(), Recorder(torch.device("cpu")), rank=0, peers=False)
+    division = Division(0, JobFacts(JobConfig(workers, "static", 64, "adaptive")), Allocations(sizes))
+    return JobState(division, made, Progress(), Recorder(torch.device("cpu")), peers=False)
 
 
 @pytest.mark.parametrize("policy", ["dynamix", "goodput", "stigmergic"])

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dynamix.errors import StateError
 from dynamix.window import Ints
 
 LARGE = 1 << 24  # samples from which on an order is computed: drawn, it takes 8 bytes for each of them
@@ -80,12 +79,6 @@ def order_of_epoch(epoch: int, size: int, seed: int | None, *, computed: bool) -
         return np.arange(size, dtype=np.int64)
     drawn: Ints = torch.randperm(size, generator=torch.Generator().manual_seed(seed + epoch)).numpy()
     return drawn
-
-
-def require_known(name: str) -> None:
-    """Raise `StateError` for an order that a state names and this version does not know."""
-    if name not in ("", COMPUTED):
-        raise StateError(f"the samples' order is called {name!r}: go on with the version of dynamix that saved it")
 
 
 class Spliced:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dynamix.data.allocations import Allocations
+from dynamix.data.computed_order import COMPUTED
 from dynamix.data.cutting import NO_LIMIT
 from dynamix.data.issuing import Issuable, Issuer
 from dynamix.data.owner import Nobody, SourceOwner
@@ -207,6 +208,12 @@ class SampleOrder(Issuable):
                 finished=bool(state["finished"]),
             )
         )
+
+
+def require_known(name: str) -> None:
+    """Raise `StateError` for an order that a state names and this version does not know."""
+    if name not in ("", COMPUTED):
+        raise StateError(f"the samples' order is called {name!r}: go on with the version of dynamix that saved it")
 
 
 def require_equal(state: dict[str, Any], **mine: object) -> None:

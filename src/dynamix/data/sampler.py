@@ -11,10 +11,10 @@ from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
 from dynamix.data.allocations import Allocations
-from dynamix.data.computed_order import COMPUTED, LARGE, Order, Spliced, order_of_epoch, require_known
+from dynamix.data.computed_order import COMPUTED, LARGE, Order, Spliced, order_of_epoch
 from dynamix.data.cutting import RULES_VERSION, enough, next_group, whole_epoch
 from dynamix.data.lengths import SampleCosts
-from dynamix.data.order import SampleOrder, require_equal
+from dynamix.data.order import SampleOrder, require_equal, require_known
 from dynamix.data.owner import SourceOwner
 from dynamix.data.plan import Cursor, Group, Piece, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamix.data.computed_order import COMPUTED, LARGE, Order, order_of_epoch, require_known
+from dynamix.data.computed_order import COMPUTED, LARGE, Order, order_of_epoch
 from dynamix.data.cutting import next_group
+from dynamix.data.order import require_known
 from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError, UsageError
 from dynamix.policies.protocol import boundary

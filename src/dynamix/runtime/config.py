@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ class JobConfig:
     Opens nothing but the file of `replay`, which it reads. Raises `ConfigError` for what is impossible, and
     `StateError` for a file that cannot be replayed.
 
-    fixed       the global batch stays what it is at the start
     bounds      what batch sizes are kept within, samples per round, on a grid that pieces divide
     start       samples per round of every worker at the start, int64 (W,)
     own_policy  what `policy` stands for
@@ -64,7 +62,6 @@ class JobConfig:
     replay: str | os.PathLike[str] | None = None
     guard: bool | None = None
 
-    fixed: bool = field(init=False, repr=False, compare=False)
     bounds: Bounds = field(init=False, repr=False, compare=False)
     start: Ints = field(init=False, repr=False, compare=False)
     own_policy: Policy = field(init=False, repr=False, compare=False)
@@ -73,23 +70,23 @@ class JobConfig:
     replayed: dict[int, dict[str, Any]] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        keep = partial(object.__setattr__, self)  # frozen once it is made
-        keep("fixed", self.global_batch == "fixed")
+        follows = vars(self)  # frozen, once it is made
         rule_of(self.lr_rule)  # raises for one that does not exist
         check_counts(batch_size=self.batch_size, accumulate=self.accumulate, quantum=self.limits.quantum)
         self._check_pieces()
         self._check_totals()
-        bounds, start = self._sizes()
-        keep("bounds", bounds)
-        keep("start", start)
-        keep("own_policy", policy_of(self.policy))
+        follows["bounds"], follows["start"] = self._sizes()
+        follows["own_policy"] = policy_of(self.policy)
         self._check_policy()
-        served, first_interval = self._served()
-        keep("served", served)
-        keep("first_interval", first_interval)
-        keep("replayed", None if self.replay is None else recorded(self.replay, self.workers))
+        follows["served"], follows["first_interval"] = self._served()
+        follows["replayed"] = None if self.replay is None else recorded(self.replay, self.workers)
 
     # ------------------------------------------------------------ what follows
+
+    @property
+    def fixed(self) -> bool:
+        """The global batch stays what it is at the start."""
+        return self.global_batch == "fixed"
 
     @property
     def apart(self) -> bool:
@@ -109,31 +106,23 @@ class JobConfig:
     @property
     def shares_only(self) -> bool:
         """The global batch may move, but the policy will not move it."""
-        if self.fixed or self._sizes_rounds:
-            return False
-        return not (self._watched or getattr(self.own_policy, "adapts", True))
+        return not (self.fixed or self._sizes_rounds or self._watched or getattr(self.own_policy, "adapts", True))
 
     @property
     def loop_batches(self) -> dict[str, int]:
         """What the loop's batches may be at the start, by the argument's name."""
         whole_share = {"batch_size": self.batch_size}
-        return whole_share if self.micro_batch is None else {**whole_share, "micro_batch": self.micro_batch}
+        return whole_share if self.micro_batch is None else whole_share | {"micro_batch": self.micro_batch}
 
     @property
     def facts(self) -> dict[str, Any]:
         """What every rank must have been given alike, plain values by name."""
-        pieces = {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
+        same = ("accumulate", "interval", "guard", "lr_rule", "global_batch", "meet")
         return {
             "policy": self.policy if isinstance(self.policy, str) else type(self.policy).__name__,
-            "batch_size": self.batch_size,
-            "accumulate": self.accumulate,
-            **pieces,
-            "interval": self.interval,
-            "guard": self.guard,
-            "lr_rule": self.lr_rule,
+            **self.loop_batches,
+            **{name: getattr(self, name) for name in same},
             "replay": self.replayed,
-            "global_batch": self.global_batch,
-            "meet": self.meet,
             **vars(self.limits),
             "min_batch_size": self.bounds.low,
             "max_batch_size": self.bounds.high,
@@ -172,20 +161,18 @@ class JobConfig:
                 raise ConfigError("accumulate", given, "1 beside micro_batch", fix)
         if self.meet not in (ways := ("gradients", "parameters", "auto")):
             raise ConfigError("meet", self.meet, "'gradients', 'parameters' or 'auto'", spelling(self.meet, ways))
-        if self.meet == "auto":
-            if given > 1:
-                fix = "leave accumulate out: every batch is an optimizer step"
-                raise ConfigError("accumulate", given, "1 with meet='auto'", fix)
-            if pieces is not None:
-                fix = "leave micro_batch out: where workers step apart their steps are of batch_size samples"
-                raise ConfigError("micro_batch", pieces, "None with meet='auto'", fix)
-        if self.meet == "parameters":
-            if given > 1:
-                fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
-                raise ConfigError("accumulate", given, "1 with meet='parameters'", fix)
-            if pieces is None and not self.fixed:
-                fix = "say how many samples an optimizer step has: micro_batch="
-                raise ConfigError("micro_batch", None, "1 or more where rounds of local steps are adaptive", fix)
+        if self.meet == "auto" and given > 1:
+            fix = "leave accumulate out: every batch is an optimizer step"
+            raise ConfigError("accumulate", given, "1 with meet='auto'", fix)
+        if self.meet == "auto" and pieces is not None:
+            fix = "leave micro_batch out: where workers step apart their steps are of batch_size samples"
+            raise ConfigError("micro_batch", pieces, "None with meet='auto'", fix)
+        if self.apart and given > 1:
+            fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
+            raise ConfigError("accumulate", given, "1 with meet='parameters'", fix)
+        if self.apart and pieces is None and not self.fixed:
+            fix = "say how many samples an optimizer step has: micro_batch="
+            raise ConfigError("micro_batch", None, "1 or more where rounds of local steps are adaptive", fix)
 
     def _check_totals(self) -> None:
         """Raise `ConfigError` for an unknown way of the global batch, and for limits of it that are no numbers."""
@@ -218,13 +205,9 @@ class JobConfig:
             if moves:  # and every worker takes one at least, or nobody would know how fast it is
                 least, most = self.micro_batch, max(most, 8 * int(MOST) * self.micro_batch)
         low, high = limits.min_batch_size, limits.max_batch_size
-        piece = Bounds.of(
-            self.workers,
-            least if low is None else per_rank("min_batch_size", low, self.workers),
-            most if high is None else per_rank("max_batch_size", high, self.workers),
-            quantum=quantum,
-            max_change=limits.max_change,
-        )
+        low = least if low is None else per_rank("min_batch_size", low, self.workers)
+        high = most if high is None else per_rank("max_batch_size", high, self.workers)
+        piece = Bounds.of(self.workers, low, high, quantum=quantum, max_change=limits.max_change)
         start, reach = pieces * starting_sizes(self.batch_size, piece), pieces * int(piece.high.sum())
         total_low, total_high = limits.min_global_batch, limits.max_global_batch
         if total_low is not None and total_low > min(reach, reach if total_high is None else total_high):

@@ -17,7 +17,7 @@ from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.check.unreached import replaced
 from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.measure.recorder import Unmeasured
-from dynamix.runtime.memory import ExitNote, Memory, within
+from dynamix.runtime.memory import within
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.collectives import require_sums
 from dynamix.runtime.sync.connected_model import ConnectedModel, Options, attach
@@ -29,10 +29,9 @@ from dynamix.runtime.sync.shards import Shards, is_fully_sharded, refuse_fsdp1
 from dynamix.window import Bounds
 
 
-def connect(
-    job: TrainingJob, group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, options: Options
-) -> None:
+def connect(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: Options) -> None:
     """`Controller.wrap`."""
+    group = job.loss_weight.group
     refuse_fsdp1(model)
     require_pair(model, optimizer, group)
     apart = job.facts.steps_apart
@@ -49,18 +48,18 @@ def connect(
         job.add_optimizer(optimizer, next(known for known in job.models if known.model is model))
         return
     first = not job.models
-    if not first:
-        _require_several(job.loss_weight.weighting, options.weighting)
+    for weighting in () if first else (job.loss_weight.weighting, options.weighting):
+        if weighting != "hook":
+            why = "the weight of a loss is given once for each batch"
+            one = f"wrap(weighting='{weighting}') serves one model, because {why}"
+            raise UsageError(f"{one}: use weighting='hook' for several")
     with job.loop.connecting():
-        connected = _attach(job, model, optimizer, group, options)
-    memory = None
+        connected = _attach(job, model, optimizer, options)
     if first:
         if connected.shards is not None and group is not None:
             _require_held_shares(job.facts.bounds, connected.shards, group)
         job.loss_weight.bind(model, options.weighting)
-        note = ExitNote(job.ranks.rank, job.samples_now, job.memory_ran_out)
-        memory = Memory(connected, job.ranks, note)
-    job.connect(connected, optimizer, memory)
+    job.connect(connected, optimizer)
 
 
 def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGroup) -> None:
@@ -71,26 +70,14 @@ def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGrou
         raise UsageError(f"{why}, and would deal them unlike batches: {fix}")
 
 
-def _require_several(*weightings: str) -> None:
-    """Raise `UsageError` where losses of several models would have to be weighted."""
-    for weighting in weightings:
-        if weighting != "hook":
-            why = "the weight of a loss is given once for each batch"
-            one = f"wrap(weighting='{weighting}') serves one model, because {why}"
-            raise UsageError(f"{one}: use weighting='hook' for several")
-
-
-def _attach(
-    job: TrainingJob, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup | None, options: Options
-) -> ConnectedModel:
+def _attach(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: Options) -> ConnectedModel:
     first = not job.models
     if first:
         job.recorder.measure_on(next((p.device for p in model.parameters()), torch.device("cpu")))
     watch = functools.partial(job.loop.connect, model, optimizer)
     meter = job.recorder if first else Unmeasured(job.recorder)
-    around = Around(group, job.ranks, job.recorder, meter, job.loss_weight, watch)
+    around = Around(job.loss_weight.group, job.ranks, job.recorder, meter, job.loss_weight, watch)
     if job.facts.ways is not None:
-        require_sums(model.named_buffers())
         return attach_both(model, options, around)
     if job.facts.apart:
         return attach_apart(model, options, around)
@@ -107,11 +94,10 @@ def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | No
     own = {id(p) for p in model.parameters()}
     given = [p for of in optimizer.param_groups for p in of["params"]]
     strange = sum(id(p) not in own for p in given)
-    alone = group is None or dist.get_world_size(group) == 1
     if given and own and strange == len(given):
         made = "make the optimizer from model.parameters(), after the model was moved, sharded or replaced"
         raise UsageError(f"the optimizer has no parameter of this model: {made}; {WRAP_ONCE}")
-    if strange and not alone:
+    if strange and group is not None and dist.get_world_size(group) > 1:
         rest = "which this model's gradient exchange does not reach"
         one = "put what trains together into one module under one DDP"
         if (why := replaced(model)) is not None:
@@ -136,9 +122,8 @@ def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None, *, apa
         crosses = is_fully_sharded(module) and Shards.of(module) is None
         if crosses or isinstance(module, nn.SyncBatchNorm):
             why = f"{type(module).__name__} exchanges in its forward pass, and ranks have unlike numbers of pieces"
-            raise UsageError(
-                f"micro_batch= and meet='parameters' do not fit this model: {why}. Use accumulate= instead"
-            )
+            unfit = "micro_batch= and meet='parameters' do not fit this model"
+            raise UsageError(f"{unfit}: {why}. Use accumulate= instead")
 
 
 @contextmanager
@@ -158,27 +143,24 @@ def piece(job: TrainingJob) -> Iterator[None]:
 
 def find_limits(job: TrainingJob, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:
     """`Controller.find_limits`."""
-    source, facts, windows, memory = job.source, job.facts, job.windows, job.memory
+    source, facts, windows, memory, workers = job.source, job.facts, job.windows, job.memory, job.allocations.workers
     if memory is None:
         raise UsageError("call controller.wrap(model, optimizer) before find_limits()")
     if source is not None and source.issued:
         raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
     memory.check(margin)
     job.wait_for_all("controller.find_limits()")
-    if facts.piece is not None and facts.ways is None:
-        searched = Bounds.of(job.allocations.workers, 1, facts.piece)
-        caps = memory.find(step_fn, example, searched, margin=margin)
+    searched = facts.in_pieces() if facts.piece is None else Bounds.of(workers, 1, facts.piece)
+    caps = memory.find(step_fn, example, searched, margin=margin)
+    if job.most_of_piece is not None:
         job.limit_pieces(int(caps[job.ranks.rank]))
-        return [int(cap) for cap in caps]
-    caps = memory.find(step_fn, example, facts.in_pieces(), margin=margin)
-    facts.narrow(within(facts.bounds, facts.accumulate * caps))
-    if source is not None:
-        source.limit(facts.in_pieces().high)
-    now, bounds = windows.batch_sizes, facts.bounds_of(windows.piece_apart)
-    if (now > bounds.high).any():
-        windows.put_in_force(project(now, bounds, total=now.sum()))
-    if facts.ways is not None:
-        job.limit_pieces(int(caps[job.ranks.rank]))
+    if facts.piece is None:
+        facts.narrow(within(facts.bounds, facts.accumulate * caps))
+        if source is not None:
+            source.limit(facts.in_pieces().high)
+        now, bounds = windows.batch_sizes, facts.bounds_of(windows.piece_apart)
+        if (now > bounds.high).any():
+            windows.put_in_force(project(now, bounds, total=now.sum()))
     return [int(cap) for cap in caps]
 
 

@@ -21,8 +21,8 @@ from dynamix.removed import NO_LEARNING, message, removed_arguments
 from dynamix.runtime import connecting
 from dynamix.runtime.config import UNSAID, JobConfig, from_outside
 from dynamix.runtime.feeding import Feeding
+from dynamix.runtime.job import open_job
 from dynamix.runtime.limits import Limits
-from dynamix.runtime.opening import open_job
 from dynamix.runtime.ranks.opening import one_for_all, rank_in, require_no_launcher
 from dynamix.runtime.ranks.store import store_is_there
 from dynamix.runtime.rate.scaling import SampleSchedule
@@ -31,7 +31,6 @@ from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 
 Model = TypeVar("Model", bound=nn.Module)
-Collate = Callable[[list[Any]], Any]
 
 
 class Controller(Feeding):
@@ -149,16 +148,11 @@ class Controller(Feeding):
             self._job = open_job(config, self.group, facts.ranks, log)
         self.policy = config.own_policy
         self.overhead_s, self._closed = 0.0, False
-        self._end_with_the_process(writes=log is not None)
+        # For loops that do not close it. The end of this process must find no thread inside the store's client.
+        weakref.finalize(self, self._job.ranks.leave_unclosed)
+        weakref.finalize(self, self._job.end_events)
         if self.rank == 0:  # last: where warnings are errors, the other ranks notice
             _warn(config, unsaid=unsaid)
-
-    def _end_with_the_process(self, *, writes: bool) -> None:
-        """For loops that do not close their controller."""
-        # At the latest when this process ends; its end must not find a thread inside the store's client.
-        weakref.finalize(self, self._job.ranks.leave_unclosed)
-        if writes:
-            weakref.finalize(self, self._job.end_events)
 
     # ------------------------------------------------------------ setting up
 
@@ -200,7 +194,7 @@ class Controller(Feeding):
         options = Options(hook, hook_state, scaler, weighting, batchnorm, averaging)
         inside, optimizer = inner_model(model), inner_optimizer(optimizer)
         with self._job.ranks.setting_up():
-            connecting.connect(self._job, self.group, inside, optimizer, options)
+            connecting.connect(self._job, inside, optimizer, options)
         return model
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
@@ -370,7 +364,7 @@ class Controller(Feeding):
 
 def _warn(config: JobConfig, *, unsaid: bool) -> None:
     if config.shares_only:
-        name = config.policy if isinstance(config.policy, str) else type(config.policy).__name__
+        name = config.facts["policy"]
         why = f"the policy {name} moves shares only, so global_batch='adaptive' leaves the global batch as it is"
         fix = "Leave global_batch out, or take a policy that adapts it: goodput, dynamix or stigmergic"
         warnings.warn(f"{why}. {fix}", RuntimeWarning, stacklevel=4)

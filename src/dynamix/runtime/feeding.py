@@ -54,43 +54,29 @@ class Feeding(ControllerStatus):
         `ConfigError` when an epoch is smaller than one global step, and for indices and weights that are not possible.
         """
         order = LoaderOrder(shuffle, seed, indices, weights, num_samples)
-        return self._sampler(dataset, order, partition=partition, lengths=lengths, padded=padded)
+        return self._sampler(dataset, order, lengths, padded, partition=partition)
 
     def _sampler(
-        self,
-        dataset: Sized,
-        order: LoaderOrder,
-        *,
-        partition: Partition = "stream",
-        lengths: Lengths | None,
-        padded: bool,
-        placeholder: Collate | None = None,
+        self, dataset: Sized, order: LoaderOrder, lengths: Lengths | None, padded: bool, **others: Any
     ) -> BatchSampler:
+        """As `batch_sampler`; `others`: of `BatchSampler` itself."""
         job = self._job
         shuffle, seed, indices, weights, num_samples = order
         with job.ranks.setting_up():
             _require_data(dataset)
-            if partition == "contiguous":
+            if others.get("partition") == "contiguous":
                 job.facts.decide_per_epoch()  # regions are cut once per epoch
             chosen = None
-            if not (indices is None and weights is None and num_samples is None):
+            if any(given is not None for given in (indices, weights, num_samples)):
                 chosen = Selection(len(dataset), indices=indices, weights=weights, num_samples=num_samples)
             if weights is not None and not shuffle:
                 raise ConfigError("shuffle", False, "True with weights, whose samples are drawn", "leave shuffle out")
             size = len(dataset) if chosen is None else chosen.size
             job.facts.limit_to(size)
-            apart, fixed = job.facts.steps_apart, job.facts.fixed
+            costs = costs_by_length(lengths, padded, len(dataset), apart=job.facts.steps_apart, fixed=job.facts.fixed)
+            own = job.of_source() | {"size_now": (lambda: len(dataset)) if chosen is None else None}
             sampler = BatchSampler(
-                size,
-                job.allocations,
-                seed=seed,
-                shuffle=shuffle,
-                partition=partition,
-                selection=chosen,
-                costs=costs_by_length(lengths, padded, len(dataset), apart=apart, fixed=fixed),
-                size_now=(lambda: len(dataset)) if chosen is None else None,
-                placeholder=placeholder,
-                **job.of_source(),
+                size, job.allocations, seed=seed, shuffle=shuffle, selection=chosen, costs=costs, **others, **own
             )
             job.feed(sampler)
             return sampler
@@ -127,8 +113,7 @@ class Feeding(ControllerStatus):
             require_batch_size(loader, self._config.loop_batches)
             if seed is not None:
                 order = order._replace(seed=seed)
-            data = cast(Sized, loader.dataset)
-            sampler = self._sampler(data, order, lengths=lengths, padded=padded, placeholder=placeholder)
+            sampler = self._sampler(cast(Sized, loader.dataset), order, lengths, padded, placeholder=placeholder)
             return made_anew(loader, sampler)
 
     def stream(

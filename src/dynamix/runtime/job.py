@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from dynamix.data import Allocations, BatchSampler, Piece, Stream
 from dynamix.data.cutting import NO_LIMIT
 from dynamix.errors import MemoryLimitError, UsageError
+from dynamix.events.background import BackgroundLog
 from dynamix.policies.wrappers import window_length_of
 from dynamix.runtime.check.loop import LoopCheck
 from dynamix.runtime.check.losses import WeightTest
@@ -22,17 +24,19 @@ from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.channel import DRAIN_S, DecisionChannel
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.runtime.decide.peer_channel import PeerChannel
+from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.memory import Memory
+from dynamix.runtime.memory import ExitNote, Memory
 from dynamix.runtime.part import Observation, Part, heard
 from dynamix.runtime.ranks.compare import settings_of, sketches_of
+from dynamix.runtime.ranks.hosts import own_host
 from dynamix.runtime.ranks.process_groups import destroy_groups
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.rate.scaling import SampleSchedule
+from dynamix.runtime.state.resume import Division
 from dynamix.runtime.state.saving import JobState, asked_by_distributed_checkpoint
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.loss_weight import LossWeight
@@ -75,8 +79,10 @@ class TrainingJob:
         self.models: list[ConnectedModel] = []
         self.memory: Memory | None = None  # of the first of them
         self.source: BatchSampler | Stream | None = None
-        parts = facts, config.served, self.allocations, self.progress, self.recorder
-        self.state = JobState(*parts, rank=ranks.rank, peers=isinstance(channel, PeerChannel))
+        division = Division(ranks.rank, facts, self.allocations)
+        peers = isinstance(channel, PeerChannel)
+        self.state = JobState(division, config.served, self.progress, self.recorder, peers=peers)
+        moved = payload or (lambda: 1.0 if facts.ways is None else self.boundary.payload)
         self.windows = WindowCloser(
             facts,
             channel,
@@ -86,7 +92,7 @@ class TrainingJob:
             self.recorder,
             interval=config.first_interval,
             paced=window_length_of(config.served) is not None,
-            told=functools.partial(self._exchanged, payload),
+            told=functools.partial(self._exchanged, moved),
             begins=self._iteration_begins,
             resumed=self.state.random.go_on,
         )
@@ -95,25 +101,20 @@ class TrainingJob:
             facts.accumulate, self.recorder, fail, self.gather, workers=ranks.workers, needs_piece=auto
         )
         self.boundary = RoundBoundary(self.models, self.recorder, ranks, fail, steps_apart=facts.steps_apart)
-        workers = config.workers
-        every = 64 if facts.steps_apart else 2 if workers == 1 else 0
+        every = 64 if facts.steps_apart else 2 if config.workers == 1 else 0
         self.own_gradients = SingleWorkerSync(
-            self.recorder, loss_weight, workers=workers, accumulate=facts.accumulate, every=every
+            self.recorder, loss_weight, workers=config.workers, accumulate=facts.accumulate, every=every
         )
         self.stopping = False
-        self._heard: dict[str, tuple[Callable[..., None], ...]] = {}
-        self._hands: tuple[Callable[[Piece, bool], None], ...] = ()  # given every piece whose passes begin
         self._listen()
 
     def _listen(self) -> None:
         """Find out once who hears which event, in the order in which they do."""
-        boundary = [self.boundary] if self.facts.steps_apart else []
-        parts: list[Part] = [*boundary, *self.models]
+        parts: list[Part] = [self.boundary] if self.facts.steps_apart else []
         parts += [model.hook for model in self.models if model.hook is not None]
-        parts += [self.rates, self.windows]
-        self._heard = {event: heard(parts, event) for event in EVENTS}
-        travel = [of for model in self.models for of in (model.hook, model.averaging) if of is not None]
-        self._hands = tuple(of.hand for of in travel)
+        self._heard = {event: heard([*parts, self.rates, self.windows], event) for event in EVENTS}
+        # Given every piece whose passes begin.
+        self._hands = tuple(owner.hand for model in self.models for owner in model.owners)
 
     # ------------------------------------------------------------ what it is given
 
@@ -129,9 +130,8 @@ class TrainingJob:
     def feed(self, source: BatchSampler | Stream) -> None:
         """The loop's batches come from `source`, which was made with `of_source`."""
         self.source = source
-        for part in (self.loop, self.windows, self.own_gradients):
+        for part in (self.loop, self.windows, self.own_gradients, self.state.place):
             part.feed(source)
-        self.state.place.begin(source)
 
     def limit_pieces(self, samples: int) -> None:
         """No piece of this rank's may have more."""
@@ -139,20 +139,17 @@ class TrainingJob:
         if self.source is not None:
             self.source.limit_pieces(samples)
 
-    def connect(self, model: ConnectedModel, optimizer: Optimizer, memory: Memory | None) -> None:
-        """Weight the gradients of this model, observe the first one, and let learning rates follow the batch.
-
-        memory   of the first one
-        """
-        first = memory is not None
-        if first:
-            self.memory = memory
+    def connect(self, model: ConnectedModel, optimizer: Optimizer) -> None:
+        """Weight the gradients of this model, observe the first one, and let learning rates follow the batch."""
+        first = not self.models
+        if self.memory is None:
+            note = ExitNote(self.ranks.rank, self.samples_now, self.memory_ran_out)
+            self.memory = Memory(model, self.ranks, note)
             if self.ranks.rank == 0:
                 self.rates.watch(optimizer)
             if self.ranks.workers > 1 and not self.loss_weight.required:
                 self.facts.test_weights(WeightTest(given=self.loss_weight.given))
-        if self.memory is not None:
-            self.memory.add(model, optimizer)
+        self.memory.add(model, optimizer)
         self.models.append(model)
         self._listen()
         if model.alike:
@@ -163,15 +160,12 @@ class TrainingJob:
 
     def add_optimizer(self, optimizer: Optimizer, model: ConnectedModel, *, first: bool = False) -> None:
         """Let the learning rate of `optimizer` follow the batch, and what it applies be finished gradients."""
-        if first:
-            self.own_gradients.watch(model, optimizer, first=True)
+        self.own_gradients.watch(model, optimizer, first=first)
         self.rates.add(optimizer)
         if not self.facts.steps_apart:  # then they have taken unlike numbers of steps, which they may count
             self.facts.parting.watch(optimizer)
         if model.averaging is not None:
             model.averaging.add_optimizer(optimizer)
-        elif not first:
-            self.own_gradients.watch(model, optimizer, first=False)
 
     def _hear_passes(self, model: ConnectedModel) -> None:
         def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -180,10 +174,7 @@ class TrainingJob:
         untraced = torch.compiler.disable(before_forward)  # torch.compile would fail in what it does
 
         def entry(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling():
-                untraced(module, args, kwargs)
-            else:
-                self.pass_begins(model, module.training, args, kwargs)
+            (untraced if torch.compiler.is_compiling() else before_forward)(module, args, kwargs)
 
         # Before FSDP2's own hook, which gathers parameters: waiting for them is a part of the step.
         model.model.register_forward_pre_hook(entry, with_kwargs=True, prepend=model.shards is not None)
@@ -210,12 +201,9 @@ class TrainingJob:
         """A forward pass of a connected model begins: what it belongs to is handed along."""
         recorder, source = self.recorder, self.source
         piece = source.current if source is not None and torch.is_grad_enabled() else None
-        if recorder.muted:
+        if recorder.muted or piece is None or source is None:
             if piece is None or not training:
                 recorder.timer.interrupted()
-            return
-        if piece is None or source is None:
-            recorder.timer.interrupted()
             return
         if not self.ranks.agreed:
             self.agree()
@@ -238,9 +226,7 @@ class TrainingJob:
 
     def step(self, loss: Any, logits: Any, target: Any, count: int | None) -> None:
         """`Controller.step`: the batch in hand is done."""
-        source, weight = self.source, self.loss_weight
-        if source is None:
-            source = self.need_source()
+        source, weight = self.need_source(), self.loss_weight
         piece = source.current or source.piece()
         mine = piece.samples
         if count is not None and mine and count != mine:
@@ -277,14 +263,10 @@ class TrainingJob:
             hears(piece.round)
         self.stopping = self.ranks.stop_after(progress.steps)
 
-    def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float, float]:
+    def _exchanged(self, moved: Callable[[], float]) -> tuple[int, float, float]:
         """What a window's row says of the exchange: see `WindowCloser`."""
         crossed = sum(model.hook.crossed for model in self.models if model.hook is not None)
-        if payload is not None:
-            moved = payload()
-        else:
-            moved = 1.0 if self.facts.ways is None else self.boundary.payload
-        return crossed, moved, self.rates.relative()
+        return crossed, moved(), self.rates.relative()
 
     # ------------------------------------------------------------ of all ranks
 
@@ -304,10 +286,6 @@ class TrainingJob:
         A collective call. Raises `UsageError` on every rank, naming what differs, by rank.
         """
         self.windows.settle()
-        self.ranks.agree(self._alike())
-
-    def _alike(self) -> dict[str, Any]:
-        """What every rank must hold alike, by name."""
         source, settings = self.need_source(), [model.settings for model in self.models]
         known: dict[str, Any] = {"samples": type(source).__name__, **source.identity(), **self.facts.facts_alike()}
         known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
@@ -321,7 +299,7 @@ class TrainingJob:
                 known |= sketches_of(model.model, number)
         known |= self.windows.alike()
         known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
-        return known | {"progress: steps measured in the open window": self.recorder.steps}
+        self.ranks.agree(known | {"progress: steps measured in the open window": self.recorder.steps})
 
     def memory_ran_out(self, error: MemoryLimitError) -> None:
         """This process is about to end, having run out of memory: the other ranks end with the same words.
@@ -389,7 +367,9 @@ class TrainingJob:
             return state.save()
         with ranks.setting_up():
             ranks.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
-            return state.save_gathered(ranks) if gather else state.save_alike(ranks)
+            saved = state.save(ranks.of_all)
+            # Asked for a distributed checkpoint, all ranks give the first one's.
+            return saved if gather else ranks.of_first(saved)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
         """`Controller.load_state_dict`."""
@@ -397,3 +377,18 @@ class TrainingJob:
         self.state.load(state, policy=policy)
         self.windows.loaded()
         self.ranks.forget_agreement()
+
+
+def open_job(
+    config: JobConfig, group: dist.ProcessGroup | None, ranks: Ranks, events: BackgroundLog | None
+) -> TrainingJob:
+    """This rank's part of the job of `config`. A collective call.
+
+    group     in which workers train; None: there is one worker
+    ranks     the same ranks, for the controllers' own messages
+    events    what the rank that decides writes to
+    """
+    facts = JobFacts(config, hosts=tuple(ranks.gather(own_host(), "the names of hosts")))
+    decider = Decider(config.served, facts, replay=config.replayed, events=events) if ranks.rank == 0 else None
+    channel = open_channel(ranks, config, facts, decider)
+    return TrainingJob(config, facts, channel, LossWeight(group, config.accumulate, ranks), ranks, decider=decider)

@@ -49,14 +49,11 @@ class Limits:
         """These, which were given by their own names, and `limits`. Raises `ConfigError` for what both say."""
         if not isinstance(limits, Limits):
             raise ConfigError("limits", limits, "a dynamix.Limits", "write limits=dynamix.Limits(max_batch_size=64)")
-        own = {name: value for name, value in vars(self).items() if value != getattr(_UNSET, name)}
+        own = {name: value for name, value in vars(self).items() if value != getattr(Limits, name)}
         for name, value in own.items():
-            if (told := getattr(limits, name)) != getattr(_UNSET, name):
+            if (told := getattr(limits, name)) != getattr(Limits, name):
                 raise ConfigError(name, value, f"not to give it beside limits, which say {told!r}", f"leave {name} out")
         return dataclasses.replace(limits, **own)
-
-
-_UNSET = Limits()
 
 
 def check_counts(**values: object) -> None:

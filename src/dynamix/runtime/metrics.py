@@ -31,6 +31,9 @@ def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
     nan = float("nan")
     progress, source, recorder, windows = job.progress, job.source, job.recorder, job.windows
     sizes, rate = windows.batch_sizes, next(iter(job.rates.learning_rates), None)
+    at_once = windows.piece_apart * job.allocations.workers
+    if job.facts.apart:
+        at_once = job.facts.at_once or int(sizes.sum())
     noise, signal = progress.noise_at(windows.next_round)
     found = recorder.last | {
         "step": progress.steps,
@@ -39,7 +42,7 @@ def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
         "progress": nan if source is None else source.progress,
         "batch_size": sizes[job.ranks.rank],
         "global_batch": sizes.sum(),
-        "steps_apart": _steps_apart(job, float(sizes.sum())),
+        "steps_apart": sizes.sum() / at_once if at_once else 0.0,
         "lr_factor": 1.0 if rate is None else rate.factor,
         "noise_scale": noise / signal if signal > 0 else nan,
         "windows": progress.window,
@@ -49,14 +52,3 @@ def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
         "overhead_s": overhead_s / recorder.all_steps if recorder.all_steps else nan,
     }
     return {name: float(found.get(name, nan)) for name in METRICS}
-
-
-def _steps_apart(job: TrainingJob, samples: float) -> float:
-    """A worker's optimizer steps in the coming round of so many `samples` of all, in the mean; 0 over gradients."""
-    facts = job.facts
-    if facts.ways is not None:
-        piece = job.windows.piece_apart
-        return samples / (piece * job.allocations.workers) if piece else 0.0
-    if not facts.apart:
-        return 0.0
-    return samples / facts.at_once if facts.at_once else 1.0

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable
-from math import inf, isfinite, nan
+from math import isfinite
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ LONG = 16  # numbers from which a list is stored as a tensor
 _MARK = "$"  # begins the only key of a dict that stands for something else
 _marked, _form = methodcaller("startswith", _MARK), attrgetter("dtype", "shape")
 _KNOWN = {type(None), bool, int, str}  # to JSON, whatever the value is
-_FLOATS = {"nan": nan, "inf": inf, "-inf": -inf}
 
 
 def pack(value: Any) -> Packed:
@@ -56,8 +55,6 @@ def unpack(packed: Any, name: str = "part") -> Any:
         if again[0] != text or list(map(_form, tensors)) != list(map(_form, again[1])) or len(again[2]) != len(objects):
             raise ValueError("it is written in another form")
         return value
-    except StateError:
-        raise
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise StateError(f"the controller's state is damaged in {name}: {error}. {FIX}") from error
 
@@ -77,7 +74,7 @@ class _Kept(NamedTuple):
 
 def _plain(value: Any, kept: _Kept, deep: int) -> Any:
     """What JSON knows of `value`; the rest goes into `kept`."""
-    if type(value) in _KNOWN or isinstance(value, (bool, str)):
+    if type(value) in _KNOWN or isinstance(value, str):
         return value
     if isinstance(value, (float, np.floating)):
         return float(value) if isfinite(value) else {"$float": str(float(value))}
@@ -120,7 +117,7 @@ def _value(tensors: tuple[Tensor, ...], objects: tuple[Any, ...], found: dict[st
         return found
     ((mark, of),) = found.items()
     if mark == "$float":
-        return _FLOATS[of]
+        return float(of)  # nan, inf, -inf
     if mark in ("$tuple", "$dict"):
         return tuple(of) if mark == "$tuple" else dict(of)
     if type(of) is not int or of < 0:

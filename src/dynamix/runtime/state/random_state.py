@@ -23,27 +23,26 @@ def capture() -> dict[str, Any]:
 
 def restore(state: dict[str, Any]) -> None:
     """Put back what `capture` returned (CUDA only as many devices as this process has)."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(of_numpy(state["numpy"]))
-    torch.set_rng_state(state["torch"].cpu())
+    _put(state, random, np.random, torch.default_generator)
     if state["cuda"] and torch.cuda.is_available():
         for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(cuda.cpu(), device)
 
 
-def of_numpy(saved: dict[str, Any]) -> dict[str, Any]:
-    """NumPy's state, of which `capture` keeps the key as a list."""
-    return {**saved, "state": {**saved["state"], "key": np.array(saved["state"]["key"], dtype=np.uint32)}}
+def _put(state: dict[str, Any], python: Any, numpy: Any, cpu: torch.Generator) -> None:
+    """Let generators of Python, NumPy and torch go on from a state."""
+    (version, internal, gauss), of_numpy = state["python"], state["numpy"]
+    python.setstate((version, tuple(internal), gauss))
+    key = np.array(of_numpy["state"]["key"], dtype=np.uint32)  # `capture` keeps a list
+    numpy.set_state({**of_numpy, "state": {**of_numpy["state"], "key": key}})
+    cpu.set_state(state["torch"].cpu())
 
 
 class RandomState(Part):
     """This process's, as a part of its job. What was loaded is put back later, by `go_on`: iterators draw seeds."""
 
     name, own = "rng", True
-
-    def __init__(self) -> None:
-        self.loaded: dict[str, Any] | None = None
+    loaded: dict[str, Any] | None = None
 
     def go_on(self) -> None:
         """Put back what was loaded, once."""
@@ -59,10 +58,7 @@ class RandomState(Part):
         if state is None:
             return
         try:
-            version, internal, gauss = state["python"]
-            random.Random().setstate((version, tuple(internal), gauss))
-            np.random.RandomState().set_state(of_numpy(state["numpy"]))
-            torch.Generator().set_state(state["torch"].cpu())
+            _put(state, random.Random(), np.random.RandomState(), torch.Generator())
             if type(state["cuda"]) not in (list, tuple) or set(map(type, state["cuda"])) - {torch.Tensor}:
                 raise TypeError("cuda")
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dynamix.data import Allocations, BatchSampler, Stream
 from dynamix.data.selection import SELECTED
 from dynamix.errors import StateError, shown
-from dynamix.model.ways import Ways
 from dynamix.projection import project
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.part import MOST, Part, fields, of_type, whole, wholes, wrong
@@ -43,13 +41,12 @@ class Place(Part):
         self._source: BatchSampler | Stream | None = None
         self._waiting: dict[str, Any] | None = None
 
-    def begin(self, source: BatchSampler | Stream) -> None:
+    def feed(self, source: BatchSampler | Stream) -> None:
         """From now on `source` deals the samples. It goes on where a loaded state was."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            source.check_state(waiting)
-            source.go_on(waiting)
-        self._source = source
+        if self._waiting is not None:
+            source.check_state(self._waiting)
+            source.go_on(self._waiting)
+        self._source, self._waiting = source, None
 
     def state_dict(self) -> dict[str, Any]:
         state = {} if self._source is None else self._source.state_dict()
@@ -75,10 +72,9 @@ class Place(Part):
         for name in ORDER:
             saved, mine = own[name], getattr(self._source, name, False if name == "sharded" else None)
             if type(saved) is not type(mine) or saved != mine:
-                raise StateError(
-                    f"{name}={shown(saved)} in the checkpoint, {name}={shown(mine)} here: the order of samples would "
-                    "differ, and some would be lost or repeated; resume with the data set and sampler that saved it"
-                )
+                both = f"{name}={shown(saved)} in the checkpoint, {name}={shown(mine)} here"
+                why = "the order of samples would differ, and some would be lost or repeated"
+                raise StateError(f"{both}: {why}; resume with the data set and sampler that saved it")
         self._source.check_state(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,9 +121,7 @@ def _require_cuts(state: dict[str, Any], cuts: Any, taken: int) -> None:
     if not size > 0 or position > size or state["finished"] != (position == size):
         said = f"position={position}, finished={state['finished']}"
         wrong("source.position", said, f"at most dataset_size={size}, and finished there")
-    if type(cuts) is not list:
-        wrong("source.cuts", cuts, "a list")
-    for cut in cuts:
+    for cut in of_type("source.cuts", cuts, list):
         fields("source.cuts", cut, {"lengths": list, "taken": list})
         lengths = wholes("source.cuts", cut["lengths"])
         if _beyond(wholes("source.cuts", cut["taken"], len(lengths)), lengths) or sum(lengths) > size:
@@ -146,8 +140,7 @@ def _beyond(taken: list[int], lengths: list[int]) -> bool:
     return any(map(operator.gt, taken, lengths))
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(NamedTuple):
     """What a job goes on with.
 
     same     the workers are those that saved the state, as far as that is known: each has its own measurements
@@ -178,21 +171,16 @@ class Division(Part):
         self.rank, self.workers, self.job, self.allocations = rank, allocations.workers, job, allocations
 
     def state_dict(self) -> dict[str, Any]:
-        job, ledger = self.job, self.allocations.state_dict()
-        accumulate, shares = job.accumulate, job.shares
-        if job.hosts:
-            shares = remembered(shares, workers_of(job.hosts), np.asarray(ledger["sizes"][-1]) // accumulate)
-        pieces = ledger.get("pieces", [0] * len(ledger["steps"]))
+        job, (begins, sizes, pieces) = self.job, self.allocations.entries
+        known = remembered(job.shares, workers_of(job.hosts), sizes[-1] // job.accumulate) if job.hosts else job.shares
         return {
             "world_size": self.workers,
             "rank": self.rank,
-            "hosts": {"names": list(job.hosts), "shares": shares},
-            "accumulate": accumulate,
+            "hosts": {"names": list(job.hosts), "shares": known},
+            "accumulate": job.accumulate,
             "base_batch": job.base_batch,
-            "ledger_rounds": ledger["steps"],
-            "ledger_sizes": [
-                [*row, piece] if piece else row for row, piece in zip(ledger["sizes"], pieces, strict=True)
-            ],
+            "ledger_rounds": list(begins),
+            "ledger_sizes": [of.tolist() + [piece] * bool(piece) for of, piece in zip(sizes, pieces, strict=True)],
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -227,7 +215,7 @@ class Division(Part):
         now, rounds = saved["source"]["rounds"], saved["ledger_rounds"]
         first = max(i for i, begin in enumerate(rounds) if begin <= max(now, rounds[0]))
         sizes = [np.asarray(row[:before], dtype=np.int64) for row in saved["ledger_sizes"]]
-        apart = isinstance(job.rounds, Ways)
+        apart = job.ways is not None
         pieces = [row[before] if apart and len(row) > before else 0 for row in saved["ledger_sizes"]]
         if same:
             ahead = zip(sizes[first:], pieces[first:], strict=True)

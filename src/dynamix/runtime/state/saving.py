@@ -8,21 +8,19 @@ also `policy`, where every rank decides for itself. A state is checked completel
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from dynamix.data import Allocations
-from dynamix.errors import StateError, UsageError, shown
+from dynamix.errors import StateError, shown
 from dynamix.policies import Policy
-from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import FIX, Part, fields, of_type, whole, wholes, wrong
-from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.state.packing import checksum, pack, unpack
 from dynamix.runtime.state.random_state import RandomState
 from dynamix.runtime.state.resume import Division, Place
-from dynamix.runtime.state.users import InOrder, PolicyState, Remembered, Users, load_atomically
+from dynamix.runtime.state.users import InOrder, PolicyState, Remembered, load_atomically
 
 STATE_SCHEMA = 2
 RANDOM_UP_TO = 64  # ranks whose random state a gathered state holds: 10 kB each
@@ -40,54 +38,18 @@ def asked_by_distributed_checkpoint() -> bool:
     what it is given must be the same on all ranks. It passes nothing on that says so, and a rank that goes on must know
     all names: the parts of ranks cannot have names of their own, of which more ranks would look for more.
     """
-    frame = sys._getframe(1)
-    for _ in range(_NEAR):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
-            while frame.f_back is not None and "no_dist" not in frame.f_locals:
-                frame = frame.f_back
-            return not frame.f_locals.get("no_dist", False)
-    return False
-
-
-class Registry:
-    """Parts by name, in the order in which they load: all are checked before any is loaded."""
-
-    def __init__(self, parts: Iterable[Part]) -> None:
-        self._parts = {part.name: part for part in parts}
-
-    def add(self, part: Part) -> None:
-        """Save this part, too."""
-        self._parts[part.name] = part
-
-    def names(self, *, own: bool) -> list[str]:
-        """Of the parts of which every rank has its own, or of the others."""
-        return [name for name, part in self._parts.items() if part.own is own]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states by name."""
-        return {name: part.state_dict() for name, part in self._parts.items()}
-
-    def check(self, states: Mapping[str, Any]) -> None:
-        """Raise `StateError` for the first state that its part could not take."""
-        for name, state in states.items():
-            self._parts[name].check(state)
-
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Load states that were checked. Where an object of the user's raises, nothing was changed: a `StateError`."""
-        loading = [(part, states[name]) for name, part in self._parts.items() if name in states]
-        load_atomically(
-            [taking for part, state in loading if isinstance(part, Users) for taking in part.takings(state)]
-        )
-        for part, state in loading:
-            part.load_state_dict(state)
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
+    asks = [frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint") for frame in frames[:_NEAR]]
+    if not any(asks):
+        return False
+    told = (frame.f_locals for frame in frames[asks.index(True) :])
+    return not next((names["no_dist"] for names in told if "no_dist" in names), False)
 
 
 class JobState:
     """All of a rank's job that is saved. A new piece of state is a `Part` that is added to `parts`.
 
+    parts              by name, in the order in which they load: all are checked before any is loaded
     hooks, schedules   of the user's, which are added as the loop makes them
     place              is told of the sampler or stream
     random             is told when the loader's iterators are made
@@ -95,59 +57,45 @@ class JobState:
     """
 
     def __init__(
-        self,
-        job: JobFacts,
-        policy: Policy,
-        allocations: Allocations,
-        progress: Progress,
-        recorder: Recorder,
-        *,
-        rank: int,
-        peers: bool,
+        self, division: Division, policy: Policy, progress: Progress, recorder: Recorder, *, peers: bool
     ) -> None:
+        job, allocations = division.job, division.allocations
         self.hooks, self.schedules = InOrder("hooks", varies=("inner",)), InOrder("schedules")
-        self.place, self.random = Place(allocations.workers, job.accumulate), RandomState()
+        self.place, self.random = Place(division.workers, job.accumulate), RandomState()
         users = PolicyState(policy, job, allocations), self.hooks, self.schedules
-        self.parts = Registry([*users, progress, job.noise_scale, self.place, recorder, self.random])
-        self._division, self._peers = Division(rank, job, allocations), peers
+        parts: tuple[Part, ...] = *users, progress, job.noise_scale, self.place, recorder, self.random
+        self.parts = {part.name: part for part in parts}
+        self._division, self._peers = division, peers
 
-    def save(self) -> dict[str, Any]:
-        """`Controller.state_dict`."""
-        states, own = self._states()
-        return self._written(states, {self._division.rank: own})
+    def save(self, gather: Callable[[Any], list[Any]] | None = None) -> dict[str, Any]:
+        """`Controller.state_dict`.
 
-    def save_gathered(self, ranks: Ranks) -> dict[str, Any]:
-        """`Controller.state_dict(gather=True)`, a collective call."""
-        workers, (states, own) = self._division.workers, self._states()
-        if workers == 1:
-            return self._written(states, {0: own})
-        if ranks.workers == 1:
-            need = "state_dict(gather=True) needs the ranks' control group"
-            raise UsageError(f"{need}: call it on every rank of a live job")
+        gather   by rank, what every rank gives it: each rank's own part is then in the state. A collective call
+        """
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        own: dict[str, Any] = {name: states.pop(name) for name, part in self.parts.items() if part.own}
+        own["iterable"] = states["source"].pop("iterable")
+        if gather is None:
+            return self._written(states, {self._division.rank: own})
         own |= {"policy": states["policy"]} if self._peers else {}
-        own |= {"rng": None} if workers > RANDOM_UP_TO else {}
-        every = enumerate(ranks.of_all(pack(own)))
+        own |= {"rng": None} if self._division.workers > RANDOM_UP_TO else {}
+        every = enumerate(gather(pack(own)))
         return self._written(states, {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in every})
-
-    def save_alike(self, ranks: Ranks) -> dict[str, Any]:
-        """The first rank's state with every rank's own part in it, the same on all ranks. A collective call."""
-        alike: dict[str, Any] = ranks.of_first(self.save_gathered(ranks))
-        return alike
 
     def load(self, state: Any, *, policy: bool = True) -> None:
         """`Controller.load_state_dict`.
 
         Nothing of the job is changed where this raises, also where a policy or a hook's state of the user's does.
         """
-        parts, division = self.parts, self._division
-        shared, own = parts.names(own=False), parts.names(own=True)
+        division, own = self._division, [name for name, part in self.parts.items() if part.own]
+        shared = [name for name in self.parts if name not in own]
         saved = _read(state, (*division.KEYS, *shared, "ranks"))
         division.check(saved)
-        _require_ranks(parts, own, saved)
+        self._require_ranks(own, saved)
         mine = _mine(division, saved)
         states = {name: saved[name] for name in shared if name != "policy"}
         states["source"] = {**saved["source"], "iterable": mine["iterable"]}
-        parts.check(states)
+        self._check(states)
         _require_together(saved)
         resumed = division.resumed(saved)
         states["progress"] = {**saved["progress"], "opens": resumed.opens}
@@ -156,16 +104,27 @@ class JobState:
             # Where every rank decides for itself, each goes on with what it remembers of itself.
             known = (resumed.same and mine.get("policy")) or saved["policy"]
             states["policy"] = Remembered(known, resumed.same)
-            parts.check({"policy": states["policy"]})
+            self._check({"policy": states["policy"]})
         division.warn_of_batch(saved)
-        parts.load_state_dict(states)
+        loading = [(part, states[name]) for name, part in self.parts.items() if name in states]
+        load_atomically([taking for part, its in loading for taking in part.takings(its)])
+        for part, its in loading:
+            part.load_state_dict(its)
         division.go_on(saved, resumed)
 
-    def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Those of all ranks by name, and this rank's own."""
-        states = self.parts.state_dict()
-        own = {name: states.pop(name) for name in self.parts.names(own=True)}
-        return states, {**own, "iterable": states["source"].pop("iterable")}
+    def _check(self, states: Mapping[str, Any]) -> None:
+        """Raise `StateError` for the first state that its part could not take."""
+        for name, state in states.items():
+            self.parts[name].check(state)
+
+    def _require_ranks(self, names: list[str], saved: Mapping[str, Any]) -> None:
+        for rank, own in of_type("ranks", saved["ranks"], dict).items():
+            whole("ranks", rank, 0, saved["world_size"] - 1)
+            known = (*names, "iterable", *(["policy"] if isinstance(own, dict) and "policy" in own else []))
+            fields(f"ranks[{rank}]", own, dict.fromkeys(known, object))
+            self._check({name: own[name] for name in names})
+        if saved["rank"] not in saved["ranks"]:
+            wrong("ranks", sorted(saved["ranks"]), f"rank {saved['rank']} among them")
 
     def _written(self, states: dict[str, Any], ranks: dict[int, Any]) -> dict[str, Any]:
         source = states["source"] | {name: pack(states["source"][name]) for name in _OF_SOURCE}
@@ -179,8 +138,7 @@ def _mine(division: Division, saved: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's own of what was saved, by name: as far as it can be had from another rank's, if its own was not."""
     of_saver = saved["ranks"][saved["rank"]]
     if saved["world_size"] == division.workers and division.rank in saved["ranks"]:
-        own: dict[str, Any] = saved["ranks"][division.rank]
-        return own
+        return dict(saved["ranks"][division.rank])
     # Others' figures are not this rank's; how many steps the open window has, all ranks must agree on.
     recorder = {**of_saver["recorder"], "series": {}, "before": {}}
     iterable = None if saved["source"].get("sharded") else of_saver["iterable"]
@@ -204,21 +162,17 @@ def _read(state: Any, names: Iterable[str]) -> dict[str, Any]:
         wrong("source", source, f"a dict with {' and '.join(_OF_SOURCE)}")
     source = source | {name: unpack(source[name], name) for name in _OF_SOURCE}
     if any(unused := wholes("source.unused", source.pop("unused", []))):  # of 0.2
-        raise StateError(
-            f"this state was saved between two meetings of workers that met early: source.unused={shown(unused)}. "
-            "Averaging(early=True) was removed in 0.3: write a state at the end of an epoch with dynamix 0.2, or begin "
-            "a new job from the model's weights"
-        )
+        when = f"this state was saved between two meetings of workers that met early: source.unused={shown(unused)}"
+        fix = "write a state at the end of an epoch with dynamix 0.2, or begin a new job from the model's weights"
+        raise StateError(f"{when}. Averaging(early=True) was removed in 0.3: {fix}")
     return {**values, "source": source}
 
 
 def _require_schema(state: Mapping[str, Any]) -> None:
     schema = state.get("schema")
     if type(schema) is int and schema == 1:
-        raise StateError(
-            "this state was saved by dynamix 0.1 (schema 1); this version reads states of 0.2 and later. Finish the "
-            "job with dynamix 0.1, or begin a new one from the model's weights"
-        )
+        old = "this state was saved by dynamix 0.1 (schema 1); this version reads states of 0.2 and later"
+        raise StateError(f"{old}. Finish the job with dynamix 0.1, or begin a new one from the model's weights")
     if "schema" not in state:
         inside = "Write controller.load_state_dict(state['controller'])" if "controller" in state else FIX
         raise StateError(f"this is no state of a controller: its keys are {shown(list(state)[:3])}. {inside}")
@@ -226,16 +180,6 @@ def _require_schema(state: Mapping[str, Any]) -> None:
         version = f", saved by dynamix {state['version']}" if isinstance(state.get("version"), str) else ""
         found = f"{shown(schema)}{version}"
         raise StateError(f"the controller's state has schema {found}; this version reads {STATE_SCHEMA}")
-
-
-def _require_ranks(parts: Registry, names: list[str], saved: Mapping[str, Any]) -> None:
-    for rank, own in of_type("ranks", saved["ranks"], dict).items():
-        whole("ranks", rank, 0, saved["world_size"] - 1)
-        known = (*names, "iterable", *(["policy"] if isinstance(own, dict) and "policy" in own else []))
-        fields(f"ranks[{rank}]", own, dict.fromkeys(known, object))
-        parts.check({name: own[name] for name in names})
-    if saved["rank"] not in saved["ranks"]:
-        wrong("ranks", sorted(saved["ranks"]), f"rank {saved['rank']} among them")
 
 
 def _require_together(saved: Mapping[str, Any]) -> None:

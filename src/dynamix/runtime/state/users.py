@@ -9,9 +9,8 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,27 +21,15 @@ from dynamix.policies.guard import as_written_now
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy, unfit
 from dynamix.projection import project
 from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.runtime.part import Part, of_type
+from dynamix.runtime.part import Part, Taking, of_type
 from dynamix.runtime.state import random_state
 from dynamix.runtime.state.packing import Packed, alike, pack, unpack
 from dynamix.window import Bounds, Ints, Window
 
-Taking = tuple[Any, Callable[[], None]]  # an object with a state, and what loads it
-_OUR_PACKAGES = ("dynamix", "dynamix_lab")  # a policy of the lab's arrives by entry point, and is held to the same
+_OUR_PACKAGES = {"dynamix", "dynamix_lab"}  # a policy of the lab's arrives by entry point, and is held to the same
 
 
-class Users(Part):
-    """A part made of objects of the user's."""
-
-    def takings(self, state: Any) -> list[Taking]:
-        """Which object loads what, in order."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state: Any) -> None:
-        """Take what is left then; does not raise."""
-
-
-class InOrder(Users):
+class InOrder(Part):
     """Objects of one kind, known by the order in which the loop makes them. A state may be loaded before its object.
 
     >>> class Hook:
@@ -93,7 +80,7 @@ class InOrder(Users):
             one, other = saved[key], mine[key]
             if isinstance(other, dict) and isinstance(one, dict) and key == "scheduler":
                 self._require_alike(f"{name}.{key}", one, other)
-            elif not (type(one) is type(other) or _kind(one) is _kind(other) or one is None or other is None):
+            elif not (_kind(one) is _kind(other) or one is None or other is None):
                 where = f"where this job has {shown(other)}"
                 raise StateError(f"the controller's state has {name}.{key}={shown(one)}, {where}")
 
@@ -142,8 +129,7 @@ def _whose(owner: Any) -> str:
     return str(getattr(owner, "whose", type(owner).__name__))
 
 
-@dataclass(frozen=True, slots=True)
-class Remembered:
+class Remembered(NamedTuple):
     """What a policy remembers; `here`: of these workers, so that it may go on with all of it."""
 
     state: Any
@@ -154,7 +140,7 @@ class Remembered:
         (load_policy if self.here else carry_over)(policy, self.state)
 
 
-class PolicyState(Users):
+class PolicyState(Part):
     """Of the policy of a job; `load_state_dict` and `check` get it as `Remembered`."""
 
     name = "policy"
@@ -179,7 +165,7 @@ class PolicyState(Users):
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
                 state.give(trial)
-                if _ours(trial):
+                if {type(policy).__module__.partition(".")[0] for policy in _layers(trial)} <= _OUR_PACKAGES:
                     if state.here and _differ(trial.state_dict(), state.state):
                         raise ValueError("it holds what the policy does not know, or numbers in another form")
                     _decide(trial, self.allocations.at(self.allocations.begin), self.job.bounds)
@@ -194,12 +180,11 @@ class PolicyState(Users):
         return [(self.policy, lambda: state.give(self.policy))]
 
 
-def _ours(policy: Any) -> bool:
+def _layers(policy: Any) -> Iterator[Any]:
+    """A policy, the one that it has under it, and so on."""
     while policy is not None:
-        if type(policy).__module__.partition(".")[0] not in _OUR_PACKAGES:
-            return False
+        yield policy
         policy = getattr(policy, "policy", None)
-    return True
 
 
 def _differ(mine: Any, saved: Any) -> bool:
@@ -214,11 +199,8 @@ def _decide(policy: Any, sizes: Ints, bounds: Bounds) -> None:
     share = np.maximum(sizes, 1) / max(float(sizes.mean()), 1.0)
     known: dict[str, Any] = {"compute": 0.1 * share, "compute_std": 0.01 * share, "wait": 0.01, "communication": 0.05}
     norms = {"noise": 100.0, "signal": 1.0, "global_norm_sq": 1.0, "gradient_norm_sq": 2.0}
-    losses = {"loss": 1.0, "loss_std": 0.1, "loss_change": -0.1}
-    window = Window.of(sizes, **known, **norms, **losses, data=0.001, steps=5.0)
+    window = Window.of(sizes, **known, **norms, loss=1.0, loss_std=0.1, loss_change=-0.1, data=0.001, steps=5.0)
     for _ in range(2):
-        inner = policy
-        while inner is not None:
-            project(np.asarray(inner.decide(window, bounds)), bounds, current=sizes)
-            inner = getattr(inner, "policy", None)
+        for asked in _layers(policy):
+            project(np.asarray(asked.decide(window, bounds)), bounds, current=sizes)
         after_answer(policy)

@@ -33,6 +33,7 @@ class ConnectedModel(Part):
     hook        weights its gradients; None: nothing crosses ranks in it
     averaging   makes workers' models one, where they step apart
     shards      of a model under FSDP2
+    owners      those of the two that there are, who own state and groups, and are handed every piece
     exchanges   what crosses ranks, and how: the same on all of them; `settings`: of that, by name, plain values
     """
 
@@ -50,7 +51,7 @@ class ConnectedModel(Part):
         self.model, self.recorder, self.hook = model, recorder, hook
         self.averaging, self.shards = averaging, shards
         self.exchanges, self.settings = exchanges, settings or {}
-        self._owners = [owner for owner in (hook, averaging) if owner is not None]  # of state and groups
+        self.owners = [owner for owner in (hook, averaging) if owner is not None]
         self.settled = False  # no pass needs to be looked at before it begins
         self._finished: Piece | None = None  # the one whose optimizer step has its gradients as they should be
 
@@ -122,7 +123,7 @@ class ConnectedModel(Part):
         if more and finished:
             self._finished = None
             self._scale(piece.share / (mean_of * piece.samples))
-        elif not (more or finished or self._owners) and piece.last and piece.samples:
+        elif not (more or finished or self.owners) and piece.last and piece.samples:
             self._finished = piece
             self._scale(mean_of * piece.samples / piece.share)
 
@@ -145,7 +146,7 @@ class ConnectedModel(Part):
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the groups that gradients and parameters travel in, and return them."""
-        return [group for owner in self._owners for group in owner.close()]
+        return [group for owner in self.owners for group in owner.close()]
 
     @property
     def whose(self) -> str:
@@ -153,10 +154,10 @@ class ConnectedModel(Part):
         return type(self if self.hook is None else self.hook.inner.state).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for owner in self._owners for name, value in owner.state_dict().items()}
+        return {name: value for owner in self.owners for name, value in owner.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for owner in self._owners if state else ():
+        for owner in self.owners if state else ():
             owner.load_state_dict(state)
 
 

@@ -21,15 +21,14 @@ def inner_model(model: nn.Module) -> nn.Module:
     >>> inner_model(net) is net
     True
     """
-    found: Any = model
+    found = model
     while not (isinstance(found, DistributedDataParallel) or is_fully_sharded(found)):
         of_fabric = type(found).__name__ == "_FabricModule"
         inside = getattr(found, "_forward_module" if of_fabric else "_orig_mod", None)
         if not isinstance(inside, nn.Module):
             return model
         found = inside
-    module: nn.Module = found
-    return module
+    return found
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -40,9 +39,6 @@ def inner_optimizer(optimizer: Any) -> Any:
     >>> inner_optimizer(optimizer) is optimizer
     True
     """
-    found = optimizer
-    while type(found).__module__.partition(".")[0] in _FRAMEWORKS and isinstance(
-        getattr(found, "optimizer", None), Optimizer
-    ):
-        found = found.optimizer
-    return found
+    inside = getattr(optimizer, "optimizer", None)
+    prepared = type(optimizer).__module__.partition(".")[0] in _FRAMEWORKS and isinstance(inside, Optimizer)
+    return inner_optimizer(inside) if prepared else optimizer
