@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dynamix.probes import probes_here
 from dynamix.probes.timing import RECENT, Clock, StepTimer, StepTimes, pause_in
-from dynamix.runtime.measure.copies import Statistics
+from dynamix.runtime.measure.copies import Newest
 from dynamix.runtime.measure.readings import Reader, Value
 from dynamix.runtime.measure.row import HELD, ROW
 from dynamix.runtime.part import Part, fields, numbers, wrong
@@ -56,7 +57,7 @@ class Recorder(Part):
         self.probes = Probes(device)
         self.steps = 0
         self.last: dict[str, float] = {}  # of the window that closed last, by their names in `Controller.metrics`
-        self._statistics = Statistics(device)
+        self._sent = Newest()
         self._open: list[tuple[str, int, Value, float]] = []
         self._lock = threading.Lock()
         self._kept: dict[str, list[Value]] = {}
@@ -71,7 +72,7 @@ class Recorder(Part):
         if device == self.device:
             return
         self.device, self.timer = device, StepTimer(device, first_step=self.timer.step)
-        self.probes, self._statistics = Probes(device), Statistics(device)
+        self.probes, self._sent = Probes(device), Newest()
         for name, series in self._kept.items():  # of a state that was loaded before
             self._kept[name] = [self._on_device(float(value)) for value in series]
 
@@ -193,7 +194,7 @@ class Recorder(Part):
         stats: Mapping[str, Sequence[Any]] = self._kept
         measured = of_window
         if self.device.type == "cuda":
-            stats, measured = self._statistics.newest(self._kept, of_window)
+            stats, measured = self._newest(of_window)
         known: dict[str, float] = {"issued": issued, "epoch": epoch, "crossed": crossed, **of_window, **measured}
         known |= {name: _mean_std(of_steps[name])[0] for name in ("data", "work")}
         known["compute"], known["compute_std"] = _mean_std(of_steps["compute"])
@@ -214,6 +215,21 @@ class Recorder(Part):
         comm += [math.nan] * (steps - len(comm))
         self.reset()
         return np.array([*(known.get(name, math.nan) for name in ROW), *comm])
+
+    def _newest(self, of_window: dict[str, float]) -> tuple[dict[str, list[float]], dict[str, float]]:
+        """Send the statistics of the window that closes; the newest that are here, and what is known of their window.
+
+        Those may be of the window before.
+        """
+        if self._sent.idle() and self._kept:
+            all_of = [value for series in self._kept.values() for value in series]
+            flat = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in all_of])
+            self._sent.send(flat, ({name: len(series) for name, series in self._kept.items()}, of_window))
+        if self._sent.here is None:
+            return {}, {}
+        values, (lengths, sent_with) = self._sent.here
+        each = iter(values)
+        return {name: list(islice(each, length)) for name, length in lengths.items()}, sent_with
 
     def reset(self) -> None:
         """Forget the open window."""
