@@ -200,7 +200,7 @@ class TrainingJob:
     def _iteration_begins(self) -> None:
         self.ranks.begin()
         self.loop.iteration_begins()
-        if self._decider is not None and not self.recorder.all_steps:
+        if self._decider is not None and not self.recorder.timer.step:
             self._decider.begin(self.progress.samples)
         if self.source is not None and self.source.left_early:
             self.ranks.forget_agreement()  # a rank may have left it after another round than the others

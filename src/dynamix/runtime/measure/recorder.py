@@ -88,15 +88,7 @@ class Recorder(Part):
         finally:
             self.muted = muted
 
-    # -- marks from the hook (autograd's thread and the backend's)
-
-    def gradients_ready(self) -> None:
-        if not self.muted:
-            self.timer.gradients_ready()
-
-    def reduced(self) -> None:
-        if not self.muted:
-            self.timer.reduced()
+    # -- from the hook (autograd's thread and the backend's)
 
     def norms_due(self) -> bool:
         """Whether this optimizer step's squared norms are to be measured. The same on all ranks in steps that count."""
@@ -162,11 +154,6 @@ class Recorder(Part):
             series = self._kept.setdefault(name, [])
             series.append(value)
             del series[:-MOST_STEPS]
-
-    @property
-    def all_steps(self) -> int:
-        """Optimizer steps since this recorder was made."""
-        return self.timer.step
 
     def row(
         self,
@@ -344,26 +331,6 @@ class Probes:
                 text = f"the {probe.name} probe failed ({error!r}): what it measures is unknown (NaN) from now on"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
         return self._said
-
-
-class Unmeasured:
-    """What the hook of a further model reports to: its times count, its norms are another gradient's."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self.gradients_ready, self.reduced = recorder.gradients_ready, recorder.reduced
-
-    @property
-    def muted(self) -> bool:
-        """Whether passes are discarded."""
-        return self._recorder.muted
-
-    def norms_due(self) -> bool:
-        """Never."""
-        return False
-
-    def add(self, name: str, value: Value, *, part: int = 0) -> None:
-        """Nothing."""
 
 
 def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> dict[str, Value]:
