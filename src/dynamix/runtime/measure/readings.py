@@ -41,7 +41,7 @@ class Reader:
     def __init__(self) -> None:
         self.unread = 0
         self._warned: set[str] = set()
-        self._settled: dict[int, bool] = {}  # dimensions of the logits -> whether the last one holds the classes
+        self._settled: dict[int, int] = {}  # dimensions of the logits -> the one that holds the classes
 
     def loss(self, given: Any) -> Value | None:
         """The mean loss; None where nothing was given or it cannot be read."""
@@ -90,10 +90,9 @@ class Reader:
         if not choices:
             raise ValueError("their shapes do not go together")
         if len(choices) == 1:
-            self._settled[logits.dim()] = choices[0] == logits.dim() - 1
-            return _share_right(*_sampled(logits, target, choices[0]))
-        if (last := self._settled.get(logits.dim())) is not None:
-            return _share_right(*_sampled(logits, target, logits.dim() - 1 if last else 1))
+            self._settled[logits.dim()] = choices[0]
+        if (classes := self._settled.get(logits.dim())) is not None:
+            return _share_right(*_sampled(logits, target, classes))
         return _by_loss(logits, target, loss)
 
     def _same_shape(self, logits: Tensor, target: Tensor) -> Value:
