@@ -16,15 +16,7 @@ from torch.optim import Optimizer
 
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import UsageError
-from dynamix.runtime.check.advice import (
-    ACCUMULATE,
-    ORDER,
-    PASS_OVER,
-    REPEATED,
-    SHORT,
-    STEP,
-    WRAP_ONCE,
-)
+from dynamix.runtime.check.advice import ACCUMULATE, ORDER, PASS_OVER, REPEATED, SHORT, STEP, WRAP_ONCE
 from dynamix.runtime.check.dealt import may_hold, samples_lost
 from dynamix.runtime.check.model import Loop, ModelCheck
 from dynamix.runtime.check.unwatched_optimizers import Strangers
@@ -96,7 +88,7 @@ class Turns:
     def _in_turn(self, source: BatchSampler | Stream, mine: int, inputs: Iterable[Any], *, alone: bool) -> None:
         """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own.
 
-        alone   the loop has no other batch that is not stepped: then it may have dropped samples, see `require_dealt`
+        alone   the loop has no other batch that is not stepped: then it may have dropped samples, see `piece_done`
         """
         length = _length(inputs)
         before, self._length = self._length, length
@@ -122,19 +114,14 @@ class Turns:
 
         counted   somebody says what its loss is over
         """
-        if self._odd and not counted:
-            self._require_dealt(piece.samples, loss)
-        self._read += self._fits and piece.samples > 1 and not self._odd
-        self._fits, self._odd = False, 0
-        self._sizes.append(piece.samples)
-
-    def _require_dealt(self, mine: int, loss: Any) -> None:
-        if self._odd > mine:
+        mine, odd = piece.samples, self._odd
+        if odd > mine and not counted:
             self._read = 0  # padded, or rows are no samples
-        elif self._read >= READ and not self._fits:
-            lost = samples_lost(mine, self._odd, loss)
-            if lost is not None:
-                self._fail(lost)
+        elif odd and not (counted or self._fits) and self._read >= READ and (lost := samples_lost(mine, odd, loss)):
+            self._fail(lost)
+        self._read += self._fits and mine > 1 and not odd
+        self._fits, self._odd = False, 0
+        self._sizes.append(mine)
 
     def all_forwarded(self, source: BatchSampler | Stream) -> bool:
         """Whether every batch of the iteration that ends had a forward pass."""
@@ -149,11 +136,6 @@ class LoopCheck(Loop, Part):
         self._checks: list[ModelCheck] = []
         self._turns = Turns(self.fail)
         self._strangers = Strangers(self, self._checks) if self.workers > 1 else None
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Those that were given to `wrap`."""
-        return [check.optimizer for check in self._checks]
 
     # ------------------------------------------------------------ setting up
 

@@ -51,7 +51,7 @@ class Rates(Part):
 
         1 where there is none, and where reading it would wait for a device.
         """
-        groups = self.learning_rates[0].groups if self.learning_rates else []
+        groups = self.learning_rates[0].optimizer.param_groups if self.learning_rates else []
         rate = rate_of(groups[0]) if groups else None
         if not isinstance(rate, (int, float)) or rate <= 0:
             return 1.0
@@ -92,17 +92,11 @@ class Rates(Part):
             learning_rate.set_factor(factor * part)
 
     def round_done(self, done: Round) -> None:
-        watch = self._watch
-        if watch is not None:
-            watch.look()
+        if self._watch is not None:
+            self._watch.look()
         advanced = [schedule.advance(done.samples) for schedule in self.schedules]
-        if watch is not None:
-            if any(advanced):
-                watch.accept()
-            if done.last:
-                watch.forget()
-            if done.regular:
-                watch.stepped(done.samples)
+        if self._watch is not None:
+            self._watch.round_done(done, advanced=any(advanced))
 
     def job_ends(self) -> None:
         """Take every hook off the optimizers."""
