@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dynamix.data import Piece
 from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.check.model import Loop, ModelCheck, parameters_of
 from dynamix.runtime.check.steps_in_backward import WHY, GradientPasses
@@ -52,32 +51,26 @@ class Strangers:
         loop = self._loop
         if loop.source is None or not self.checks or loop.recorder.muted:
             return
-        piece = loop.piece_of_optimizer()
-        if (wrong := self._look(optimizer, loop.source.batches_consumed, piece)) is not None:
-            loop.fail(wrong)
-
-    def _look(self, optimizer: Optimizer, consumed: int, piece: Piece | None) -> str | None:
-        """What is wrong with a step of `optimizer` after so many batches; None if nothing is. May warn."""
+        piece, consumed = loop.piece_of_optimizer(), loop.source.batches_consumed
         before, self._seen[optimizer] = self._seen.get(optimizer), consumed
         if optimizer in self._harmless or before is None or consumed != before + 1:
-            return None
+            return
         self._harmless.add(optimizer)  # looked at once: that is slow
         apart = piece is not None and piece.round.apart
         if apart and any(check.inside for check in self.checks):
-            return None  # an optimizer of the loop's may be made of this one
+            return  # an optimizer of the loop's may be made of this one
         kind = type(optimizer).__name__
         if apart and not parameters_of(optimizer) <= _trained(self.checks):
             left = f"an optimizer ({kind}) in this loop was not given to controller.wrap()"
             own = "what it trains is not averaged, and stays every worker's own"
-            warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=7)
+            warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
         if not apart and (alone := self._reduced_by_nobody(optimizer)):
             left = f"an optimizer ({kind}) that was not given to controller.wrap() steps"
             own = "which DDP does not reduce: unless the loop does, every rank moves its own"
-            warnings.warn(f"{left} {', '.join(alone[:3])}, {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=7)
-        if (name := unconnected_of(optimizer)) is None:
-            return None
-        why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
-        return f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}"
+            warnings.warn(f"{left} {', '.join(alone[:3])}, {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
+        if (name := unconnected_of(optimizer)) is not None:
+            why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
+            loop.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}")
 
     def _reduced_by_nobody(self, optimizer: Optimizer) -> list[str]:
         """Names of what it trains of connected models that reduce the rest."""
