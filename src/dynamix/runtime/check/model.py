@@ -229,11 +229,8 @@ class ModelCheck:
         elif piece is not None and not piece.last:
             self._fail_early(piece)
         if self._adds and not apart and piece is not None:
-            own = []  # a plain loop, as it is run in every step
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in loop.reduced and parameter.requires_grad:
-                        own.append(parameter)
+            reduced = loop.reduced
+            own = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in reduced and p.requires_grad]
             if own:
                 self._look_at(own)
         self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)

@@ -246,14 +246,14 @@ def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int
     own = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for model in models for name, p in _whole(model) if id(p) in own]
     named = [(name, p) for name, p in named if p.device == named[0][1].device]
-    elements, chosen, turn = [], [], turn if len(named) > ELEMENTS else 0
+    elements, names, parameters, turn = [], [], [], turn if len(named) > ELEMENTS else 0
     for number in range(ELEMENTS if named else 0):
         name, parameter = named[(number * len(named) // ELEMENTS + turn) % len(named)]
         index = np.unravel_index(_SPREAD * (number + 1) % parameter.numel(), parameter.shape)
         elements.append(parameter.detach()[tuple(map(int, index))])
-        chosen.append((name, parameter))
+        names.append(name)
+        parameters.append(parameter)
     epsilon = np.array([torch.finfo(element.dtype).eps for element in elements])
-    names, parameters = [name for name, _ in chosen], [p for _, p in chosen]
     memory = [p.data_ptr() for p in parameters]
     return DrawnElements(elements, names, parameters, memory, epsilon, digest_of([names, len(named)]))
 

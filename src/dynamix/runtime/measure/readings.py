@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 Value = Tensor | float  # a float once it has cost nothing to read
 
@@ -204,10 +205,8 @@ def _by_loss(logits: Tensor, target: Tensor, loss: Value | None) -> Value:
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, classes: int) -> Tensor:
-    valid = (target >= 0) & (target < logits.shape[classes])
-    index = torch.where(valid, target, 0).long().unsqueeze(classes)
-    picked = logits.float().log_softmax(classes).gather(classes, index).squeeze(classes)
-    return -torch.where(valid, picked, 0.0).sum() / torch.count_nonzero(valid)
+    known = torch.where((target >= 0) & (target < logits.shape[classes]), target, -1).long()
+    return cross_entropy(logits.float().movedim(classes, 1), known, ignore_index=-1)
 
 
 def _read(value: Tensor) -> Value:

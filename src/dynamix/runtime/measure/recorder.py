@@ -189,9 +189,8 @@ class Recorder(Part):
             values = stats.get(name, ())
             known[_FIELDS.get(name, name)], std = _mean_std(values)
             if name == "accuracy" and values and all(map(math.isnan, values)):
-                self.reader.failed(
-                    name, "no target of a whole window was a class, or a row of probabilities of classes"
-                )
+                none = "no target of a whole window was a class, or a row of probabilities of classes"
+                self.reader.failed(name, none)
             if name in ("loss", "accuracy"):
                 known[f"{name}_std"], known[f"{name}_change"] = std, self._change(name, known[name], std)
         known |= self.probes.sample() | dict(zip(HELD, held or (), strict=False))
