@@ -191,7 +191,7 @@ class ModelCheck:
         if self.reductions > 1 and loop.models == 1 and not self.inside:
             found = f"{self.reductions} synchronised backward passes before controller.step()"
             loop.fail(f"{found}, where one batch has one: {STEP}; {SUM}; {ACCUMULATE}")
-        if self.shards is not None and not loop.recorder.muted:
+        if self.shards is not None:
             older = self._held_since is not None and self._held_since < loop.group
             stale = older and any(map(_nonzero, self.shards.reduced()))
             self._held_since = loop.group
@@ -235,8 +235,7 @@ class ModelCheck:
                 self._look_at(own)
         self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)
         if not apart and not self._closure and self.reduces:
-            if self._local or self.shards is not None:
-                self.require_crossed("optimizer.step()")
+            self.require_crossed("optimizer.step()")
             if not made and self.probe is not None:
                 self._require_made(self.probe)
         return None
@@ -294,7 +293,7 @@ class ModelCheck:
 
     def piece_done(self, *, round_over: bool) -> None:
         """`controller.step()`: this batch is over, and its round perhaps."""
-        if round_over and self.loop.models == 1 and (self._local or self.shards is not None):
+        if round_over and self.loop.models == 1:
             self.require_crossed("controller.step()")
         self.reductions, self.inside, self._crossed = 0, False, False
 

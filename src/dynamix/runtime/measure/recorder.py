@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,13 +71,10 @@ class Recorder(Part):
         """Training runs on `device`: its clock and its probes count from now on."""
         if device == self.device:
             return
+        loaded = self.state_dict()
         self.device, self.timer = device, StepTimer(device, first_step=self.timer.step)
         self.probes, self._sent = Probes(device), Newest()
-        for name, series in self._kept.items():  # of a state that was loaded before
-            self._kept[name] = [self._on_device(float(value)) for value in series]
-
-    def _on_device(self, value: float) -> Value:
-        return torch.tensor(value, device=self.device) if self.device.type == "cuda" else value
+        self.load_state_dict(loaded)
 
     @contextmanager
     def mute(self) -> Iterator[None]:
@@ -132,7 +129,7 @@ class Recorder(Part):
 
         dealt   samples of this rank's share and what they cost, in samples of mean cost, where that is known
         """
-        self.timer.step_done(Dealt(first_of_epoch, *(dealt or ())) if keep else None)
+        self.timer.step_done((first_of_epoch, *(dealt or (math.nan, math.nan))) if keep else None)
         with self._lock:
             measured, self._open = self._open, []
         if self.timer.step % READ_EVERY == 0:
@@ -248,20 +245,9 @@ class Recorder(Part):
         self.reset()
         self.steps = state["steps"]
         for name, series in state["series"].items():
-            self._kept[name] = [self._on_device(value) for value in series]
+            on_device = torch.tensor(series, device=self.device).unbind() if self.device.type == "cuda" else series
+            self._kept[name] = list(on_device)
         self._before = {name: (pair[0], pair[1]) for name, pair in state["before"].items()}
-
-
-class Dealt(NamedTuple):
-    """What is known of a step that a window keeps.
-
-    first           of its epoch: starting a loader's iterator is not waiting for data
-    samples, work   of this rank's share, and what they cost in samples of mean cost; NaN where that is not known
-    """
-
-    first: bool
-    samples: float = math.nan
-    work: float = math.nan
 
 
 class WindowTimes:
@@ -281,7 +267,11 @@ class WindowTimes:
         self._sees_communication = False
 
     def read(self, timer: StepTimer) -> None:
-        """Take what `timer` has of steps that are kept: those that it was told of as `Dealt`."""
+        """Take what `timer` has of steps that are kept: those of which it was told something.
+
+        That is whether the step is the first of its epoch, since starting a loader's iterator is not waiting for data;
+        and samples of this rank's share, and what they cost in samples of mean cost, NaN where that is not known.
+        """
         self._steps.extend([times for times in timer.take() if times.told is not None])
 
     def forget(self) -> None:
