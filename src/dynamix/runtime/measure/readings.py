@@ -105,9 +105,9 @@ class Reader:
             binary = ((target == 0) | (target == 1)).all()
             return _read(torch.where(binary, ((logits > 0) == (target == 1)).float().mean(), math.nan))
         found = [_share_right_of_soft(logits, target, d) for d in choices if logits.shape[d] > 1]
-        best, certain = found[0]
-        for share, classes in found[1:]:
-            best, certain = torch.where(classes > certain, share, best), torch.maximum(classes, certain)
+        (best, certain), *other = found
+        for share, classes in other:
+            best = torch.where(classes > certain, share, best)
         return _read(best)
 
 

@@ -58,7 +58,7 @@ class Recorder(Part):
         self.steps = 0
         self.last: dict[str, float] = {}  # of the window that closed last, by their names in `Controller.metrics`
         self._sent = Newest()
-        self._open: list[tuple[str, int, Value, float]] = []
+        self._open: dict[str, list[tuple[int, Value, float]]] = {}
         self._lock = threading.Lock()
         self._kept: dict[str, list[Value]] = {}
         self._windows = 0
@@ -101,7 +101,7 @@ class Recorder(Part):
                 # Plain floats where reading costs nothing: torch's own arithmetic on scalars is 20 times slower.
                 if isinstance(value, Tensor):
                     value = value.detach() if value.is_cuda else value.item()
-                self._open.append((name, part, value, weight))
+                self._open.setdefault(name, []).append((part, value, weight))
 
     # -- from Controller.step
 
@@ -131,22 +131,15 @@ class Recorder(Part):
         """
         self.timer.step_done((first_of_epoch, *(dealt or (math.nan, math.nan))) if keep else None)
         with self._lock:
-            measured, self._open = self._open, []
+            measured, self._open = self._open, {}
         if self.timer.step % READ_EVERY == 0:
             self.times.read(self.timer)
         if not keep:
             return
         self.steps += 1
-        squares: dict[str, dict[int, list[Value]]] = {"local_sq": {}, "global_sq": {}}
-        others: dict[str, list[tuple[Value, float]]] = {}
-        # By part, not by arrival: reductions end in any order, and a sum must not depend on it.
-        for name, part, value, weight in sorted(measured, key=lambda entry: entry[1]):
-            if name in squares:
-                squares[name].setdefault(part, []).append(value)
-            else:
-                others.setdefault(name, []).append((value, weight))
-        of_step = _squares(squares["local_sq"], squares["global_sq"])
-        of_step |= {name: _mean(values) for name, values in others.items()}
+        squares = {name: _by_part(measured.pop(name)) for name in _FIELDS if name in measured}
+        of_step = _squares(squares.get("local_sq", {}), squares.get("global_sq", {}))
+        of_step |= {name: _mean(values) for name, values in measured.items()}
         for name, value in of_step.items():
             series = self._kept.setdefault(name, [])
             series.append(value)
@@ -322,6 +315,11 @@ class Probes:
         return self._said
 
 
+def _by_part(measured: list[tuple[int, Value, float]]) -> dict[int, list[Value]]:
+    """Not by arrival: reductions end in any order, and a sum must not depend on it."""
+    return {part: [value for of, value, _ in measured if of == part] for part in sorted({of for of, *_ in measured})}
+
+
 def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> dict[str, Value]:
     """|g_i|^2 and |g|^2 of an optimizer step, from squares of what went into and came out of its reductions, by bucket.
 
@@ -345,14 +343,14 @@ def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> 
     return of_step
 
 
-def _mean(weighted: list[tuple[Value, float]]) -> Value:
-    values: list[Value] = [value for value, _ in weighted]
-    if len({weight for _, weight in weighted}) == 1:  # so that a single value stays what it is
+def _mean(measured: list[tuple[int, Value, float]]) -> Value:
+    _, values, weights = zip(*measured, strict=True)
+    if len({*weights}) == 1:  # so that a single value stays what it is
         return _sum(values) / len(values)
-    return _sum([value * weight for value, weight in weighted]) / sum(weight for _, weight in weighted)
+    return _sum([value * weight for _, value, weight in measured]) / sum(weights)
 
 
-def _sum(values: list[Value]) -> Value:
+def _sum(values: Sequence[Value]) -> Value:
     return sum(values[1:], values[0])
 
 

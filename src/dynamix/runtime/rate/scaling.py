@@ -231,16 +231,14 @@ class SchedulerWatch:
             return  # one change may be a state that was loaded, or somebody's own decision
         self._done = True
         do = "let it follow samples: scheduler = controller.scheduler(scheduler), without scheduler.step() in the loop"
+        problem = "a learning-rate scheduler counts optimizer steps"
         if self.apart:
-            problem = "a learning-rate scheduler counts optimizer steps, and faster workers take more of them"
-            warnings.warn(f"{problem}, so rates differ by rank. Write: {do}", RuntimeWarning, stacklevel=5)
-            return
-        problem = (
-            f"a learning-rate scheduler counts optimizer steps, but the global batch moves: {done.samples} samples a "
-            f"step now, {self.base_batch} at the start, so the schedule ends too early or too late"
-        )
-        other = "or keep the global batch: Controller(global_batch='fixed')"
-        warnings.warn(f"{problem}. Write: {do}; {other}", RuntimeWarning, stacklevel=5)
+            problem += ", and faster workers take more of them, so rates differ by rank"
+        else:
+            moves = f"{done.samples} samples a step now, {self.base_batch} at the start"
+            problem += f", but the global batch moves: {moves}, so the schedule ends too early or too late"
+            do += "; or keep the global batch: Controller(global_batch='fixed')"
+        warnings.warn(f"{problem}. Write: {do}", RuntimeWarning, stacklevel=5)
 
 
 def rate_of(group: dict[str, Any]) -> Any:
