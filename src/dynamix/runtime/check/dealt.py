@@ -32,16 +32,13 @@ def may_hold(inputs: Any, samples: int) -> bool:
     >>> may_hold([torch.zeros(2, 3), {"mask": torch.zeros(4)}, 5], 4), may_hold([torch.zeros(2, 3), "a"], 4)
     (True, False)
     """
-    for value in inputs.values() if isinstance(inputs, Mapping) else inputs:
-        if isinstance(value, Tensor) and not value.is_nested:
-            if samples in value.shape:
-                return True
-        elif isinstance(value, list | tuple | Mapping):
-            if may_hold(value, samples):
-                return True
-        elif not isinstance(value, bool | int | float | str | None):
-            return True
-    return False
+    if isinstance(inputs, Tensor) and not inputs.is_nested:
+        return samples in inputs.shape
+    if isinstance(inputs, Mapping):
+        inputs = [*inputs.values()]
+    if isinstance(inputs, list | tuple):
+        return any(may_hold(value, samples) for value in inputs)
+    return not isinstance(inputs, bool | int | float | str | None)
 
 
 def _rows_of(loss: Any) -> list[int]:

@@ -155,7 +155,6 @@ class Parting:
             return value.item()
         return value if isinstance(value, (int, float, str)) else None
 
-    @torch.no_grad()
     def _send(self, drawn: DrawnElements, step: int) -> None:
         """Copy what was drawn. On a CPU it is here at once; from a device it comes with a later row."""
         if not self._read.idle():
@@ -237,7 +236,6 @@ def _settings(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:
     return [name for name in getattr(optimizer, "defaults", group) if name not in _OWN]
 
 
-@torch.no_grad()
 def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int) -> DrawnElements:
     """Elements of what `optimizers` step of `models`, by a rule that is the same on all ranks.
 

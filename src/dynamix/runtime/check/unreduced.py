@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dynamix.runtime.ranks.compare import NEAR, sketch, sums
@@ -41,7 +40,6 @@ class Unreduced:
         self._steps = 0  # of the optimizer, with these
         self._before: list[Tensor] = []  # what they were at the last step, if that is to be compared
 
-    @torch.no_grad()
     def look(self, parameters: list[nn.Parameter]) -> str | None:
         """The optimizer is about to step these: what is wrong with them, None if nothing is.
 

@@ -55,10 +55,8 @@ class Reader:
     def accuracy(self, logits: Any, target: Any, loss: Value | None = None) -> Value | None:
         """Share of positions whose largest logit is the target's, of at most `ACCURACY_ROWS` samples.
 
-        None where something was not given or cannot be read; NaN where no target is a class.
+        None where it cannot be read; NaN where no target is a class.
         """
-        if logits is None or target is None:
-            return None
         try:
             with torch.no_grad():
                 return self._accuracy(_tensor(logits, _LOGITS), _tensor(target, _TARGET), loss)

@@ -116,12 +116,10 @@ class Recorder(Part):
         if value is not None:
             value = value if over == 1.0 else value / over
             self.add("loss", value, weight=samples)
-        if logits is None or target is None:
+        due = self.steps % ACCURACY_EVERY == 0 or len(self._kept.get("accuracy", ())) < 2
+        if logits is None or target is None or not due:
             return
-        if self.steps % ACCURACY_EVERY and len(self._kept.get("accuracy", ())) > 1:
-            return
-        accuracy = self.reader.accuracy(logits, target, value)
-        if accuracy is not None:
+        if (accuracy := self.reader.accuracy(logits, target, value)) is not None:
             self.add("accuracy", accuracy, weight=samples)
 
     def step_done(self, *, keep: bool, first_of_epoch: bool, dealt: tuple[float, float] | None = None) -> None:

@@ -79,9 +79,8 @@ class Rates(Part):
     def _follow(self, samples: int, noise: float, signal: float) -> None:
         """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
         base = self.job.base_batch
-        rates = self.learning_rates
-        self._whole = [rate.rule(samples / base, noise, signal, base_batch=base) for rate in rates]
-        for learning_rate, factor in zip(rates, self._whole, strict=True):
+        self._whole = [rate.rule(samples / base, noise, signal, base_batch=base) for rate in self.learning_rates]
+        for learning_rate, factor in zip(self.learning_rates, self._whole, strict=True):
             learning_rate.set_factor(factor)
 
     def follow_piece(self, scale: float) -> None:
