@@ -93,7 +93,7 @@ class TrainingJob:
         )
         auto, fail = facts.ways is not None, self.windows.fail
         self.loop = LoopCheck(
-            facts.accumulate, self.recorder, fail, self.gather, workers=ranks.workers, needs_piece=auto
+            facts.accumulate, self.recorder, fail, self.gather, ranks.workers, needs_piece=auto, models=self.models
         )
         self.boundary = RoundBoundary(self.models, self.recorder, ranks, fail, steps_apart=facts.steps_apart)
         workers = config.workers
@@ -232,7 +232,7 @@ class TrainingJob:
             return
         if not model.settled:
             model.before_forward(piece)
-        if self.loop.models > 1:
+        if len(self.models) > 1:
             recorder.timer.next_pass()
         recorder.timer.forward_started()
         self.rates.follow(piece.round, piece.samples)
@@ -311,7 +311,7 @@ class TrainingJob:
         """What every rank must hold alike, by name."""
         source, settings = self.need_source(), [model.settings for model in self.models]
         known: dict[str, Any] = {"samples": type(source).__name__, **source.identity(), **self.facts.facts_alike()}
-        known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
+        known |= {"models": len(self.models), "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
         known |= {"exchange of gradients and buffers": [model.exchanges for model in self.models]}
         names = dict.fromkeys(name for of_model in settings for name in of_model)
         known |= {f"exchange: {name}": [of_model.get(name) for of_model in settings] for name in names}

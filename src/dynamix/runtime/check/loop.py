@@ -62,7 +62,7 @@ class Turns:
             self._look_at_growth(delivered)
         if certain:
             self._forwarded = source.batches_consumed + 1
-            if self._loop.models == 1 and self._loop.workers > 1:
+            if len(self._loop.models) == 1 and self._loop.workers > 1:
                 self._in_turn(source, piece.samples, inputs, alone=ahead == 1)
         return True
 
@@ -142,22 +142,19 @@ class LoopCheck(Loop, Part):
         """Watch one more model; `hooked`: a communication hook of the user's has its gradients, and may apply them."""
         if reduces and not hooked and shards is None and self._strangers is not None:
             self._strangers.passes.connect(model)
-        check = ModelCheck(self, model, optimizer, reduces=reduces, shards=shards)
-        self._checks.append(check)
-        self.models += 1
-        return check
+        self._checks.append(ModelCheck(self, model, optimizer, reduces=reduces, shards=shards))
+        return self._checks[-1]
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
         """Where an error is raised inside, the models that were connected there are looked at no more."""
-        known, models = len(self._checks), self.models
+        known = len(self._checks)
         try:
             yield
         except Exception:
             for check in self._checks[known:]:
                 check.close()
             del self._checks[known:]
-            self.models = models
             raise
 
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.check.advice import ACCUMULATE, BY_HAND, DUE, EARLY, FOREIGN, ONCE, PIECES, REPEATED, STEP, SUM
-from dynamix.runtime.check.steps_in_backward import WHY
-from dynamix.runtime.check.unreached import unreached
+from dynamix.runtime.check.unreached import IN_BACKWARD, unreached
 from dynamix.runtime.check.unreduced import Unreduced
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.sync.optimizer_means import KNOWN, without_gradients
@@ -33,8 +32,8 @@ class Loop:
     reduced      `id` of the parameters whose gradients some connected model reduces
     piece        of the passes since the last `step()`; `stepped` is the batch that was consumed last
     forwards     passes of the batch in hand
+    models       that train, by now
     group        optimizer steps
-    models       that train
     """
 
     accumulate: int
@@ -43,6 +42,7 @@ class Loop:
     gather: Callable[[Any, str], list[Any]]
     workers: int
     needs_piece: bool
+    models: Sequence[Any]
     under_piece: bool = False
     reduced: set[int] = field(default_factory=set)
     source: BatchSampler | Stream | None = None
@@ -50,7 +50,6 @@ class Loop:
     stepped: Piece | None = None
     forwards: int = 0
     group: int = 0
-    models: int = 0
 
     def fail(self, message: str) -> NoReturn:
         """Raise `UsageError`, on every rank."""
@@ -188,7 +187,7 @@ class ModelCheck:
             early = f"backward() of piece {piece.number + 1} of {piece.of} of this rank's share crossed ranks"
             loop.fail(f"{early}, and ranks have unlike numbers of pieces: {PIECES}")
         self.reductions += 1
-        if self.reductions > 1 and loop.models == 1 and not self.inside:
+        if self.reductions > 1 and len(loop.models) == 1 and not self.inside:
             found = f"{self.reductions} synchronised backward passes before controller.step()"
             loop.fail(f"{found}, where one batch has one: {STEP}; {SUM}; {ACCUMULATE}")
         if self.shards is not None:
@@ -282,7 +281,7 @@ class ModelCheck:
         if torch._C._current_graph_task_id() != -1:
             if self.shards is not None:
                 return  # FSDP2 gives a parameter no gradient that has not crossed ranks
-            self.loop.fail(WHY)
+            self.loop.fail(IN_BACKWARD)
         alone = f"{where} with gradients that have not crossed ranks, which would leave every rank its own model"
         model = self.model()
         if self.shards is None and model is not None and (reason := unreached(model)) is not None:
@@ -293,7 +292,7 @@ class ModelCheck:
 
     def piece_done(self, *, round_over: bool) -> None:
         """`controller.step()`: this batch is over, and its round perhaps."""
-        if round_over and self.loop.models == 1:
+        if round_over and len(self.loop.models) == 1:
             self.require_crossed("controller.step()")
         self.reductions, self.inside, self._crossed = 0, False, False
 

@@ -1,4 +1,4 @@
-"""Optimizers that `wrap` never saw, but that step in a loop of a controller: whose parameters do they have?"""
+"""Steps that `wrap` does not know of: of optimizers that it never saw, and of any inside of a backward pass."""
 
 import gc
 import warnings
@@ -7,19 +7,60 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.check.model import Loop, ModelCheck, parameters_of
-from dynamix.runtime.check.steps_in_backward import WHY, GradientPasses
+from dynamix.runtime.check.unreached import IN_BACKWARD
 from dynamix.runtime.sync.optimizer_means import KNOWN
 from dynamix.runtime.sync.shards import is_fully_sharded
 
 _live: "weakref.WeakSet[Strangers]" = weakref.WeakSet()
 _watching: list[Any] = []
+
+
+class GradientPasses:
+    """In which backward pass the gradients of connected models were made last, as far as that must be known.
+
+    An optimizer that steps inside of a backward pass, in a hook of a parameter or of a module, may apply what DDP has
+    not reduced yet. Not every one is wrong: a gradient may be of an earlier pass. So hooks of our own note in which
+    pass each gradient is made. A model has them from the start if its parameters have hooks that may step, else after
+    the first such step.
+    """
+
+    def __init__(self) -> None:
+        self._parameters = dict[int, nn.Parameter]()  # those that DDP reduces, by `id`
+        self._made = dict[int, int]()  # the number of the pass, by `id` of those that are watched
+
+    def connect(self, model: Any) -> None:
+        """A model under DDP is connected, whose communication hook steps no optimizer."""
+        reduced = {id(p): p for p in model._module_parameters if p.requires_grad}
+        self._parameters |= reduced
+        if any(p._post_accumulate_grad_hooks for p in reduced.values()):
+            for parameter in reduced.values():
+                self._watch(parameter)
+
+    def unreduced(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` has gradients of the pass that this thread is in, which DDP has not reduced."""
+        now: int = torch._C._current_graph_task_id()
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
+        found = any(self._made.get(id(p)) == now for p in own)
+        for parameter in own:
+            self._watch(parameter)
+        return found
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        made, of = self._made, id(parameter)
+        if of not in made:
+            made[of] = -1
+
+            def note(gradient: Tensor) -> None:
+                made[of] = torch._C._current_graph_task_id()
+
+            parameter.register_hook(note)
 
 
 class Strangers:
@@ -44,7 +85,7 @@ class Strangers:
         """An optimizer, given to `wrap` or not, steps inside of a backward pass: its gradients must have crossed."""
         loop = self._loop
         if not loop.recorder.muted and not loop.steps_apart() and self.passes.unreduced(optimizer):
-            loop.fail(WHY)
+            loop.fail(IN_BACKWARD)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer that was not given to `wrap` steps: it must not be that of a DDP model in this loop."""

@@ -63,7 +63,6 @@ class LearningRate:
         self._restore()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
         own = vars(self.optimizer)
         if own.get("step") is self._wrapped:  # else somebody wrapped ours, which now does nothing
             del own["step"]
@@ -175,8 +174,7 @@ class SampleSchedule:
                 return step
             with warnings.catch_warnings():
                 # Their advice is about a loop of steps; here GradScaler may well have skipped the first ones.
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step|Seems like `optimizer.step")
                 self.scheduler.step()
         return due
 
