@@ -74,7 +74,8 @@ class Parting:
         self._on_device: list[Tensor] = []  # settings of the newest row
         self._drawn: DrawnElements | None = None
         self._windows = self._draws = self._count = 0
-        self._read = Newest()  # elements and settings of their device, with key, step and number of the elements
+        # Elements and settings of their device, with key, step and number of the elements.
+        self._read = Newest((math.nan, math.nan, 0))
         self._drift = Drift()
 
     def begun_anew(self) -> "Parting":
@@ -116,10 +117,8 @@ class Parting:
             self._drawn = draw(optimizers, models, self._draws - 1)
         self._windows += 1
         self._send(self._drawn, place[PLACE[0]])
-        told = [digest_of(settings)]
-        if self._read.here is not None:
-            values, (key, step, elements) = self._read.here
-            told += [digest_of(values[elements:]), float(step), key, *values[:elements]]
+        values, (key, step, elements) = self._read.here
+        told = [digest_of(settings), digest_of(values[elements:]), float(step), key, *values[:elements]]
         return told + [math.nan] * (len(HELD) - len(told))
 
     def facts(self, place: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, float]]:
@@ -127,7 +126,7 @@ class Parting:
         optimizers = self._optimizers
         sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         facts, near, self._on_device = {**place, GROUPS: sizes}, dict[str, float](), []
-        values, (_, _, elements) = self._read.here or ([], (0.0, 0, 0))
+        values, (_, _, elements) = self._read.here
         late = iter(values[elements:])
         for number, optimizer in enumerate(optimizers):
             # Other optimizers than torch's may keep sums in their groups, which devices make in other orders.

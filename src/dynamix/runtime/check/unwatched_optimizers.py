@@ -136,13 +136,11 @@ def unconnected_of(optimizer: Optimizer) -> str | None:
     for found in gc.get_objects():
         if not issubclass(type(found), nn.Module) or id(found) in connected:
             continue
-        if isinstance(found, DistributedDataParallel):
-            if any(id(p) in given for p in found.parameters()):
-                return type(found.module).__name__
-        elif is_fully_sharded(found):  # as is every part of a connected model to which `fully_shard` was applied
+        ddp = isinstance(found, DistributedDataParallel)
+        if ddp or is_fully_sharded(found):  # as is every part of a connected model to which `fully_shard` was applied
             own = {id(p) for p in found.parameters()}
-            if own & given and not own & trained:
-                return type(found).__name__
+            if own & given and (ddp or not own & trained):
+                return type(found.module if ddp else found).__name__
     return None
 
 

@@ -7,13 +7,15 @@ from torch import Tensor
 
 
 class Newest:
-    """The newest values that are on the host, with what is to be known of them: `here`, None before any have arrived.
+    """The newest values that are on the host, with what is to be known of them: `here`.
 
     From a CUDA device one copy is under way at a time; the values of a CPU are here at once.
+
+    of_none   what is to be known before any have arrived
     """
 
-    def __init__(self) -> None:
-        self.here: tuple[list[float], Any] | None = None
+    def __init__(self, of_none: Any) -> None:
+        self.here: tuple[list[float], Any] = [], of_none
         self._under_way: tuple[Tensor, torch.cuda.Event, Any] | None = None
 
     def idle(self) -> bool:

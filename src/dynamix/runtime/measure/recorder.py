@@ -57,7 +57,7 @@ class Recorder(Part):
         self.probes = Probes(device)
         self.steps = 0
         self.last: dict[str, float] = {}  # of the window that closed last, by their names in `Controller.metrics`
-        self._sent = Newest()
+        self._sent = Newest(({}, {}))
         self._open: dict[str, list[tuple[int, Value, float]]] = {}
         self._lock = threading.Lock()
         self._kept: dict[str, list[Value]] = {}
@@ -73,7 +73,7 @@ class Recorder(Part):
             return
         loaded = self.state_dict()
         self.device, self.timer = device, StepTimer(device, first_step=self.timer.step)
-        self.probes, self._sent = Probes(device), Newest()
+        self.probes, self._sent = Probes(device), Newest(({}, {}))
         self.load_state_dict(loaded)
 
     @contextmanager
@@ -166,10 +166,7 @@ class Recorder(Part):
         if count and math.isfinite(samples):
             count, weight = samples, weight * samples / count
         of_window = {"count": count, "weight": weight, "measured_in": float(self._windows)}
-        stats: Mapping[str, Sequence[Any]] = self._kept
-        measured = of_window
-        if self.device.type == "cuda":
-            stats, measured = self._newest(of_window)
+        stats, measured = self._newest(of_window)
         known: dict[str, float] = {"issued": issued, "epoch": epoch, "crossed": crossed, **of_window, **measured}
         known |= {name: _mean_std(of_steps[name])[0] for name in ("data", "work")}
         known["compute"], known["compute_std"] = _mean_std(of_steps["compute"])
@@ -190,17 +187,14 @@ class Recorder(Part):
         self.reset()
         return np.array([*(known.get(name, math.nan) for name in ROW), *comm])
 
-    def _newest(self, of_window: dict[str, float]) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """Send the statistics of the window that closes; the newest that are here, and what is known of their window.
-
-        Those may be of the window before.
-        """
+    def _newest(self, of_window: dict[str, float]) -> tuple[dict[str, list[Any]], dict[str, float]]:
+        """Statistics of the window that closes, and what is known of it; on CUDA of the newest that have arrived."""
+        if self.device.type != "cuda":
+            return self._kept, of_window
         if self._sent.idle() and self._kept:
             all_of = [value for series in self._kept.values() for value in series]
             flat = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in all_of])
             self._sent.send(flat, ({name: len(series) for name, series in self._kept.items()}, of_window))
-        if self._sent.here is None:
-            return {}, {}
         values, (lengths, sent_with) = self._sent.here
         each = iter(values)
         return {name: list(islice(each, length)) for name, length in lengths.items()}, sent_with
