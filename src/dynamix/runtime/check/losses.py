@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from dynamix.errors import UsageError
 from dynamix.window import Floats, Ints, Window
 
 ROWS = 8  # comparisons of workers that a verdict needs at least
@@ -92,11 +91,6 @@ class WeightTest:
         self.suspects, loss = False, getattr(loss, "loss", loss)
         if isinstance(loss, Tensor) and _made_of_all(loss.grad_fn, own, int(counts.sum()), counts.size):
             self.wrong = _OF_ALL
-
-    def require_right(self) -> None:
-        """Raise `UsageError` where a verdict is that weights are wrong."""
-        if self.wrong is not None:
-            raise UsageError(self.wrong)
 
     def _judge(self) -> None:
         slope = self._both / self._shares_sq

@@ -55,10 +55,6 @@ class DrawnElements:
     epsilon: Floats
     key: float
 
-    def stale(self) -> bool:
-        """Whether parameters are in other memory than they were, as after `p.data = other`."""
-        return [p.data_ptr() for p in self.parameters] != self.memory
-
 
 class Parting:
     """One rank's part: what its rows say, and what it makes of all ranks' rows where it sees them.
@@ -113,7 +109,8 @@ class Parting:
                 settings += [v if type(v) in _PLAIN else self._plain(v) for v in values]
         if self._drawn is None or count != self._count or self._windows % _REDRAW == 0:
             self._drawn, self._draws, self._count = draw(optimizers, models, self._draws), self._draws + 1, count
-        elif self._drawn.stale():  # on this rank, perhaps, alone: the same elements
+        elif [p.data_ptr() for p in self._drawn.parameters] != self._drawn.memory:  # as after `p.data = other`
+            # On this rank, perhaps, alone: the same elements.
             self._drawn = draw(optimizers, models, self._draws - 1)
         self._windows += 1
         self._send(self._drawn, place[PLACE[0]])

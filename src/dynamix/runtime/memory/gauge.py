@@ -59,8 +59,8 @@ class Gauge:
         # (samples, bytes of growth), newest last: the peak of resident memory less what was held before.
         self.points: list[tuple[int, float]] = []
 
-    def share(self, group: ControlGroup | None) -> None:
-        """Count the ranks under this rank's limit. A collective call."""
+    def identity(self) -> int:
+        """The same number for processes under the same limit, another for others (positive, below 2^62)."""
         try:
             machine = Path("/proc/sys/kernel/random/boot_id").read_text()
         except OSError:
@@ -68,7 +68,11 @@ class Gauge:
         folders = self._cgroups.memory
         limits = [f.stat() for f in folders if math.isfinite(Cgroups(memory=(f,)).memory_limit_bytes())]
         name = f"{machine.strip()} {[(s.st_dev, s.st_ino) for s in limits[:1]]}"
-        mine = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2  # positive, below 2^62
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
+
+    def share(self, group: ControlGroup | None) -> None:
+        """Count the ranks under this rank's limit. A collective call."""
+        mine = self.identity()
         self.sharers = int((all_of(mine, group) == mine).sum())
 
     def headroom_bytes(self) -> float:

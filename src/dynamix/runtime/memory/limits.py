@@ -77,7 +77,13 @@ class Memory:
     group    of `ranks`. They talk on another, made at first use: the control group carries decisions meanwhile
     """
 
-    def __init__(self, first: ConnectedModel, ranks: Ranks, group: dist.ProcessGroup | None, note: ExitNote) -> None:
+    def __init__(
+        self,
+        first: ConnectedModel,
+        ranks: Ranks,
+        group: dist.ProcessGroup | None,
+        note: ExitNote,
+    ) -> None:
         self.first, self.group, self.note, self._ranks = first, group, note, ranks
         self._models: list[tuple[ConnectedModel, Optimizer]] = []
         self._gauge = Gauge(first.recorder.device)
