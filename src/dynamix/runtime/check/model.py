@@ -102,12 +102,8 @@ class ModelCheck:
         self, loop: Loop, model: nn.Module, optimizer: Optimizer, *, reduces: bool, shards: Shards | None
     ) -> None:
         self.loop, self.optimizer, self.reduces, self.shards = loop, optimizer, reduces, shards
-        left = getattr(model, "parameters_to_ignore", ())
-        if shards is not None:
-            held = {id(p) for p in shards.parameters()}
-            left = [name for name, p in model.named_parameters() if id(p) not in held]
         self._adds = reduces or (shards is not None and loop.workers > 1)
-        self.unreduced = Unreduced(model, loop.gather, left, sharded=shards is not None)
+        self.unreduced = Unreduced(model, loop.gather, shards)
         self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
         self.model = weakref.ref(model)  # DDP keeps this object, in C++
         KNOWN.add(optimizer)

@@ -144,20 +144,13 @@ class Recorder(Part):
             del series[:-MOST_STEPS]
 
     def row(
-        self,
-        *,
-        issued: int,
-        count: float,
-        weight: float,
-        epoch: int = 0,
-        crossed: int = 0,
-        held: Sequence[float] | None = None,
+        self, *, issued: int, count: float, weight: float, epoch: int = 0, crossed: int = 0, held: Sequence[float] = ()
     ) -> Floats:
         """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step.
 
         count, weight    this rank's samples and part of a round; where costs are known, of the mean round instead
         epoch, crossed   of the window's last round, and backward passes that have crossed ranks so far: alike on all
-        held             the fields of `HELD`; None where there are no other ranks
+        held             the fields of `HELD`; none where there are no other ranks
         """
         self.times.read(self.timer)
         of_steps = self.times.close()
@@ -178,7 +171,7 @@ class Recorder(Part):
                 self.reader.failed(name, none)
             if name in ("loss", "accuracy"):
                 known[f"{name}_std"], known[f"{name}_change"] = std, self._change(name, known[name], std)
-        known |= self.probes.sample() | dict(zip(HELD, held or (), strict=False))
+        known |= self.probes.sample() | dict(zip(HELD, held, strict=False))
         steps = min(self.steps, MOST_STEPS)
         comm = of_steps["comm"][-steps:] if steps else []
         self.last = {"compute_s": known["compute"], "exchange_s": _mean_std(comm)[0], "data_s": known["data"]}
