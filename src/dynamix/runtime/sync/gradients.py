@@ -95,7 +95,7 @@ class Around:
 
     group     the data-parallel one; None: one process alone
     recorder  receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
-              per bucket); these only if the model is `measured`, since one gradient's are
+              per bucket); norms of one model alone, the one that is `measured`
     weights   says what a loss carries of its weight
     watch     begins to watch the loop with it: says whether its gradients cross ranks, and whether a hook of the
               user's may apply them
