@@ -301,7 +301,7 @@ class Probes:
 
 
 def _by_part(measured: list[tuple[int, Value, float]]) -> dict[int, list[Value]]:
-    """Not by arrival: reductions end in any order, and a sum must not depend on it."""
+    """Values by part, in order: reductions end in any order, and a sum must not depend on it."""
     return {part: [value for of, value, _ in measured if of == part] for part in sorted({of for of, *_ in measured})}
 
 
