@@ -114,8 +114,8 @@ class Parting:
             self._drawn = draw(optimizers, models, self._draws - 1)
         self._windows += 1
         self._send(self._drawn, place[PLACE[0]])
-        values, (key, step, elements) = self._read.here
-        told = [digest_of(settings), digest_of(values[elements:]), float(step), key, *values[:elements]]
+        seen, (key, step, elements) = self._read.here
+        told = [digest_of(settings), digest_of(seen[elements:]), float(step), key, *seen[:elements]]
         return told + [math.nan] * (len(HELD) - len(told))
 
     def facts(self, place: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, float]]:
@@ -123,8 +123,8 @@ class Parting:
         optimizers = self._optimizers
         sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         facts, near, self._on_device = {**place, GROUPS: sizes}, dict[str, float](), []
-        values, (_, _, elements) = self._read.here
-        late = iter(values[elements:])
+        seen, (_, _, elements) = self._read.here
+        late = iter(seen[elements:])
         for number, optimizer in enumerate(optimizers):
             # Other optimizers than torch's may keep sums in their groups, which devices make in other orders.
             precision = _TORCH if type(optimizer).__module__.startswith("torch.") else _OTHER

@@ -329,7 +329,8 @@ def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> 
 
 
 def _mean(measured: list[tuple[int, Value, float]]) -> Value:
-    _, values, weights = zip(*measured, strict=True)
+    values: list[Value] = [value for _, value, _ in measured]
+    weights = [weight for *_, weight in measured]
     if len({*weights}) == 1:  # so that a single value stays what it is
         return _sum(values) / len(values)
     return _sum([value * weight for _, value, weight in measured]) / sum(weights)
