@@ -160,4 +160,4 @@ def test_a_loss_that_grows_with_the_batch_by_itself_is_not_taken_for_a_weighted_
     test = WeightTest(given=False)
     for _ in range(40):
         test.look(Window.of([6, 2], loss=np.log([6.0, 2.0])))
-    test.require_right()
+    assert test.wrong is None

@@ -137,17 +137,16 @@ def test_real_sync_batch_norm_on_the_loss_side() -> None:
 
 
 def test_rates_and_parameters_on_a_device_are_compared_a_window_late_and_nobody_waits() -> None:
-    parts, place = [Parting(), Parting()], dict.fromkeys(PLACE, 0)
-    nets = [nn.Linear(8, 4, device="cuda") for _ in parts]
+    nets, place = [nn.Linear(8, 4, device="cuda") for _ in range(2)], dict.fromkeys(PLACE, 0)
     nets[1].load_state_dict(nets[0].state_dict())
     optimizers = [torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1, device="cuda"), fused=True) for net in nets]
+    parts = [Parting([optimizer], [net]) for optimizer, net in zip(optimizers, nets, strict=True)]
 
     def close(step: int) -> tuple[bool, str | None]:
         torch.cuda.set_sync_debug_mode("error")
         try:
             place[PLACE[0]] = step
-            each = zip(parts, optimizers, nets, strict=True)
-            rows = [part.row([optimizer], [net], place) for part, optimizer, net in each]
+            rows = [part.row(place) for part in parts]
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
@@ -157,7 +156,7 @@ def test_rates_and_parameters_on_a_device_are_compared_a_window_late_and_nobody_
     assert [close(step) for step in (10, 20, 30)] == [(False, None)] * 3
     optimizers[1].param_groups[0]["lr"].fill_(0.2)
     assert [close(step)[0] for step in (40, 50)] == [False, True]
-    assert parts[1].facts(optimizers[1:], place)[0]["lr of parameter group 0"] == pytest.approx(0.2)
+    assert parts[1].facts(place)[0]["lr of parameter group 0"] == pytest.approx(0.2)
     optimizers[1].param_groups[0]["lr"].fill_(0.1)
     close(60)
     nets[1].weight.data.add_(1.0)

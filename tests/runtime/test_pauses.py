@@ -59,8 +59,8 @@ class Workers:
         for i, recorder in enumerate(self.recorders):
             for moment, mark in (
                 (begin + step.data[i], recorder.timer.forward_started),
-                (ready[i], recorder.gradients_ready),
-                (end, recorder.reduced),
+                (ready[i], recorder.timer.gradients_ready),
+                (end, recorder.timer.reduced),
             ):
                 self.time.now_s = float(moment)
                 mark()

@@ -124,9 +124,9 @@ class ThreadJob:
         begin_s = self.clock.now_s
         recorder.timer.forward_started()
         self.clock.now_s = begin_s + float(busy_s[self.rank])
-        recorder.gradients_ready()
+        recorder.timer.gradients_ready()
         self.clock.now_s = begin_s + float(busy_s.max()) + TRANSFER_S
-        recorder.reduced()
+        recorder.timer.reduced()
         own, total = float(plan.counts[self.rank]), float(plan.counts.sum())
         recorder.add("loss", 1.0 / (1 + plan.index), weight=max(own, 1.0))
         recorder.add("local_sq", 2.0 + 300.0 / max(own, 1.0))

@@ -16,7 +16,6 @@ from dynamix.projection import project
 from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.check.unreached import replaced
 from dynamix.runtime.job import TrainingJob
-from dynamix.runtime.measure.recorder import Unmeasured
 from dynamix.runtime.memory import within
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.collectives import require_sums
@@ -75,8 +74,7 @@ def _attach(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: O
     if first:
         job.recorder.measure_on(next((p.device for p in model.parameters()), torch.device("cpu")))
     watch = functools.partial(job.loop.connect, model, optimizer)
-    meter = job.recorder if first else Unmeasured(job.recorder)
-    around = Around(job.loss_weight.group, job.ranks, job.recorder, meter, job.loss_weight, watch)
+    around = Around(job.loss_weight.group, job.ranks, job.recorder, first, job.loss_weight, watch)
     if job.facts.ways is not None:
         return attach_both(model, options, around)
     if job.facts.apart:

@@ -98,7 +98,7 @@ class TrainingJob:
         )
         auto, fail = facts.ways is not None, self.windows.fail
         self.loop = LoopCheck(
-            facts.accumulate, self.recorder, fail, self.gather, workers=ranks.workers, needs_piece=auto
+            facts.accumulate, self.recorder, fail, self.gather, ranks.workers, needs_piece=auto, models=self.models
         )
         self.boundary = RoundBoundary(self.models, self.recorder, ranks, fail, steps_apart=facts.steps_apart)
         every = 64 if facts.steps_apart else 2 if config.workers == 1 else 0
@@ -190,7 +190,7 @@ class TrainingJob:
     def _iteration_begins(self) -> None:
         self.ranks.begin()
         self.loop.iteration_begins()
-        if self._decider is not None and not self.recorder.all_steps:
+        if self._decider is not None and not self.recorder.timer.step:
             self._decider.begin(self.progress.samples)
         if self.source is not None and self.source.left_early:
             self.ranks.forget_agreement()  # a rank may have left it after another round than the others
@@ -219,7 +219,7 @@ class TrainingJob:
             return
         if not model.settled:
             model.before_forward(piece)
-        if self.loop.models > 1:
+        if len(self.models) > 1:
             recorder.timer.next_pass()
         recorder.timer.forward_started()
         self.rates.follow(piece.round, piece.samples)
@@ -288,12 +288,12 @@ class TrainingJob:
         self.windows.settle()
         source, settings = self.need_source(), [model.settings for model in self.models]
         known: dict[str, Any] = {"samples": type(source).__name__, **source.identity(), **self.facts.facts_alike()}
-        known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
+        known |= {"models": len(self.models), "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
         known |= {"exchange of gradients and buffers": [model.exchanges for model in self.models]}
         names = dict.fromkeys(name for of_model in settings for name in of_model)
         known |= {f"exchange: {name}": [of_model.get(name) for of_model in settings] for name in names}
         known |= {**self.boundary.alike(), "weighting": self.loss_weight.weighting}
-        known |= settings_of(self.loop.optimizers)
+        known |= settings_of([rate.optimizer for rate in self.rates.learning_rates])
         for number, model in enumerate(self.models):
             if isinstance(model.model, DistributedDataParallel) and not self.facts.steps_apart:
                 known |= sketches_of(model.model, number)

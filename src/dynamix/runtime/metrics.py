@@ -49,6 +49,6 @@ def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
         "changes": windows.changes,
         "pauses": recorder.times.pauses,
         "unread": recorder.reader.unread,
-        "overhead_s": overhead_s / recorder.all_steps if recorder.all_steps else nan,
+        "overhead_s": overhead_s / recorder.timer.step if recorder.timer.step else nan,
     }
     return {name: float(found.get(name, nan)) for name in METRICS}

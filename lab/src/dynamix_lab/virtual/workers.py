@@ -96,9 +96,9 @@ class VirtualWorkers:
             self.time.now_s = begin
             recorder.timer.forward_started()
             self.time.now_s = begin + own_s
-            recorder.gradients_ready()
+            recorder.timer.gradients_ready()
             self.time.now_s = begin + whole_s
-            recorder.reduced()
+            recorder.timer.reduced()
             for piece in pieces:
                 recorder.add("loss", piece.loss, weight=piece.samples)
                 if global_sq is not None:

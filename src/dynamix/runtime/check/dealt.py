@@ -1,12 +1,12 @@
 """Whether samples of a batch were lost on their way to the model: looked at where its inputs are too short."""
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 
 from torch import Tensor
 
-NODES = 100  # of a loss's graph that are looked at: what it is a mean of is near its end
+from dynamix.runtime.check.losses import nodes_before, shapes_of, walk
+
 _FIX = (
     "a loss over the samples that are left goes with wrap(..., weighting='loss') and "
     "controller.weight(loss, count=n).backward(), n being their number; a loss that is a mean over all {0} goes with "
@@ -32,26 +32,16 @@ def may_hold(inputs: Any, samples: int) -> bool:
     >>> may_hold([torch.zeros(2, 3), {"mask": torch.zeros(4)}, 5], 4), may_hold([torch.zeros(2, 3), "a"], 4)
     (True, False)
     """
-    for value in inputs.values() if isinstance(inputs, Mapping) else inputs:
-        if isinstance(value, Tensor) and not value.is_nested:
-            if samples in value.shape:
-                return True
-        elif isinstance(value, list | tuple | Mapping):
-            if may_hold(value, samples):
-                return True
-        elif not isinstance(value, bool | int | float | str | None):
-            return True
-    return False
+    if isinstance(inputs, Tensor) and not inputs.is_nested:
+        return samples in inputs.shape
+    if isinstance(inputs, Mapping):
+        inputs = [*inputs.values()]
+    if isinstance(inputs, list | tuple):
+        return any(may_hold(value, samples) for value in inputs)
+    return not isinstance(inputs, bool | int | float | str | None)
 
 
 def _rows_of(loss: Any) -> list[int]:
     """Rows of the tensors that `loss` was made one number of; none if its graph is not known."""
-    last = getattr(loss, "grad_fn", None)
-    nodes, rows = [] if last is None else [last], []
-    for node in nodes:
-        many = [of.shape[0] for of in node._input_metadata if prod(of.shape) > 1]
-        if not many:
-            nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
-        rows += many
-        del nodes[NODES:]
-    return rows
+    nodes = walk(getattr(loss, "grad_fn", None), lambda node: [] if shapes_of(node, 1) else nodes_before(node))
+    return [shape[0] for node in nodes for shape in shapes_of(node, 1)]

@@ -6,25 +6,17 @@ through `fail`, which tells the other ranks.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import UsageError
-from dynamix.runtime.check.advice import (
-    ACCUMULATE,
-    ORDER,
-    PASS_OVER,
-    REPEATED,
-    SHORT,
-    STEP,
-    WRAP_ONCE,
-)
+from dynamix.runtime.check.advice import ACCUMULATE, ORDER, PASS_OVER, REPEATED, SHORT, STEP, WRAP_ONCE
 from dynamix.runtime.check.dealt import may_hold, samples_lost
 from dynamix.runtime.check.model import Loop, ModelCheck
 from dynamix.runtime.check.unwatched_optimizers import Strangers
@@ -38,12 +30,11 @@ READ = 8  # batches that came as long as dealt, and none longer: then the first 
 class Turns:
     """Of one loop; counters only.
 
-    fail    raises `UsageError` with a message, on every rank
     grown   batches received when more were waiting than at the epoch's beginning, and what that may mean
     """
 
-    def __init__(self, fail: Callable[[str], NoReturn]) -> None:
-        self._fail = fail
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
         self.grown: tuple[int, str] | None = None
         self._iteration = -1
         self._ahead: int | None = None  # batches received and not consumed when this iteration's first forward ran
@@ -55,14 +46,8 @@ class Turns:
         self._fits = False  # a pass of the batch in hand had its samples, once or several times
         self._odd = 0  # samples of the passes of the batch in hand that were of another number
 
-    def pass_begins(
-        self, source: BatchSampler | Stream, piece: Piece, inputs: Iterable[Any], *, again: bool, compares: bool
-    ) -> bool:
-        """A forward pass of `inputs` begins; False if it is none of the loop's, which has no batch.
-
-        again      it is not the first of this batch
-        compares   the lengths of inputs are to be compared with those of batches
-        """
+    def pass_begins(self, source: BatchSampler | Stream, piece: Piece, inputs: tuple[Any, ...]) -> bool:
+        """A forward pass of `inputs` begins; False if it is none of the loop's, which has no batch."""
         delivered, certain = source.received()
         if self._iteration != source.iteration:
             self._iteration, self._ahead, self.grown = source.iteration, None, None
@@ -74,14 +59,14 @@ class Turns:
         if ahead <= self._ahead:
             self.grown = None
         elif source.issuer == threading.get_ident() and certain:
-            self._look_at_growth(delivered, again=again)
+            self._look_at_growth(delivered)
         if certain:
             self._forwarded = source.batches_consumed + 1
-            if compares:
+            if len(self._loop.models) == 1 and self._loop.workers > 1:
                 self._in_turn(source, piece.samples, inputs, alone=ahead == 1)
         return True
 
-    def _look_at_growth(self, delivered: int, *, again: bool) -> None:
+    def _look_at_growth(self, delivered: int) -> None:
         """More batches are waiting than when the epoch began. Raise if another was taken before they were stepped.
 
         A loop may read more at once than before. One that passed over a batch takes the next while one waits too many.
@@ -89,14 +74,14 @@ class Turns:
         if self.grown is None:
             passed = f"a batch was taken from the loader and neither trained nor stepped: {PASS_OVER}"
             unstepped = f"a new batch, but controller.step() was not called for the one before: {STEP}; {ACCUMULATE}"
-            self.grown = delivered, unstepped if again else passed
+            self.grown = delivered, unstepped if self._loop.forwards else passed
         elif delivered > self.grown[0]:
-            self._fail(self.grown[1])
+            self._loop.fail(self.grown[1])
 
-    def _in_turn(self, source: BatchSampler | Stream, mine: int, inputs: Iterable[Any], *, alone: bool) -> None:
+    def _in_turn(self, source: BatchSampler | Stream, mine: int, inputs: tuple[Any, ...], *, alone: bool) -> None:
         """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own.
 
-        alone   the loop has no other batch that is not stepped: then it may have dropped samples, see `require_dealt`
+        alone   the loop has no other batch that is not stepped: then it may have dropped samples, see `piece_done`
         """
         length = _length(inputs)
         before, self._length = self._length, length
@@ -105,7 +90,7 @@ class Turns:
         if length == mine:
             self._fits = True
             if self._late and length != before:
-                self._fail(f"batches are trained one turn after their own: {ORDER}")
+                self._loop.fail(f"batches are trained one turn after their own: {ORDER}")
             self._matches, self._late = self._matches + 1, False
             return
         self._fits = self._fits or may_hold(inputs, mine)
@@ -113,7 +98,7 @@ class Turns:
         others = {*self._sizes, *(piece.samples for piece in source.waiting())}
         if self._matches >= MATCHES and length != before and length in others and not (self._fits or alone):
             turned = f"a batch of {length} samples was trained in the turn of one of {mine}: {ORDER}"
-            self._fail(turned if self.grown is None else self.grown[1])
+            self._loop.fail(turned if self.grown is None else self.grown[1])
         self._late = self._matches >= MATCHES and bool(self._sizes) and length == before == self._sizes[-1]
         self._matches = 0
 
@@ -122,19 +107,14 @@ class Turns:
 
         counted   somebody says what its loss is over
         """
-        if self._odd and not counted:
-            self._require_dealt(piece.samples, loss)
-        self._read += self._fits and piece.samples > 1 and not self._odd
-        self._fits, self._odd = False, 0
-        self._sizes.append(piece.samples)
-
-    def _require_dealt(self, mine: int, loss: Any) -> None:
-        if self._odd > mine:
+        mine, odd = piece.samples, self._odd
+        if odd > mine and not counted:
             self._read = 0  # padded, or rows are no samples
-        elif self._read >= READ and not self._fits:
-            lost = samples_lost(mine, self._odd, loss)
-            if lost is not None:
-                self._fail(lost)
+        elif odd and not (counted or self._fits) and self._read >= READ and (lost := samples_lost(mine, odd, loss)):
+            self._loop.fail(lost)
+        self._read += self._fits and mine > 1 and not odd
+        self._fits, self._odd = False, 0
+        self._sizes.append(mine)
 
     def all_forwarded(self, source: BatchSampler | Stream) -> bool:
         """Whether every batch of the iteration that ends had a forward pass."""
@@ -147,13 +127,8 @@ class LoopCheck(Loop, Part):
 
     def __post_init__(self) -> None:
         self._checks: list[ModelCheck] = []
-        self._turns = Turns(self.fail)
+        self._turns = Turns(self)
         self._strangers = Strangers(self, self._checks) if self.workers > 1 else None
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Those that were given to `wrap`."""
-        return [check.optimizer for check in self._checks]
 
     # ------------------------------------------------------------ setting up
 
@@ -167,22 +142,19 @@ class LoopCheck(Loop, Part):
         """Watch one more model; `hooked`: a communication hook of the user's has its gradients, and may apply them."""
         if reduces and not hooked and shards is None and self._strangers is not None:
             self._strangers.passes.connect(model)
-        check = ModelCheck(self, model, optimizer, reduces=reduces, shards=shards)
-        self._checks.append(check)
-        self.models += 1
-        return check
+        self._checks.append(ModelCheck(self, model, optimizer, reduces=reduces, shards=shards))
+        return self._checks[-1]
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
         """Where an error is raised inside, the models that were connected there are looked at no more."""
-        known, models = len(self._checks), self.models
+        known = len(self._checks)
         try:
             yield
         except Exception:
             for check in self._checks[known:]:
                 check.close()
             del self._checks[known:]
-            self.models = models
             raise
 
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> bool:
@@ -233,15 +205,10 @@ class LoopCheck(Loop, Part):
         finally:
             self.under_piece = False
 
-    def look_at(self, piece: Piece, inputs: Iterable[Any]) -> None:
+    def look_at(self, piece: Piece, inputs: tuple[Any, ...]) -> None:
         """A forward pass of `inputs` begins that records gradients, `piece` being the batch in hand."""
-        compares = self.models == 1 and self.workers > 1
-        source = self.source
-        if source is not None and self._turns.pass_begins(
-            source, piece, inputs, again=self.forwards > 0, compares=compares
-        ):
-            self.forwards += 1
-            self.piece = piece
+        if self.source is not None and self._turns.pass_begins(self.source, piece, inputs):
+            self.forwards, self.piece = self.forwards + 1, piece
 
     def growth(self) -> str | None:
         return None if self._turns.grown is None else self._turns.grown[1]

@@ -1,7 +1,7 @@
 """Whether the losses of a job carry the weights that the controller was told they carry."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod, sqrt
 from typing import Any
 
@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from dynamix.errors import UsageError
 from dynamix.window import Floats, Ints, Window
 
 ROWS = 8  # comparisons of workers that a verdict needs at least
@@ -93,11 +92,6 @@ class WeightTest:
         if isinstance(loss, Tensor) and _made_of_all(loss.grad_fn, own, int(counts.sum()), counts.size):
             self.wrong = _OF_ALL
 
-    def require_right(self) -> None:
-        """Raise `UsageError` where a verdict is that weights are wrong."""
-        if self.wrong is not None:
-            raise UsageError(self.wrong)
-
     def _judge(self) -> None:
         slope = self._both / self._shares_sq
         unexplained = max(self._losses_sq - slope * self._both, 0.0)
@@ -117,37 +111,44 @@ def _made_of_all(last: Any, own: int, total: int, workers: int) -> bool:
     number of each rank, such as the mean losses that are averaged.
     """
     ours, of_all = {own, 2 * own}, {total, 2 * total}
-    for node, rows, sizes in _towards(ours, last, workers):
-        if not sizes & ours and (rows & of_all or (sizes and _may_be_collective(node, own, sizes))):
-            further = [_towards(ours, before, workers) for before in _before(node, ours, workers)]
-            if any(sizes & ours for way in further for _, _, sizes in way):
-                return True
+
+    def sizes_of(node: Any) -> set[int]:
+        return {n for shape in shapes_of(node, workers) for n in shape}
+
+    def before(node: Any) -> list[Any]:
+        """But for own samples that an operation of torch's brings in another shape."""
+        made_of = [] if sizes_of(node) & ours else nodes_before(node)
+        one = len(node.next_functions) < 2 and not isinstance(node, BackwardCFunction)
+        if not one or re.search("c10d|CppNode", node.name()):
+            return made_of  # samples of other ranks may have come in
+        return [of for of in made_of if not sizes_of(of) & ours]
+
+    for node in walk(last, before):
+        rows, sizes = {shape[0] for shape in shapes_of(node, workers)}, sizes_of(node)
+        of_others = rows & of_all or (sizes and _may_be_collective(node, own, sizes))
+        ways = before(node) if of_others and not sizes & ours else []
+        if any(sizes_of(further) & ours for way in ways for further in walk(way, before)):
+            return True
     return False
 
 
-def _towards(ours: set[int], last: Any, workers: int) -> Iterator[tuple[Any, set[int], set[int]]]:
-    """Nodes from `last` on, up to those of a size of `ours`; with rows and all sizes of their larger tensors."""
+def walk(last: Any, before: Callable[[Any], list[Any]]) -> Iterator[Any]:
+    """Nodes of a loss's graph from its `last` one on, at most `NODES`; `before` says which a node leads on to."""
     nodes = [] if last is None else [last]
     for node in nodes:
-        shapes = _shapes(node, workers)
-        sizes = {n for shape in shapes for n in shape}
-        yield node, {shape[0] for shape in shapes}, sizes
-        if not sizes & ours:
-            nodes += [before for before in _before(node, ours, workers) if before not in nodes]
-            del nodes[NODES:]
+        yield node
+        nodes += [further for further in before(node) if further not in nodes]
+        del nodes[NODES:]
 
 
-def _before(node: Any, ours: set[int], workers: int) -> list[Any]:
-    """Nodes that `node` was made of, but for own samples that an operation of torch's brings in another shape."""
-    before = [node for node, _ in node.next_functions if node is not None]
-    if len(node.next_functions) > 1 or isinstance(node, BackwardCFunction) or re.search("c10d|CppNode", node.name()):
-        return before  # samples of other ranks may have come in
-    return [node for node in before if ours.isdisjoint(n for shape in _shapes(node, workers) for n in shape)]
+def nodes_before(node: Any) -> list[Any]:
+    """Nodes that `node` was made of."""
+    return [before for before, _ in node.next_functions if before is not None]
 
 
-def _shapes(node: Any, workers: int) -> list[tuple[int, ...]]:
-    """Of the larger tensors that an operation made."""
-    return [tuple(of.shape) for of in node._input_metadata if prod(of.shape) > workers]
+def shapes_of(node: Any, least: int) -> list[tuple[int, ...]]:
+    """Of the tensors that an operation made, of those that have more than `least` elements."""
+    return [tuple(of.shape) for of in node._input_metadata if prod(of.shape) > least]
 
 
 def _may_be_collective(node: Any, own: int, sizes: set[int]) -> bool:

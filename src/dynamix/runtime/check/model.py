@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.check.advice import ACCUMULATE, BY_HAND, DUE, EARLY, FOREIGN, ONCE, PIECES, REPEATED, STEP, SUM
-from dynamix.runtime.check.steps_in_backward import WHY
-from dynamix.runtime.check.unreached import unreached
+from dynamix.runtime.check.unreached import IN_BACKWARD, unreached
 from dynamix.runtime.check.unreduced import Unreduced
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.sync.optimizer_means import KNOWN, without_gradients
@@ -33,8 +32,8 @@ class Loop:
     reduced      `id` of the parameters whose gradients some connected model reduces
     piece        of the passes since the last `step()`; `stepped` is the batch that was consumed last
     forwards     passes of the batch in hand
+    models       that train, by now
     group        optimizer steps
-    models       that train
     """
 
     accumulate: int
@@ -43,6 +42,7 @@ class Loop:
     gather: Callable[[Any, str], list[Any]]
     workers: int
     needs_piece: bool
+    models: Sequence[Any]
     under_piece: bool = False
     reduced: set[int] = field(default_factory=set)
     source: BatchSampler | Stream | None = None
@@ -50,7 +50,6 @@ class Loop:
     stepped: Piece | None = None
     forwards: int = 0
     group: int = 0
-    models: int = 0
 
     def fail(self, message: str) -> NoReturn:
         """Raise `UsageError`, on every rank."""
@@ -103,12 +102,8 @@ class ModelCheck:
         self, loop: Loop, model: nn.Module, optimizer: Optimizer, *, reduces: bool, shards: Shards | None
     ) -> None:
         self.loop, self.optimizer, self.reduces, self.shards = loop, optimizer, reduces, shards
-        left = getattr(model, "parameters_to_ignore", ())
-        if shards is not None:
-            held = {id(p) for p in shards.parameters()}
-            left = [name for name, p in model.named_parameters() if id(p) not in held]
         self._adds = reduces or (shards is not None and loop.workers > 1)
-        self.unreduced = Unreduced(model, loop.gather, left, sharded=shards is not None)
+        self.unreduced = Unreduced(model, loop.gather, shards)
         self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
         self.model = weakref.ref(model)  # DDP keeps this object, in C++
         KNOWN.add(optimizer)
@@ -188,10 +183,10 @@ class ModelCheck:
             early = f"backward() of piece {piece.number + 1} of {piece.of} of this rank's share crossed ranks"
             loop.fail(f"{early}, and ranks have unlike numbers of pieces: {PIECES}")
         self.reductions += 1
-        if self.reductions > 1 and loop.models == 1 and not self.inside:
+        if self.reductions > 1 and len(loop.models) == 1 and not self.inside:
             found = f"{self.reductions} synchronised backward passes before controller.step()"
             loop.fail(f"{found}, where one batch has one: {STEP}; {SUM}; {ACCUMULATE}")
-        if self.shards is not None and not loop.recorder.muted:
+        if self.shards is not None:
             older = self._held_since is not None and self._held_since < loop.group
             stale = older and any(map(_nonzero, self.shards.reduced()))
             self._held_since = loop.group
@@ -229,17 +224,13 @@ class ModelCheck:
         elif piece is not None and not piece.last:
             self._fail_early(piece)
         if self._adds and not apart and piece is not None:
-            own = []  # a plain loop, as it is run in every step
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in loop.reduced and parameter.requires_grad:
-                        own.append(parameter)
+            reduced = loop.reduced
+            own = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in reduced and p.requires_grad]
             if own:
                 self._look_at(own)
         self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)
         if not apart and not self._closure and self.reduces:
-            if self._local or self.shards is not None:
-                self.require_crossed("optimizer.step()")
+            self.require_crossed("optimizer.step()")
             if not made and self.probe is not None:
                 self._require_made(self.probe)
         return None
@@ -286,7 +277,7 @@ class ModelCheck:
         if torch._C._current_graph_task_id() != -1:
             if self.shards is not None:
                 return  # FSDP2 gives a parameter no gradient that has not crossed ranks
-            self.loop.fail(WHY)
+            self.loop.fail(IN_BACKWARD)
         alone = f"{where} with gradients that have not crossed ranks, which would leave every rank its own model"
         model = self.model()
         if self.shards is None and model is not None and (reason := unreached(model)) is not None:
@@ -297,7 +288,7 @@ class ModelCheck:
 
     def piece_done(self, *, round_over: bool) -> None:
         """`controller.step()`: this batch is over, and its round perhaps."""
-        if round_over and self.loop.models == 1 and (self._local or self.shards is not None):
+        if round_over and len(self.loop.models) == 1:
             self.require_crossed("controller.step()")
         self.reductions, self.inside, self._crossed = 0, False, False
 

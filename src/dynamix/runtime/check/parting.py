@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dynamix.runtime.measure.copies import Copy
+from dynamix.runtime.measure.copies import Newest
 from dynamix.runtime.measure.row import ELEMENTS, HELD
 from dynamix.runtime.ranks.compare import GROUPS, HOW, PLACE
 from dynamix.window import Floats
@@ -55,20 +55,6 @@ class DrawnElements:
     epsilon: Floats
     key: float
 
-    def stale(self) -> bool:
-        """Whether parameters are in other memory than they were, as after `p.data = other`."""
-        return [p.data_ptr() for p in self.parameters] != self.memory
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What was read after `step` optimizer steps: elements, and settings that were on their device."""
-
-    key: float
-    step: int
-    elements: list[float]
-    settings: list[float]
-
 
 class Parting:
     """One rank's part: what its rows say, and what it makes of all ranks' rows where it sees them.
@@ -84,8 +70,8 @@ class Parting:
         self._on_device: list[Tensor] = []  # settings of the newest row
         self._drawn: DrawnElements | None = None
         self._windows = self._draws = self._count = 0
-        self._under_way: tuple[Copy, float, int, int] | None = None  # and key, step and number of its elements
-        self._sample: Sample | None = None
+        # Elements and settings of their device, with key, step and number of the elements.
+        self._read = Newest((math.nan, math.nan, 0))
         self._drift = Drift()
 
     def begun_anew(self) -> "Parting":
@@ -123,13 +109,13 @@ class Parting:
                 settings += [v if type(v) in _PLAIN else self._plain(v) for v in values]
         if self._drawn is None or count != self._count or self._windows % _REDRAW == 0:
             self._drawn, self._draws, self._count = draw(optimizers, models, self._draws), self._draws + 1, count
-        elif self._drawn.stale():  # on this rank, perhaps, alone: the same elements
+        elif [p.data_ptr() for p in self._drawn.parameters] != self._drawn.memory:  # as after `p.data = other`
+            # On this rank, perhaps, alone: the same elements.
             self._drawn = draw(optimizers, models, self._draws - 1)
         self._windows += 1
-        self._read(self._drawn, place[PLACE[0]])
-        told, sample = [digest_of(settings)], self._sample
-        if sample is not None:
-            told += [digest_of(sample.settings), float(sample.step), sample.key, *sample.elements]
+        self._send(self._drawn, place[PLACE[0]])
+        seen, (key, step, elements) = self._read.here
+        told = [digest_of(settings), digest_of(seen[elements:]), float(step), key, *seen[:elements]]
         return told + [math.nan] * (len(HELD) - len(told))
 
     def facts(self, place: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, float]]:
@@ -137,7 +123,8 @@ class Parting:
         optimizers = self._optimizers
         sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         facts, near, self._on_device = {**place, GROUPS: sizes}, dict[str, float](), []
-        late = iter([] if self._sample is None else self._sample.settings)
+        seen, (_, _, elements) = self._read.here
+        late = iter(seen[elements:])
         for number, optimizer in enumerate(optimizers):
             # Other optimizers than torch's may keep sums in their groups, which devices make in other orders.
             precision = _TORCH if type(optimizer).__module__.startswith("torch.") else _OTHER
@@ -164,21 +151,14 @@ class Parting:
             return value.item()
         return value if isinstance(value, (int, float, str)) else None
 
-    @torch.no_grad()
-    def _read(self, drawn: DrawnElements, step: int) -> None:
+    def _send(self, drawn: DrawnElements, step: int) -> None:
         """Copy what was drawn. On a CPU it is here at once; from a device it comes with a later row."""
-        if self._under_way is not None:
-            copy, key, of_step, count = self._under_way
-            if (values := copy.arrived()) is None:
-                return
-            self._sample, self._under_way = Sample(key, of_step, values[:count], values[count:]), None
+        if not self._read.idle():
+            return
         device = drawn.elements[0].device if drawn.elements else None
         settings = [setting for setting in self._on_device if device is None or setting.device == device]
-        if device is not None and device.type == "cpu":
-            self._sample = Sample(drawn.key, step, torch.stack(drawn.elements).tolist(), [])
-        elif drawn.elements or settings:
-            copy = Copy(torch.stack([*drawn.elements, *settings]))
-            self._under_way = copy, drawn.key, step, len(drawn.elements)
+        if drawn.elements or settings:
+            self._read.send(torch.stack([*drawn.elements, *settings]), (drawn.key, step, len(drawn.elements)))
 
     # ------------------------------------------------------------ of all ranks
 
@@ -252,7 +232,6 @@ def _settings(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:
     return [name for name in getattr(optimizer, "defaults", group) if name not in _OWN]
 
 
-@torch.no_grad()
 def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int) -> DrawnElements:
     """Elements of what `optimizers` step of `models`, by a rule that is the same on all ranks.
 
@@ -261,14 +240,14 @@ def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int
     own = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for model in models for name, p in _whole(model) if id(p) in own]
     named = [(name, p) for name, p in named if p.device == named[0][1].device]
-    elements, chosen, turn = [], [], turn if len(named) > ELEMENTS else 0
+    elements, names, parameters, turn = [], [], [], turn if len(named) > ELEMENTS else 0
     for number in range(ELEMENTS if named else 0):
         name, parameter = named[(number * len(named) // ELEMENTS + turn) % len(named)]
         index = np.unravel_index(_SPREAD * (number + 1) % parameter.numel(), parameter.shape)
         elements.append(parameter.detach()[tuple(map(int, index))])
-        chosen.append((name, parameter))
+        names.append(name)
+        parameters.append(parameter)
     epsilon = np.array([torch.finfo(element.dtype).eps for element in elements])
-    names, parameters = [name for name, _ in chosen], [p for _, p in chosen]
     memory = [p.data_ptr() for p in parameters]
     return DrawnElements(elements, names, parameters, memory, epsilon, digest_of([names, len(named)]))
 

@@ -1,4 +1,7 @@
-"""Why DDP has not reduced the gradients of a pass: it waits for those of parameters that the pass did not reach."""
+"""Why DDP has not reduced the gradients of a pass: it waits for those of parameters that the pass did not reach.
+
+Or the pass is not over.
+"""
 
 from typing import Any
 
@@ -9,6 +12,11 @@ from dynamix.errors import shown
 _REPLACED = (
     "a layer was replaced after DDP was made, and DDP still waits for the gradients of the old one: replace layers "
     "first, then make DDP, the optimizer, and controller.wrap(model, optimizer)"
+)
+
+IN_BACKWARD = (
+    "optimizer.step() is called inside of backward(), in a hook of a parameter or a module, where gradients have not "
+    "crossed ranks yet: remove the hook, and call optimizer.step() in the loop, after loss.backward()"
 )
 
 

@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dynamix.runtime.ranks.compare import NEAR, sketch, sums
+from dynamix.runtime.sync.shards import Shards
 
 Sketches = Sequence[Sequence[float]]  # of one tensor, on every rank
 
@@ -29,19 +29,21 @@ class Unreduced:
     """Those of one optimizer. A loop may add their gradients itself, so what is compared is how they move.
 
     gather   (told, what) to what every rank tells in the collective call `what`: plain objects
-    left     names of parameters that DDP or FSDP was told to leave alone: they may be each rank's own
+    shards   what FSDP2 holds of the model
     """
 
-    def __init__(
-        self, model: nn.Module, gather: Callable[[Any, str], list[Any]], left: Collection[str], *, sharded: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, gather: Callable[[Any, str], list[Any]], shards: Shards | None) -> None:
         self._model = weakref.ref(model)  # whoever keeps this is kept by DDP, in C++
-        self._gather, self._left, self._sharded = gather, left, sharded
+        self._gather, self._sharded = gather, shards is not None
+        # Names of parameters that DDP or FSDP was told to leave alone: they may be each rank's own.
+        self._left: Collection[str] = getattr(model, "parameters_to_ignore", ())
+        if shards is not None:
+            held = {id(p) for p in shards.parameters()}
+            self._left = [name for name, p in model.named_parameters() if id(p) not in held]
         self._parameters: list[nn.Parameter] = []
         self._steps = 0  # of the optimizer, with these
         self._before: list[Tensor] = []  # what they were at the last step, if that is to be compared
 
-    @torch.no_grad()
     def look(self, parameters: list[nn.Parameter]) -> str | None:
         """The optimizer is about to step these: what is wrong with them, None if nothing is.
 

@@ -1,4 +1,4 @@
-"""Optimizers that `wrap` never saw, but that step in a loop of a controller: whose parameters do they have?"""
+"""Steps that `wrap` does not know of: of optimizers that it never saw, and of any inside of a backward pass."""
 
 import gc
 import warnings
@@ -7,20 +7,60 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dynamix.data import Piece
 from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.check.model import Loop, ModelCheck, parameters_of
-from dynamix.runtime.check.steps_in_backward import WHY, GradientPasses
+from dynamix.runtime.check.unreached import IN_BACKWARD
 from dynamix.runtime.sync.optimizer_means import KNOWN
 from dynamix.runtime.sync.shards import is_fully_sharded
 
 _live: "weakref.WeakSet[Strangers]" = weakref.WeakSet()
 _watching: list[Any] = []
+
+
+class GradientPasses:
+    """In which backward pass the gradients of connected models were made last, as far as that must be known.
+
+    An optimizer that steps inside of a backward pass, in a hook of a parameter or of a module, may apply what DDP has
+    not reduced yet. Not every one is wrong: a gradient may be of an earlier pass. So hooks of our own note in which
+    pass each gradient is made. A model has them from the start if its parameters have hooks that may step, else after
+    the first such step.
+    """
+
+    def __init__(self) -> None:
+        self._parameters = dict[int, nn.Parameter]()  # those that DDP reduces, by `id`
+        self._made = dict[int, int]()  # the number of the pass, by `id` of those that are watched
+
+    def connect(self, model: Any) -> None:
+        """A model under DDP is connected, whose communication hook steps no optimizer."""
+        reduced = {id(p): p for p in model._module_parameters if p.requires_grad}
+        self._parameters |= reduced
+        if any(p._post_accumulate_grad_hooks for p in reduced.values()):
+            for parameter in reduced.values():
+                self._watch(parameter)
+
+    def unreduced(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` has gradients of the pass that this thread is in, which DDP has not reduced."""
+        now: int = torch._C._current_graph_task_id()
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
+        found = any(self._made.get(id(p)) == now for p in own)
+        for parameter in own:
+            self._watch(parameter)
+        return found
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        made, of = self._made, id(parameter)
+        if of not in made:
+            made[of] = -1
+
+            def note(gradient: Tensor) -> None:
+                made[of] = torch._C._current_graph_task_id()
+
+            parameter.register_hook(note)
 
 
 class Strangers:
@@ -45,39 +85,33 @@ class Strangers:
         """An optimizer, given to `wrap` or not, steps inside of a backward pass: its gradients must have crossed."""
         loop = self._loop
         if not loop.recorder.muted and not loop.steps_apart() and self.passes.unreduced(optimizer):
-            loop.fail(WHY)
+            loop.fail(IN_BACKWARD)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer that was not given to `wrap` steps: it must not be that of a DDP model in this loop."""
         loop = self._loop
         if loop.source is None or not self.checks or loop.recorder.muted:
             return
-        piece = loop.piece_of_optimizer()
-        if (wrong := self._look(optimizer, loop.source.batches_consumed, piece)) is not None:
-            loop.fail(wrong)
-
-    def _look(self, optimizer: Optimizer, consumed: int, piece: Piece | None) -> str | None:
-        """What is wrong with a step of `optimizer` after so many batches; None if nothing is. May warn."""
+        piece, consumed = loop.piece_of_optimizer(), loop.source.batches_consumed
         before, self._seen[optimizer] = self._seen.get(optimizer), consumed
         if optimizer in self._harmless or before is None or consumed != before + 1:
-            return None
+            return
         self._harmless.add(optimizer)  # looked at once: that is slow
         apart = piece is not None and piece.round.apart
         if apart and any(check.inside for check in self.checks):
-            return None  # an optimizer of the loop's may be made of this one
+            return  # an optimizer of the loop's may be made of this one
         kind = type(optimizer).__name__
         if apart and not parameters_of(optimizer) <= _trained(self.checks):
             left = f"an optimizer ({kind}) in this loop was not given to controller.wrap()"
             own = "what it trains is not averaged, and stays every worker's own"
-            warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=7)
+            warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
         if not apart and (alone := self._reduced_by_nobody(optimizer)):
             left = f"an optimizer ({kind}) that was not given to controller.wrap() steps"
             own = "which DDP does not reduce: unless the loop does, every rank moves its own"
-            warnings.warn(f"{left} {', '.join(alone[:3])}, {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=7)
-        if (name := unconnected_of(optimizer)) is None:
-            return None
-        why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
-        return f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}"
+            warnings.warn(f"{left} {', '.join(alone[:3])}, {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
+        if (name := unconnected_of(optimizer)) is not None:
+            why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
+            loop.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}")
 
     def _reduced_by_nobody(self, optimizer: Optimizer) -> list[str]:
         """Names of what it trains of connected models that reduce the rest."""
@@ -102,13 +136,11 @@ def unconnected_of(optimizer: Optimizer) -> str | None:
     for found in gc.get_objects():
         if not issubclass(type(found), nn.Module) or id(found) in connected:
             continue
-        if isinstance(found, DistributedDataParallel):
-            if any(id(p) in given for p in found.parameters()):
-                return type(found.module).__name__
-        elif is_fully_sharded(found):  # as is every part of a connected model to which `fully_shard` was applied
+        ddp = isinstance(found, DistributedDataParallel)
+        if ddp or is_fully_sharded(found):  # as is every part of a connected model to which `fully_shard` was applied
             own = {id(p) for p in found.parameters()}
-            if own & given and not own & trained:
-                return type(found).__name__
+            if own & given and (ddp or not own & trained):
+                return type(found.module if ddp else found).__name__
     return None
 
 

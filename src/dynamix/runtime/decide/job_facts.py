@@ -149,10 +149,9 @@ class JobFacts:
 
     def require_right(self) -> None:
         """Raise `UsageError` where ranks were seen to do what others did not, or losses to carry other weights."""
-        if self.weight_test is not None:
-            self.weight_test.require_right()
-        if self.unlike is not None:
-            raise UsageError(self.unlike)
+        of_weights = None if self.weight_test is None else self.weight_test.wrong
+        if wrong := of_weights or self.unlike:
+            raise UsageError(wrong)
 
     def facts_alike(self) -> dict[str, Any]:
         """What every rank must hold alike, by name."""

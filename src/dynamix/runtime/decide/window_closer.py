@@ -143,7 +143,7 @@ class WindowCloser(Part):
         self._warn_of_lag(issued - known.consumed)
         mine, place = float(closing.sizes[self.ranks.rank]), self._place(done)
         weight = mine / float(closing.sizes.sum())
-        held = job.parting.row(place) if self.ranks.workers > 1 else None
+        held = job.parting.row(place) if self.ranks.workers > 1 else ()
         turn = {"epoch": done.epoch, "crossed": crossed}
         row = self.recorder.row(issued=issued, count=mine, weight=weight, **turn, held=held)
         self.channel.send(row, closing)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 Value = Tensor | float  # a float once it has cost nothing to read
 
@@ -41,7 +42,7 @@ class Reader:
     def __init__(self) -> None:
         self.unread = 0
         self._warned: set[str] = set()
-        self._settled: dict[int, bool] = {}  # dimensions of the logits -> whether the last one holds the classes
+        self._settled: dict[int, int] = {}  # dimensions of the logits -> the one that holds the classes
 
     def loss(self, given: Any) -> Value | None:
         """The mean loss; None where nothing was given or it cannot be read."""
@@ -54,10 +55,8 @@ class Reader:
     def accuracy(self, logits: Any, target: Any, loss: Value | None = None) -> Value | None:
         """Share of positions whose largest logit is the target's, of at most `ACCURACY_ROWS` samples.
 
-        None where something was not given or cannot be read; NaN where no target is a class.
+        None where it cannot be read; NaN where no target is a class.
         """
-        if logits is None or target is None:
-            return None
         try:
             with torch.no_grad():
                 return self._accuracy(_tensor(logits, _LOGITS), _tensor(target, _TARGET), loss)
@@ -90,10 +89,9 @@ class Reader:
         if not choices:
             raise ValueError("their shapes do not go together")
         if len(choices) == 1:
-            self._settled[logits.dim()] = choices[0] == logits.dim() - 1
-            return _share_right(*_sampled(logits, target, choices[0]))
-        if (last := self._settled.get(logits.dim())) is not None:
-            return _share_right(*_sampled(logits, target, logits.dim() - 1 if last else 1))
+            self._settled[logits.dim()] = choices[0]
+        if (classes := self._settled.get(logits.dim())) is not None:
+            return _share_right(*_sampled(logits, target, classes))
         return _by_loss(logits, target, loss)
 
     def _same_shape(self, logits: Tensor, target: Tensor) -> Value:
@@ -105,9 +103,9 @@ class Reader:
             binary = ((target == 0) | (target == 1)).all()
             return _read(torch.where(binary, ((logits > 0) == (target == 1)).float().mean(), math.nan))
         found = [_share_right_of_soft(logits, target, d) for d in choices if logits.shape[d] > 1]
-        best, certain = found[0]
-        for share, classes in found[1:]:
-            best, certain = torch.where(classes > certain, share, best), torch.maximum(classes, certain)
+        (best, certain), *other = found
+        for share, classes in other:
+            best = torch.where(classes > certain, share, best)
         return _read(best)
 
 
@@ -205,10 +203,8 @@ def _by_loss(logits: Tensor, target: Tensor, loss: Value | None) -> Value:
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, classes: int) -> Tensor:
-    valid = (target >= 0) & (target < logits.shape[classes])
-    index = torch.where(valid, target, 0).long().unsqueeze(classes)
-    picked = logits.float().log_softmax(classes).gather(classes, index).squeeze(classes)
-    return -torch.where(valid, picked, 0.0).sum() / torch.count_nonzero(valid)
+    known = torch.where((target >= 0) & (target < logits.shape[classes]), target, -1).long()
+    return cross_entropy(logits.float().movedim(classes, 1), known, ignore_index=-1)
 
 
 def _read(value: Tensor) -> Value:

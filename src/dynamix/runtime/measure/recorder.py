@@ -9,7 +9,8 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dynamix.probes import probes_here
 from dynamix.probes.timing import RECENT, Clock, StepTimer, StepTimes, pause_in
-from dynamix.runtime.measure.copies import Statistics
+from dynamix.runtime.measure.copies import Newest
 from dynamix.runtime.measure.readings import Reader, Value
 from dynamix.runtime.measure.row import HELD, ROW
 from dynamix.runtime.part import Part, fields, numbers, wrong
@@ -56,8 +57,8 @@ class Recorder(Part):
         self.probes = Probes(device)
         self.steps = 0
         self.last: dict[str, float] = {}  # of the window that closed last, by their names in `Controller.metrics`
-        self._statistics = Statistics(device)
-        self._open: list[tuple[str, int, Value, float]] = []
+        self._sent = Newest(({}, {}))
+        self._open: dict[str, list[tuple[int, Value, float]]] = {}
         self._lock = threading.Lock()
         self._kept: dict[str, list[Value]] = {}
         self._windows = 0
@@ -70,13 +71,10 @@ class Recorder(Part):
         """Training runs on `device`: its clock and its probes count from now on."""
         if device == self.device:
             return
+        loaded = self.state_dict()
         self.device, self.timer = device, StepTimer(device, first_step=self.timer.step)
-        self.probes, self._statistics = Probes(device), Statistics(device)
-        for name, series in self._kept.items():  # of a state that was loaded before
-            self._kept[name] = [self._on_device(float(value)) for value in series]
-
-    def _on_device(self, value: float) -> Value:
-        return torch.tensor(value, device=self.device) if self.device.type == "cuda" else value
+        self.probes, self._sent = Probes(device), Newest(({}, {}))
+        self.load_state_dict(loaded)
 
     @contextmanager
     def mute(self) -> Iterator[None]:
@@ -87,15 +85,7 @@ class Recorder(Part):
         finally:
             self.muted = muted
 
-    # -- marks from the hook (autograd's thread and the backend's)
-
-    def gradients_ready(self) -> None:
-        if not self.muted:
-            self.timer.gradients_ready()
-
-    def reduced(self) -> None:
-        if not self.muted:
-            self.timer.reduced()
+    # -- from the hook (autograd's thread and the backend's)
 
     def norms_due(self) -> bool:
         """Whether this optimizer step's squared norms are to be measured. The same on all ranks in steps that count."""
@@ -111,7 +101,7 @@ class Recorder(Part):
                 # Plain floats where reading costs nothing: torch's own arithmetic on scalars is 20 times slower.
                 if isinstance(value, Tensor):
                     value = value.detach() if value.is_cuda else value.item()
-                self._open.append((name, part, value, weight))
+                self._open.setdefault(name, []).append((part, value, weight))
 
     # -- from Controller.step
 
@@ -126,12 +116,10 @@ class Recorder(Part):
         if value is not None:
             value = value if over == 1.0 else value / over
             self.add("loss", value, weight=samples)
-        if logits is None or target is None:
+        due = self.steps % ACCURACY_EVERY == 0 or len(self._kept.get("accuracy", ())) < 2
+        if logits is None or target is None or not due:
             return
-        if self.steps % ACCURACY_EVERY and len(self._kept.get("accuracy", ())) > 1:
-            return
-        accuracy = self.reader.accuracy(logits, target, value)
-        if accuracy is not None:
+        if (accuracy := self.reader.accuracy(logits, target, value)) is not None:
             self.add("accuracy", accuracy, weight=samples)
 
     def step_done(self, *, keep: bool, first_of_epoch: bool, dealt: tuple[float, float] | None = None) -> None:
@@ -139,49 +127,30 @@ class Recorder(Part):
 
         dealt   samples of this rank's share and what they cost, in samples of mean cost, where that is known
         """
-        self.timer.step_done(Dealt(first_of_epoch, *(dealt or ())) if keep else None)
+        self.timer.step_done((first_of_epoch, *(dealt or (math.nan, math.nan))) if keep else None)
         with self._lock:
-            measured, self._open = self._open, []
+            measured, self._open = self._open, {}
         if self.timer.step % READ_EVERY == 0:
             self.times.read(self.timer)
         if not keep:
             return
         self.steps += 1
-        squares: dict[str, dict[int, list[Value]]] = {"local_sq": {}, "global_sq": {}}
-        others: dict[str, list[tuple[Value, float]]] = {}
-        # By part, not by arrival: reductions end in any order, and a sum must not depend on it.
-        for name, part, value, weight in sorted(measured, key=lambda entry: entry[1]):
-            if name in squares:
-                squares[name].setdefault(part, []).append(value)
-            else:
-                others.setdefault(name, []).append((value, weight))
-        of_step = _squares(squares["local_sq"], squares["global_sq"])
-        of_step |= {name: _mean(values) for name, values in others.items()}
+        squares = {name: _by_part(measured.pop(name)) for name in _FIELDS if name in measured}
+        of_step = _squares(squares.get("local_sq", {}), squares.get("global_sq", {}))
+        of_step |= {name: _mean(values) for name, values in measured.items()}
         for name, value in of_step.items():
             series = self._kept.setdefault(name, [])
             series.append(value)
             del series[:-MOST_STEPS]
 
-    @property
-    def all_steps(self) -> int:
-        """Optimizer steps since this recorder was made."""
-        return self.timer.step
-
     def row(
-        self,
-        *,
-        issued: int,
-        count: float,
-        weight: float,
-        epoch: int = 0,
-        crossed: int = 0,
-        held: Sequence[float] | None = None,
+        self, *, issued: int, count: float, weight: float, epoch: int = 0, crossed: int = 0, held: Sequence[float] = ()
     ) -> Floats:
         """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step.
 
         count, weight    this rank's samples and part of a round; where costs are known, of the mean round instead
         epoch, crossed   of the window's last round, and backward passes that have crossed ranks so far: alike on all
-        held             the fields of `HELD`; None where there are no other ranks
+        held             the fields of `HELD`; none where there are no other ranks
         """
         self.times.read(self.timer)
         of_steps = self.times.close()
@@ -190,10 +159,7 @@ class Recorder(Part):
         if count and math.isfinite(samples):
             count, weight = samples, weight * samples / count
         of_window = {"count": count, "weight": weight, "measured_in": float(self._windows)}
-        stats: Mapping[str, Sequence[Any]] = self._kept
-        measured = of_window
-        if self.device.type == "cuda":
-            stats, measured = self._statistics.newest(self._kept, of_window)
+        stats, measured = self._newest(of_window)
         known: dict[str, float] = {"issued": issued, "epoch": epoch, "crossed": crossed, **of_window, **measured}
         known |= {name: _mean_std(of_steps[name])[0] for name in ("data", "work")}
         known["compute"], known["compute_std"] = _mean_std(of_steps["compute"])
@@ -201,12 +167,11 @@ class Recorder(Part):
             values = stats.get(name, ())
             known[_FIELDS.get(name, name)], std = _mean_std(values)
             if name == "accuracy" and values and all(map(math.isnan, values)):
-                self.reader.failed(
-                    name, "no target of a whole window was a class, or a row of probabilities of classes"
-                )
+                none = "no target of a whole window was a class, or a row of probabilities of classes"
+                self.reader.failed(name, none)
             if name in ("loss", "accuracy"):
                 known[f"{name}_std"], known[f"{name}_change"] = std, self._change(name, known[name], std)
-        known |= self.probes.sample() | dict(zip(HELD, held or (), strict=False))
+        known |= self.probes.sample() | dict(zip(HELD, held, strict=False))
         steps = min(self.steps, MOST_STEPS)
         comm = of_steps["comm"][-steps:] if steps else []
         self.last = {"compute_s": known["compute"], "exchange_s": _mean_std(comm)[0], "data_s": known["data"]}
@@ -214,6 +179,18 @@ class Recorder(Part):
         comm += [math.nan] * (steps - len(comm))
         self.reset()
         return np.array([*(known.get(name, math.nan) for name in ROW), *comm])
+
+    def _newest(self, of_window: dict[str, float]) -> tuple[dict[str, list[Any]], dict[str, float]]:
+        """Statistics of the window that closes, and what is known of it; on CUDA of the newest that have arrived."""
+        if self.device.type != "cuda":
+            return self._kept, of_window
+        if self._sent.idle() and self._kept:
+            all_of = [value for series in self._kept.values() for value in series]
+            flat = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in all_of])
+            self._sent.send(flat, ({name: len(series) for name, series in self._kept.items()}, of_window))
+        values, (lengths, sent_with) = self._sent.here
+        each = iter(values)
+        return {name: list(islice(each, length)) for name, length in lengths.items()}, sent_with
 
     def reset(self) -> None:
         """Forget the open window."""
@@ -246,20 +223,9 @@ class Recorder(Part):
         self.reset()
         self.steps = state["steps"]
         for name, series in state["series"].items():
-            self._kept[name] = [self._on_device(value) for value in series]
+            on_device = torch.tensor(series, device=self.device).unbind() if self.device.type == "cuda" else series
+            self._kept[name] = list(on_device)
         self._before = {name: (pair[0], pair[1]) for name, pair in state["before"].items()}
-
-
-class Dealt(NamedTuple):
-    """What is known of a step that a window keeps.
-
-    first           of its epoch: starting a loader's iterator is not waiting for data
-    samples, work   of this rank's share, and what they cost in samples of mean cost; NaN where that is not known
-    """
-
-    first: bool
-    samples: float = math.nan
-    work: float = math.nan
 
 
 class WindowTimes:
@@ -279,7 +245,11 @@ class WindowTimes:
         self._sees_communication = False
 
     def read(self, timer: StepTimer) -> None:
-        """Take what `timer` has of steps that are kept: those that it was told of as `Dealt`."""
+        """Take what `timer` has of steps that are kept: those of which it was told something.
+
+        That is whether the step is the first of its epoch, since starting a loader's iterator is not waiting for data;
+        and samples of this rank's share, and what they cost in samples of mean cost, NaN where that is not known.
+        """
         self._steps.extend([times for times in timer.take() if times.told is not None])
 
     def forget(self) -> None:
@@ -330,24 +300,9 @@ class Probes:
         return self._said
 
 
-class Unmeasured:
-    """What the hook of a further model reports to: its times count, its norms are another gradient's."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self.gradients_ready, self.reduced = recorder.gradients_ready, recorder.reduced
-
-    @property
-    def muted(self) -> bool:
-        """Whether passes are discarded."""
-        return self._recorder.muted
-
-    def norms_due(self) -> bool:
-        """Never."""
-        return False
-
-    def add(self, name: str, value: Value, *, part: int = 0) -> None:
-        """Nothing."""
+def _by_part(measured: list[tuple[int, Value, float]]) -> dict[int, list[Value]]:
+    """Values by part, in order: reductions end in any order, and a sum must not depend on it."""
+    return {part: [value for of, value, _ in measured if of == part] for part in sorted({of for of, *_ in measured})}
 
 
 def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> dict[str, Value]:
@@ -373,14 +328,15 @@ def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> 
     return of_step
 
 
-def _mean(weighted: list[tuple[Value, float]]) -> Value:
-    values: list[Value] = [value for value, _ in weighted]
-    if len({weight for _, weight in weighted}) == 1:  # so that a single value stays what it is
+def _mean(measured: list[tuple[int, Value, float]]) -> Value:
+    values: list[Value] = [value for _, value, _ in measured]
+    weights = [weight for *_, weight in measured]
+    if len({*weights}) == 1:  # so that a single value stays what it is
         return _sum(values) / len(values)
-    return _sum([value * weight for value, weight in weighted]) / sum(weight for _, weight in weighted)
+    return _sum([value * weight for _, value, weight in measured]) / sum(weights)
 
 
-def _sum(values: list[Value]) -> Value:
+def _sum(values: Sequence[Value]) -> Value:
     return sum(values[1:], values[0])
 
 

@@ -8,11 +8,10 @@ from dynamix.probes.timing import attribute_wait
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.window import PER_WORKER, Floats, Window
 
-_DERIVED = ("wait", "communication")  # known only when all rows are together
 ELEMENTS = 24  # of the parameters, in every row
 _MEASURED = (
     *("issued", "count", "weight", "epoch", "crossed", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
-    *(name for name in PER_WORKER if name not in _DERIVED),
+    *(name for name in PER_WORKER if name not in ("wait", "communication")),  # known only when all rows are together
 )
 HELD = ("digest", "late_digest", "sampled_at", "drawn", *(f"element_{n}" for n in range(ELEMENTS)))
 ROW = (*_MEASURED, *HELD)

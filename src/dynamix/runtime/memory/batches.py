@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,14 +33,7 @@ def resized(batch: Any, size: int) -> Any:
     >>> resized(torch.tensor([[1], [2]]), 5).flatten().tolist()
     [1, 2, 1, 2, 1]
     """
-    samples = length(batch)
-
-    def repeat(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x.index_select(0, torch.arange(size, device=x.device) % samples)
-        return type(x)(x[i % samples] for i in range(size))
-
-    return _map(batch, samples, repeat)
+    return _repeated(batch, length(batch), size)
 
 
 def _first(batch: Any) -> int:
@@ -53,21 +46,22 @@ def _first(batch: Any) -> int:
     return next((found for part in parts if (found := _first(part))), 0)
 
 
-def _map(batch: Any, samples: int, change: Callable[[Any], Any]) -> Any:
+def _repeated(batch: Any, samples: int, size: int) -> Any:
     if isinstance(batch, Tensor):
-        return change(batch) if batch.dim() and batch.shape[0] == samples else batch
+        whole = batch.dim() and batch.shape[0] == samples
+        return batch.index_select(0, torch.arange(size, device=batch.device) % samples) if whole else batch
     if isinstance(batch, Mapping):
-        parts = {key: _map(value, samples, change) for key, value in batch.items()}
+        parts = {key: _repeated(value, samples, size) for key, value in batch.items()}
         return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
     if isinstance(batch, (list, tuple)):
         if len(batch) == samples and not any(isinstance(part, (Tensor, Mapping, list, tuple)) for part in batch):
-            return change(batch)
-        mapped = [_map(part, samples, change) for part in batch]
+            return type(batch)(batch[i % samples] for i in range(size))
+        mapped = [_repeated(part, samples, size) for part in batch]
         return type(batch)(*mapped) if hasattr(batch, "_fields") else type(batch)(mapped)
     if attributes := _attributes(batch):
         made = copy.copy(batch)
         for name, value in attributes.items():
-            object.__setattr__(made, name, _map(value, samples, change))  # it may be frozen
+            object.__setattr__(made, name, _repeated(value, samples, size))  # it may be frozen
         return made
     return batch
 

@@ -7,16 +7,12 @@ from dynamix.errors import MemoryLimitError
 from dynamix.runtime.memory.gauge import is_out_of_memory
 from dynamix.runtime.ranks.uncaught import tell_of_uncaught
 
-
-def advice(rank: int, samples: int) -> str:
-    """What happened on a rank that ran out with `samples` samples, and how to prevent it."""
-    pieces = max(samples // 2, 1)
-    return (
-        f"rank {rank} ran out of memory in a pass of {samples} samples: call controller.find_limits(step_fn, example) "
-        f"before training, which measures what fits every rank, or cut shares into pieces that fit, "
-        f"Controller(micro_batch={pieces}) with `with controller.piece():` around the passes; "
-        f"or pass Controller(max_batch_size=[...]), one number per rank, below {samples} for rank {rank}"
-    )
+_ADVICE = (
+    "rank {rank} ran out of memory in a pass of {samples} samples: call controller.find_limits(step_fn, example) "
+    "before training, which measures what fits every rank, or cut shares into pieces that fit, "
+    "Controller(micro_batch={pieces}) with `with controller.piece():` around the passes; "
+    "or pass Controller(max_batch_size=[...]), one number per rank, below {samples} for rank {rank}"
+)
 
 
 class ExitNote:
@@ -38,6 +34,7 @@ class ExitNote:
         ask, tell = self._samples(), self._tell()
         if self._told or ask is None or tell is None or not is_out_of_memory(error) or not (samples := ask()):
             return
-        self._told, text = True, advice(self.rank, samples)
+        self._told = True
+        text = _ADVICE.format(rank=self.rank, samples=samples, pieces=max(samples // 2, 1))
         error.add_note(f"dynamix: {text}")
         tell(MemoryLimitError(text))

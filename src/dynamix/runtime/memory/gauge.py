@@ -32,10 +32,6 @@ _CAUTION = 1.4
 _LOST = "a rank was lost while all look what fits. If it ran out of memory, its own output says so"
 
 
-class NoRoomError(MemoryError):
-    """Going on would bring this process over a limit that kills it."""
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: CUDA's, the CPU allocator's, or the interpreter's.
 
@@ -119,7 +115,7 @@ class Gauge:
     def measure(self, size: int) -> Iterator[None]:
         """What is done inside with a batch of `size` is remembered, if it ends well. Slow.
 
-        Inside, no module begins its forward pass beyond the limit: `NoRoomError` instead of being killed.
+        Inside, no module begins its forward pass beyond the limit: `MemoryError` instead of being killed.
         """
         if not self.watched:
             yield
@@ -127,7 +123,7 @@ class Gauge:
 
         def look(module: Any, args: Any) -> None:
             if self.headroom_bytes() <= 0:
-                raise NoRoomError("the control group's or the machine's memory is nearly full")
+                raise MemoryError("the control group's or the machine's memory is nearly full")
 
         before = _resident_bytes()
         _reset_peak()

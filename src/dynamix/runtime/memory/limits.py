@@ -202,5 +202,5 @@ def within(bounds: Bounds, caps: Ints) -> Bounds:
         allowed = f"at most {int(high.sum())}, which is what fits: {caps.tolist()}"
         fix = "lower min_global_batch, or accumulate more micro-batches"
         raise ConfigError("min_global_batch", int(bounds.total_low), allowed, fix)
-    total = {"total_low": int(bounds.total_low), "total_high": int(bounds.total_high)}
+    total = {"total_low": bounds.total_low, "total_high": bounds.total_high}
     return Bounds.of(len(caps), bounds.low, high, **total, quantum=bounds.quantum, max_change=bounds.max_change)

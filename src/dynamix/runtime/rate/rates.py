@@ -51,7 +51,7 @@ class Rates(Part):
 
         1 where there is none, and where reading it would wait for a device.
         """
-        groups = self.learning_rates[0].groups if self.learning_rates else []
+        groups = self.learning_rates[0].optimizer.param_groups if self.learning_rates else []
         rate = rate_of(groups[0]) if groups else None
         if not isinstance(rate, (int, float)) or rate <= 0:
             return 1.0
@@ -79,9 +79,8 @@ class Rates(Part):
     def _follow(self, samples: int, noise: float, signal: float) -> None:
         """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
         base = self.job.base_batch
-        rates = self.learning_rates
-        self._whole = [rate.rule(samples / base, noise, signal, base_batch=base) for rate in rates]
-        for learning_rate, factor in zip(rates, self._whole, strict=True):
+        self._whole = [rate.rule(samples / base, noise, signal, base_batch=base) for rate in self.learning_rates]
+        for learning_rate, factor in zip(self.learning_rates, self._whole, strict=True):
             learning_rate.set_factor(factor)
 
     def follow_piece(self, scale: float) -> None:
@@ -92,17 +91,11 @@ class Rates(Part):
             learning_rate.set_factor(factor * part)
 
     def round_done(self, done: Round) -> None:
-        watch = self._watch
-        if watch is not None:
-            watch.look()
+        if self._watch is not None:
+            self._watch.look()
         advanced = [schedule.advance(done.samples) for schedule in self.schedules]
-        if watch is not None:
-            if any(advanced):
-                watch.accept()
-            if done.last:
-                watch.forget()
-            if done.regular:
-                watch.stepped(done.samples)
+        if self._watch is not None:
+            self._watch.round_done(done, advanced=any(advanced))
 
     def job_ends(self) -> None:
         """Take every hook off the optimizers."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from dynamix.data import Round
 from dynamix.errors import ConfigError
 from dynamix.runtime.rules import rule_of
 
@@ -39,12 +40,11 @@ class LearningRate:
     """
 
     def __init__(self, optimizer: Optimizer, rule: str) -> None:
-        self.rule = rule_of(rule, optimizer)
-        self._factor = 1.0
+        self.optimizer, self.rule = optimizer, rule_of(rule, optimizer)
+        self.factor = 1.0  # what the rates are multiplied by in the next steps
         # (group, rate as the user set it, tensor changed in place or None); empty unless a step is running
         self._users: list[tuple[dict[str, Any], Any, Tensor | None]] = []
-        self._optimizer = optimizer
-        post = optimizer.register_step_post_hook(self._after)
+        post = optimizer.register_step_post_hook(self._restore)
         # Before the user's own hooks; torch offers no `prepend` here.
         if (hooks := getattr(optimizer, "_optimizer_step_post_hooks", None)) is not None:
             hooks.move_to_end(post.id, last=False)
@@ -52,39 +52,26 @@ class LearningRate:
         self._handles.append(optimizer.register_state_dict_post_hook(self._in_state_dict))
         self._wrap_step()
 
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's, between its steps: the rates are the user's."""
-        return self._optimizer.param_groups
-
-    @property
-    def factor(self) -> float:
-        """What the learning rates are multiplied by in the next steps."""
-        return self._factor
-
     def set_factor(self, value: float) -> None:
         """Multiply by `value` from now on. Raises `ConfigError` unless it is positive and finite."""
         if not (math.isfinite(value) and value > 0):
             raise ConfigError("factor", value, "positive and finite", "check the batch sizes behind it")
-        self._factor = float(value)
+        self.factor = float(value)
 
     def remove(self) -> None:
         """Take every hook off; the optimizer is as it was before."""
         self._restore()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        if self._optimizer.__dict__.get("step") is self._wrapped:  # else somebody wrapped ours, which now does nothing
-            if self._step_was_own:
-                self._optimizer.step = self._inner_step  # type: ignore[method-assign]
-            else:
-                del self._optimizer.__dict__["step"]
+        own = vars(self.optimizer)
+        if own.get("step") is self._wrapped:  # else somebody wrapped ours, which now does nothing
+            del own["step"]
+            if self._own_step is not None:
+                own["step"] = self._own_step
 
     def _wrap_step(self) -> None:
-        optimizer = self._optimizer
-        self._step_was_own = "step" in optimizer.__dict__
-        inner: Callable[..., Any] = optimizer.step
-        self._inner_step = inner
+        optimizer, inner = self.optimizer, self.optimizer.step
+        self._own_step: Any = vars(optimizer).get("step")
 
         # A scheduler made later unwraps `step.__func__`, so ours must be a bound method; one made earlier left marks on
         # the function, which `wraps` copies.
@@ -93,16 +80,14 @@ class LearningRate:
             try:
                 return inner(*args, **kwargs)
             finally:
-                if self._users:
-                    self._restore()
+                self._restore()
 
         self._wrapped = types.MethodType(step, optimizer)
         optimizer.step = self._wrapped  # type: ignore[method-assign]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if self._users:
-            self._restore()  # what a step that raised left behind, if it was called past our wrapper
-        if self._factor != 1.0:
+        self._restore()  # what a step that raised left behind, if it was called past our wrapper
+        if self.factor != 1.0:
             self._apply()
         if callable(kwargs.get("closure")):
             return args, kwargs | {"closure": self._outside(kwargs["closure"])}
@@ -110,24 +95,20 @@ class LearningRate:
             return (args[0], self._outside(args[1]), *args[2:]), kwargs
         return None
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._users:
-            self._restore()
-
     def _apply(self) -> None:
-        changed: set[int] = set()
-        for group in self._optimizer.param_groups:
+        known: dict[int, Tensor] = {}
+        for group in self.optimizer.param_groups:
             rate = group.get("lr")
             if isinstance(rate, Tensor):
-                if id(rate) not in changed:  # groups may share one
-                    self._users.append((group, rate.clone(), rate))
-                    rate.mul_(self._factor)
-                    changed.add(id(rate))
+                if id(rate) not in known:  # groups may share one
+                    known[id(rate)] = rate.clone()
+                    rate.mul_(self.factor)
+                self._users.append((group, known[id(rate)], rate))
             elif rate is not None:  # some optimizers find their own
                 self._users.append((group, rate, None))
-                group["lr"] = rate * self._factor
+                group["lr"] = rate * self.factor
 
-    def _restore(self) -> None:
+    def _restore(self, *of_step: Any) -> None:
         users, self._users = self._users, []
         for group, rate, tensor in users:
             if tensor is None:
@@ -144,17 +125,15 @@ class LearningRate:
             try:
                 return closure(*args, **kwargs)
             finally:
-                if self._factor != 1.0:
+                if self.factor != 1.0:
                     self._apply()
 
         return run
 
     def _in_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         position = {id(group): index for index, group in enumerate(optimizer.param_groups)}
-        for group, rate, tensor in self._users:
-            for other in optimizer.param_groups if tensor is not None else (group,):
-                if tensor is None or other.get("lr") is tensor:
-                    state["param_groups"][position[id(other)]]["lr"] = rate
+        for group, rate, _ in self._users:
+            state["param_groups"][position[id(group)]]["lr"] = rate
 
 
 class SampleSchedule:
@@ -195,8 +174,7 @@ class SampleSchedule:
                 return step
             with warnings.catch_warnings():
                 # Their advice is about a loop of steps; here GradScaler may well have skipped the first ones.
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step|Seems like `optimizer.step")
                 self.scheduler.step()
         return due
 
@@ -239,31 +217,26 @@ class SchedulerWatch:
             self._changes += 1
         self._rate, self._seen = rate, True
 
-    def accept(self) -> None:
-        """The rate is what it is for a reason: a schedule by samples advanced."""
-        self._seen = False
-        self.look()
-
-    def forget(self) -> None:
-        """What changes before the next look has a reason: an epoch ends, and many schedules count epochs."""
-        self._seen = False
-
-    def stepped(self, samples: int) -> None:
-        """An optimizer step of the usual size, `samples`, is over."""
-        if self._done or self._changes < 2 or (samples == self.base_batch and not self.apart):
+    def round_done(self, done: Round, *, advanced: bool) -> None:
+        """A round is over; `advanced`: a schedule by samples went on with it."""
+        if advanced:  # the rate is what it is for a reason
+            self._seen = False
+            self.look()
+        if done.last:  # so has what changes before the next look: an epoch ends, and many schedules count epochs
+            self._seen = False
+        usual = done.samples == self.base_batch and not self.apart
+        if self._done or self._changes < 2 or usual or not done.regular:
             return  # one change may be a state that was loaded, or somebody's own decision
         self._done = True
         do = "let it follow samples: scheduler = controller.scheduler(scheduler), without scheduler.step() in the loop"
+        problem = "a learning-rate scheduler counts optimizer steps"
         if self.apart:
-            problem = "a learning-rate scheduler counts optimizer steps, and faster workers take more of them"
-            warnings.warn(f"{problem}, so rates differ by rank. Write: {do}", RuntimeWarning, stacklevel=5)
-            return
-        problem = (
-            f"a learning-rate scheduler counts optimizer steps, but the global batch moves: {samples} samples a step "
-            f"now, {self.base_batch} at the start, so the schedule ends too early or too late"
-        )
-        other = "or keep the global batch: Controller(global_batch='fixed')"
-        warnings.warn(f"{problem}. Write: {do}; {other}", RuntimeWarning, stacklevel=5)
+            problem += ", and faster workers take more of them, so rates differ by rank"
+        else:
+            moves = f"{done.samples} samples a step now, {self.base_batch} at the start"
+            problem += f", but the global batch moves: {moves}, so the schedule ends too early or too late"
+            do += "; or keep the global batch: Controller(global_batch='fixed')"
+        warnings.warn(f"{problem}. Write: {do}", RuntimeWarning, stacklevel=5)
 
 
 def rate_of(group: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from dynamix.data import Piece, Round
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.measure.recorder import Recorder, Unmeasured
+from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Observation, Part
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.inner_hook import Hook, InnerHook
@@ -94,8 +94,8 @@ class Around:
     """What a connected model is given of its job.
 
     group     the data-parallel one; None: one process alone
-    meter     receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
-              per bucket)
+    recorder  receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
+              per bucket); norms of one model alone, the one that is `measured`
     weights   says what a loss carries of its weight
     watch     begins to watch the loop with it: says whether its gradients cross ranks, and whether a hook of the
               user's may apply them
@@ -104,7 +104,7 @@ class Around:
     group: dist.ProcessGroup | None
     ranks: Ranks
     recorder: Recorder
-    meter: Recorder | Unmeasured
+    measured: bool
     weights: LossWeight
     watch: Callable[..., Check]
 
@@ -159,7 +159,8 @@ class GradientHook(Part):
 
     def __init__(self, inner: InnerHook, around: Around, check: Check, *, scaler: Any) -> None:
         self.inner, self.loop, self.group, self._scaler = inner, check, inner.group, scaler
-        self.weights, self.meter, self.ranks = around.weights, around.meter, around.ranks
+        self.weights, self.recorder, self.ranks = around.weights, around.recorder, around.ranks
+        self._measured = around.measured
         self.closed = False  # its controller
         self.piece: Piece | None = None  # of the passes under way
         self._kept = False
@@ -184,7 +185,7 @@ class GradientHook(Part):
         self.buckets_seen = max(self.buckets_seen, part + 1)
         if self.crossed <= 1:
             self.loop.covers(bucket.parameters())
-        weight = None if self.meter.muted else self.begin(part, buffer, first=part == 0)
+        weight = None if self.recorder.muted else self.begin(part, buffer, first=part == 0)
         # In its first backward pass a static graph waits without calling what was to be called at the end.
         direct = self.inner.direct and not static_graph and buffer.is_cpu and not buffer.is_sparse
         if weight is not None and direct and (summed := self._summed(weight, bucket)) is not None:
@@ -216,13 +217,13 @@ class GradientHook(Part):
         self.reductions += first
         self.crossed += first
         if first and self.reductions == 1:
-            due = self._norms_due = self.meter.norms_due()
+            due = self._norms_due = self._measured and self.recorder.norms_due()
             wanted = self._kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
             self._measuring = due if self.inner.lossless else wanted
         # What was reduced before has no weight of this loss, so then only the first reduction shows this rank's own.
         own = measured and weight.count != 0 and (weight.applied is None or self.reductions == 1)
         if own and (self._norms_due or self._measuring):
-            self.meter.add("local_sq", self._norm_sq(values, weight.over / divided), part=part)
+            self._tell_norm("local_sq", values, weight.over / divided, part)
         return weight
 
     def _summed(self, weight: GradientWeight, bucket: Bucket) -> Future[Tensor] | None:
@@ -233,9 +234,9 @@ class GradientHook(Part):
 
         def arrive() -> None:
             self.ranks.wait_here(begun.pop(), ADDED)
-            self.meter.reduced()
+            self.recorder.timer.reduced()
             if measure:
-                self.meter.add("global_sq", self._norm_sq(buffer, 1.0), part=part)
+                self._tell_norm("global_sq", buffer, 1.0, part)
             future.set_result(buffer)
 
         # One for each bucket: where a checkpointed part of the model has a backward pass of its own, they end apart.
@@ -244,7 +245,7 @@ class GradientHook(Part):
         weight.enter(buffer, 1)
         if weight.applied is not None:
             buffer.mul_(1.0 / self.group.size())
-        self.meter.gradients_ready()
+        self.recorder.timer.gradients_ready()
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         assert work is not None
         begun.append(work)
@@ -255,7 +256,7 @@ class GradientHook(Part):
     def _reduced(self, weight: GradientWeight, bucket: Bucket) -> Future[Tensor]:
         buffer, part, measure = bucket.buffer(), bucket.index(), self._measuring
         weight.enter(buffer, self.group.size())
-        self.meter.gradients_ready()
+        self.recorder.timer.gradients_ready()
         future = self.inner.reduce(bucket, dense=measure and not self.inner.lossless)
         if bucket.is_last():
             self.loop.reduced()
@@ -263,9 +264,9 @@ class GradientHook(Part):
         def done(reduced: Future[Tensor]) -> Tensor:
             value = reduced.value()
             value = value[0] if isinstance(value, (list, tuple)) else value
-            self.meter.reduced()
+            self.recorder.timer.reduced()
             if measure:
-                self.meter.add("global_sq", self._norm_sq(value, 1.0), part=part)
+                self._tell_norm("global_sq", value, 1.0, part)
             return value
 
         return cast("Future[Tensor]", future.then(done))
@@ -317,13 +318,17 @@ class GradientHook(Part):
         self.steps, self._since_dense = state["steps"], state["since_dense"]
         self.inner.load_state_dict(state["inner"])
 
-    def _norm_sq(self, values: Tensor, weight: float | Tensor) -> Tensor:
+    def _tell_norm(self, name: str, values: Tensor, weight: float | Tensor, part: int) -> None:
+        """Let the recorder know the square of the norm of `values` over `weight`."""
+        if not self._measured:
+            return
         if values.is_sparse:
             values = values.coalesce().values()
         wide = torch.promote_types(values.dtype, torch.float32)
         norm = torch.linalg.vector_norm(values, dtype=wide) / weight
         scale = getattr(self._scaler, "_scale", None)  # get_scale() would synchronise the device
-        return torch.square(norm if scale is None else norm / scale.to(norm.device))
+        square = torch.square(norm if scale is None else norm / scale.to(norm.device))
+        self.recorder.add(name, square, part=part)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:

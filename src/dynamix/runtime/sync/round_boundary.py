@@ -45,11 +45,11 @@ class RoundBoundary(Part):
         """If a round apart ends with this piece, a collective call: the workers' models become one."""
         self._between = piece.round.apart
         if piece.last and piece.round.apart:
-            self.recorder.gradients_ready()
+            self.recorder.timer.gradients_ready()
             for averaging in self._averagings():
                 with self.ranks.naming("the ranks could not average their models"):
                     averaging.meet(piece.share / piece.round.samples)
-            self.recorder.reduced()
+            self.recorder.timer.reduced()
             self._between = False
 
     def _averagings(self) -> list[ParameterAveraging]:

@@ -86,10 +86,10 @@ class ShardedHook(GradientHook):
 
     def reduced(self, part: int, values: Tensor) -> None:
         """Group number `part` is reduced; `values` is this rank's shard of the mean over ranks, or of the sum."""
-        if not self.meter.muted and self._measuring and self._times.get(part) == 1:
+        if not self.recorder.muted and self._measuring and self._times.get(part) == 1:
             shards = int(self.shards.groups[part].mesh_info.shard_mesh_size)
             over = self.group.size() / self._divided(values) if self._sums[part] else 1.0
-            self.meter.add("global_sq", self._norm_sq(values, over / math.sqrt(shards)), part=part)
+            self._tell_norm("global_sq", values, over / math.sqrt(shards), part)
 
     def _divided(self, values: Tensor) -> int:
         """By what FSDP has divided gradients before their sum over ranks, so that half precision does not overflow."""
@@ -112,7 +112,7 @@ class ShardedHook(GradientHook):
         return super().close()
 
     def _begin_group(self, part: int, values: Tensor) -> GradientWeight | None:
-        if self.meter.muted:
+        if self.recorder.muted:
             return None
         begins = not self._seen or (part in self._seen and not self._passing)
         if begins:
@@ -133,7 +133,7 @@ class ShardedHook(GradientHook):
     def _unknown(self, part: int) -> None:
         """What reduces twice in an optimizer step has no norm: nobody ever has the sum of both."""
         for name in ("local_sq", "global_sq"):
-            self.meter.add(name, torch.tensor(math.nan), part=part)
+            self.recorder.add(name, torch.tensor(math.nan), part=part)
         if not self._warned:
             self._warned = True
             several = "FSDP reduces gradients several times in an optimizer step, so the noise scale is not measured"

@@ -61,8 +61,9 @@ class SingleWorkerSync:
         piece: Any = self._piece()
         if piece is None or (self.workers > 1 and not piece.round.apart):
             return  # gradients have met, and were measured, in DDP's hook
-        self.recorder.gradients_ready()
-        self.recorder.reduced()
+        if not self.recorder.muted:
+            self.recorder.timer.gradients_ready()
+            self.recorder.timer.reduced()
         self.finish(model, piece)
         if own := piece.samples if piece.round.apart else piece.round.samples:
             self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], own)
