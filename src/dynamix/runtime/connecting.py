@@ -130,6 +130,8 @@ def piece(job: TrainingJob) -> Iterator[None]:
     now = job.need_source().piece()
     with ExitStack() as stack:
         for model in job.models:
+            if model.averaging is not None:
+                model.averaging.hand(now, False)  # passes need not go through the model's own call
             if now.round.apart or not now.last:
                 stack.enter_context(model.local_passes(by_size=now.by_size))
             job.own_gradients.finish(model, now, more=True)

@@ -191,9 +191,9 @@ class Controller(Feeding):
         Raises `UsageError` naming the reason when the model needs the loss side or already has a hook, reduces over
         other ranks than the controller's, or is not the one that the optimizer updates.
         """
-        options = Options(hook, hook_state, scaler, weighting, batchnorm, averaging)
         inside, optimizer = inner_model(model), inner_optimizer(optimizer)
         with self._job.ranks.setting_up():
+            options = Options(hook, hook_state, scaler, weighting, batchnorm, averaging)
             connecting.connect(self._job, inside, optimizer, options)
         return model
 

@@ -194,7 +194,7 @@ class TrainingJob:
             self._decider.begin(self.progress.samples)
         if self.source is not None and self.source.left_early:
             self.ranks.forget_agreement()  # a rank may have left it after another round than the others
-        if getattr(self.source, "sharded", False):
+        if getattr(self.source, "sharded", False) and not self.ranks.agreed:
             self.agree()  # iterating is a collective there
 
     def pass_begins(self, model: ConnectedModel, training: bool, args: Any, kwargs: dict[str, Any]) -> None:
@@ -344,7 +344,7 @@ class TrainingJob:
             owners: list[Any] = [*self.models, self.loss_weight]
             groups = [group for owner in owners for group in owner.close()]
             self.end_events()
-            groups += [] if ranks.group is None else ranks.group.release()
+            groups += ranks.release()
             destroy_groups(groups, patience_s=patience_s)  # nobody else may have them by then, this frame included
             ranks.leave()
 
@@ -365,6 +365,9 @@ class TrainingJob:
         alike = not gather and ranks.group is not None and asked_by_distributed_checkpoint()
         if not (gather or alike):
             return state.save()
+        if ranks.group is None and self.allocations.workers > 1:
+            need = "state_dict(gather=True) needs the ranks' control group"
+            raise UsageError(f"{need}: call it on every rank of a live job")
         with ranks.setting_up():
             ranks.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
             saved = state.save(ranks.of_all)

@@ -36,7 +36,9 @@ class Settings:
                 raise ConfigError("argument", name, ", ".join(allowed), spelling(name, allowed))
         # What a launcher says wins in `Controller`; who asks the settings must see the same.
         chosen, meet = from_outside(policy, options.get("meet", "gradients"))
-        self.options: dict[str, Any] = {**options, "policy": chosen, "meet": meet}
+        self.options: dict[str, Any] = {**options, "policy": chosen}
+        if meet != options.get("meet", "gradients"):
+            self.options["meet"] = meet
         if batch_size is not None:
             self.options["batch_size"] = batch_size
 

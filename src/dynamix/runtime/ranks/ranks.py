@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -138,8 +139,8 @@ class Ranks:
         require_same(facts, self.rows, "The ranks differ in what they are about to train", FIXES)
 
     def forget_agreement(self) -> None:
-        """What the ranks hold may differ from now on, until they `agree` again."""
-        self.agreed = False
+        """What the ranks hold may differ from now on, until they `agree` again; nobody is asked after the end."""
+        self.agreed = self.group is None
 
     def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None:
         """Compare `facts`, whose digests were not alike. A collective call; raises as `agree`, which says the rest."""
@@ -184,6 +185,11 @@ class Ranks:
         """An optimizer step is over, `steps` in all: whether the job stops after it."""
         return self._watch.stopping.reached(steps, self._watch.require_alive)
 
+    def release(self) -> list[dist.ProcessGroup]:
+        """The process groups behind the control group, which are the caller's now."""
+        group, self.group, self.agreed = self.group, None, True
+        return [] if group is None else group.release()
+
     def leave(self, word: str = CLOSED) -> None:
         """Say goodbye to the other ranks with `word`, and let go of the store; safe to call twice."""
         self._watch.leave(word)
@@ -209,8 +215,6 @@ class Alone(Ranks):
 
     def rows(self, mine: Tensor, what: str) -> Any:
         return mine.numpy()[None]
-
-    def forget_agreement(self) -> None: ...
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
