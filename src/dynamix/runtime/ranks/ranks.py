@@ -58,8 +58,9 @@ class Ranks:
             arrived = threading.Event()
             # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
             (work if future else work.get_future()).add_done_callback(lambda _: arrived.set())
-            wait = AbortableWait(self._watch)
+            wait = None
             while not arrived.wait(LOOK_EVERY_S):
+                wait = wait or AbortableWait(self._watch)
                 wait.look()
         with self.naming(what):
             try:
