@@ -115,14 +115,14 @@ class Ranks:
 
     def of_all(self, value: Any) -> list[Any]:
         """`gather` in a collective call to which all ranks have come."""
-        packed = _packed(value)
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = self.rows(torch.tensor([len(packed)]), "")[:, 0]
         rows = self.rows(pad(packed, (0, int(lengths.max()) - len(packed))), "")
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def of_first(self, value: Any) -> Any:
         """The first rank's `value`, a plain object, as `of_all`."""
-        packed = _packed(value)
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         length = torch.tensor([len(packed)])
         self.wait(self._control.broadcast(length))
         packed = packed if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
@@ -221,10 +221,6 @@ class Alone(Ranks):
 
     def begin(self) -> None:
         require_alone()
-
-
-def _packed(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 ALONE = Alone()
