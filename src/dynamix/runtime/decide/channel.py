@@ -71,12 +71,6 @@ class Channel:
             thread.join(timeout_s)
         self.group = None
 
-    def open_group(self) -> ControlGroup:
-        """What to talk over. Raises `ValueError` where the channel was closed meanwhile."""
-        if self.group is None:
-            raise ValueError("the channel was closed")
-        return self.group
-
     def _serve(self) -> None:
         while (work := self._given.get()) is not None:
             write_down(work)
@@ -176,7 +170,9 @@ class _Round:
         with self.lock:
             if self.work is None:
                 self.out.copy_(message.pack())
-                self.work = self.channel.open_group().answer(self.out)
+                if self.channel.group is None:
+                    raise ValueError("the channel was closed")
+                self.work = self.channel.group.answer(self.out)
                 self.published.set()
             return Message.unpack(self.out)
 

@@ -132,7 +132,9 @@ class PeerChannel(Channel):
             known = dict(zip(ROW, row, strict=False))
             told += [own_noise(known, self.ranks.workers), known["global_norm_sq"]]
         mine = torch.tensor([*told, *row[len(ROW) - len(HELD) : len(ROW)]], dtype=torch.float64)
-        return self.open_group().all_gather(mine, choice.every)
+        if self.group is None:
+            raise ValueError("the channel was closed")
+        return self.group.all_gather(mine, choice.every)
 
     def observe(self, row: Floats, closing: ClosedWindow) -> tuple[Own, Sense, Floats]:
         """What this rank makes of its window, and the traces (16,) that it leaves of it."""
@@ -149,7 +151,9 @@ class PeerChannel(Channel):
         policy, n = self.policy, len(TRACES)
         way = policy.way if policy.way.shape == left.shape else np.zeros(n)
         mine, total = torch.from_numpy(np.concatenate([left, way])), torch.zeros(2 * n, dtype=torch.float64)
-        self.open_group().all_sum(mine, total).wait()
+        if self.group is None:
+            raise ValueError("the channel was closed")
+        self.group.all_sum(mine, total).wait()
         return total[:n].numpy(), total[n:].numpy()
 
     def choose(self, own: Own, sense: Sense, left: Floats, way: Floats) -> int:

@@ -59,8 +59,9 @@ class Ranks:
             arrived = threading.Event()
             # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
             (work if future else work.get_future()).add_done_callback(lambda _: arrived.set())
-            wait = AbortableWait(self._watch)
+            wait = None
             while not arrived.wait(LOOK_EVERY_S):
+                wait = wait or AbortableWait(self._watch)
                 wait.look()
         with self.naming(what):
             try:
@@ -115,14 +116,14 @@ class Ranks:
 
     def of_all(self, value: Any) -> list[Any]:
         """`gather` in a collective call to which all ranks have come."""
-        packed = _packed(value)
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = self.rows(torch.tensor([len(packed)]), "")[:, 0]
         rows = self.rows(pad(packed, (0, int(lengths.max()) - len(packed))), "")
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def of_first(self, value: Any) -> Any:
         """The first rank's `value`, a plain object, as `of_all`."""
-        packed = _packed(value)
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         length = torch.tensor([len(packed)])
         self.wait(self._control.broadcast(length))
         packed = packed if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
@@ -224,10 +225,6 @@ class Alone(Ranks):
 
     def begin(self) -> None:
         require_alone()
-
-
-def _packed(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 ALONE = Alone()
