@@ -36,6 +36,7 @@ class JobConfig:
     Opens nothing but the file of `replay`, which it reads. Raises `ConfigError` for what is impossible, and
     `StateError` for a file that cannot be replayed.
 
+    fixed       the global batch stays what it is at the start
     bounds      what batch sizes are kept within, samples per round, on a grid that pieces divide
     start       samples per round of every worker at the start, int64 (W,)
     own_policy  what `policy` stands for
@@ -62,6 +63,7 @@ class JobConfig:
     replay: str | os.PathLike[str] | None = None
     guard: bool | None = None
 
+    fixed: bool = field(init=False, repr=False, compare=False)
     bounds: Bounds = field(init=False, repr=False, compare=False)
     start: Ints = field(init=False, repr=False, compare=False)
     own_policy: Policy = field(init=False, repr=False, compare=False)
@@ -71,6 +73,7 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         follows = vars(self)  # frozen, once it is made
+        follows["fixed"] = self.global_batch == "fixed"
         rule_of(self.lr_rule)  # raises for one that does not exist
         check_counts(batch_size=self.batch_size, accumulate=self.accumulate, quantum=self.limits.quantum)
         self._check_pieces()
@@ -82,11 +85,6 @@ class JobConfig:
         follows["replayed"] = None if self.replay is None else recorded(self.replay, self.workers)
 
     # ------------------------------------------------------------ what follows
-
-    @property
-    def fixed(self) -> bool:
-        """The global batch stays what it is at the start."""
-        return self.global_batch == "fixed"
 
     @property
     def apart(self) -> bool:
@@ -167,10 +165,10 @@ class JobConfig:
         if self.meet == "auto" and pieces is not None:
             fix = "leave micro_batch out: where workers step apart their steps are of batch_size samples"
             raise ConfigError("micro_batch", pieces, "None with meet='auto'", fix)
-        if self.apart and given > 1:
+        if self.meet == "parameters" and given > 1:
             fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
             raise ConfigError("accumulate", given, "1 with meet='parameters'", fix)
-        if self.apart and pieces is None and not self.fixed:
+        if self.meet == "parameters" and pieces is None and not self.fixed:
             fix = "say how many samples an optimizer step has: micro_batch="
             raise ConfigError("micro_batch", None, "1 or more where rounds of local steps are adaptive", fix)
 

@@ -82,7 +82,6 @@ class TrainingJob:
         division = Division(ranks.rank, facts, self.allocations)
         peers = isinstance(channel, PeerChannel)
         self.state = JobState(division, config.served, self.progress, self.recorder, peers=peers)
-        moved = payload or (lambda: 1.0 if facts.ways is None else self.boundary.payload)
         self.windows = WindowCloser(
             facts,
             channel,
@@ -92,7 +91,7 @@ class TrainingJob:
             self.recorder,
             interval=config.first_interval,
             paced=window_length_of(config.served) is not None,
-            told=functools.partial(self._exchanged, moved),
+            told=functools.partial(self._exchanged, payload),
             begins=self._iteration_begins,
             resumed=self.state.random.go_on,
         )
@@ -168,13 +167,11 @@ class TrainingJob:
             model.averaging.add_optimizer(optimizer)
 
     def _hear_passes(self, model: ConnectedModel) -> None:
-        def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            self.pass_begins(model, module.training, args, kwargs)
-
-        untraced = torch.compiler.disable(before_forward)  # torch.compile would fail in what it does
+        hears = functools.partial(self.pass_begins, model)
+        untraced = torch.compiler.disable(hears)  # torch.compile would fail in what it does
 
         def entry(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            (untraced if torch.compiler.is_compiling() else before_forward)(module, args, kwargs)
+            (untraced if torch.compiler.is_compiling() else hears)(module, args, kwargs)
 
         # Before FSDP2's own hook, which gathers parameters: waiting for them is a part of the step.
         model.model.register_forward_pre_hook(entry, with_kwargs=True, prepend=model.shards is not None)
@@ -197,9 +194,9 @@ class TrainingJob:
         if getattr(self.source, "sharded", False) and not self.ranks.agreed:
             self.agree()  # iterating is a collective there
 
-    def pass_begins(self, model: ConnectedModel, training: bool, args: Any, kwargs: dict[str, Any]) -> None:
+    def pass_begins(self, model: ConnectedModel, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A forward pass of a connected model begins: what it belongs to is handed along."""
-        recorder, source = self.recorder, self.source
+        recorder, source, training = self.recorder, self.source, module.training
         piece = source.current if source is not None and torch.is_grad_enabled() else None
         if recorder.muted or piece is None or source is None:
             if piece is None or not training:
@@ -226,7 +223,9 @@ class TrainingJob:
 
     def step(self, loss: Any, logits: Any, target: Any, count: int | None) -> None:
         """`Controller.step`: the batch in hand is done."""
-        source, weight = self.need_source(), self.loss_weight
+        source, weight = self.source, self.loss_weight
+        if source is None:
+            source = self.need_source()
         piece = source.current or source.piece()
         mine = piece.samples
         if count is not None and mine and count != mine:
@@ -263,10 +262,11 @@ class TrainingJob:
             hears(piece.round)
         self.stopping = self.ranks.stop_after(progress.steps)
 
-    def _exchanged(self, moved: Callable[[], float]) -> tuple[int, float, float]:
+    def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float, float]:
         """What a window's row says of the exchange: see `WindowCloser`."""
         crossed = sum(model.hook.crossed for model in self.models if model.hook is not None)
-        return crossed, moved(), self.rates.relative()
+        moved = payload() if payload else 1.0 if self.facts.ways is None else self.boundary.payload
+        return crossed, moved, self.rates.relative()
 
     # ------------------------------------------------------------ of all ranks
 

@@ -5,14 +5,13 @@ And the checks by which a part's state names the first value that is none it cou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dynamix.data.plan import Piece, Round
 from dynamix.errors import StateError, shown
 
-Taking = tuple[Any, Callable[[], None]]  # an object of the user's with a state, and what loads it
 FIX = "Load a state that controller.state_dict() returned, unchanged"
 MOST = 2**53  # of a counter
 
@@ -64,12 +63,8 @@ class Part:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise `StateError` unless `load_state_dict` could take `state`; changes nothing."""
 
-    def takings(self, state: Any) -> Sequence[Taking]:
-        """Which objects of the user's load what of `state`, in order. They may raise; all are put back then."""
-        return ()
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that was checked, and of which objects of the user's have taken theirs."""
+        """Go on from a state that was checked."""
 
 
 def heard(parts: Iterable[Part], event: str) -> tuple[Callable[..., None], ...]:

@@ -12,6 +12,7 @@ import numpy as np
 from dynamix.data import Allocations, BatchSampler, Stream
 from dynamix.data.selection import SELECTED
 from dynamix.errors import StateError, shown
+from dynamix.model.ways import Ways
 from dynamix.projection import project
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.part import MOST, Part, fields, of_type, whole, wholes, wrong
@@ -121,7 +122,9 @@ def _require_cuts(state: dict[str, Any], cuts: Any, taken: int) -> None:
     if not size > 0 or position > size or state["finished"] != (position == size):
         said = f"position={position}, finished={state['finished']}"
         wrong("source.position", said, f"at most dataset_size={size}, and finished there")
-    for cut in of_type("source.cuts", cuts, list):
+    if type(cuts) is not list:
+        wrong("source.cuts", cuts, "a list")
+    for cut in cuts:
         fields("source.cuts", cut, {"lengths": list, "taken": list})
         lengths = wholes("source.cuts", cut["lengths"])
         if _beyond(wholes("source.cuts", cut["taken"], len(lengths)), lengths) or sum(lengths) > size:
@@ -215,7 +218,7 @@ class Division(Part):
         now, rounds = saved["source"]["rounds"], saved["ledger_rounds"]
         first = max(i for i, begin in enumerate(rounds) if begin <= max(now, rounds[0]))
         sizes = [np.asarray(row[:before], dtype=np.int64) for row in saved["ledger_sizes"]]
-        apart = job.ways is not None
+        apart = isinstance(job.rounds, Ways)
         pieces = [row[before] if apart and len(row) > before else 0 for row in saved["ledger_sizes"]]
         if same:
             ahead = zip(sizes[first:], pieces[first:], strict=True)

@@ -62,8 +62,8 @@ class JobState:
         job, allocations = division.job, division.allocations
         self.hooks, self.schedules = InOrder("hooks", varies=("inner",)), InOrder("schedules")
         self.place, self.random = Place(division.workers, job.accumulate), RandomState()
-        users = PolicyState(policy, job, allocations), self.hooks, self.schedules
-        parts: tuple[Part, ...] = *users, progress, job.noise_scale, self.place, recorder, self.random
+        self._users = PolicyState(policy, job, allocations), self.hooks, self.schedules
+        parts: tuple[Part, ...] = *self._users, progress, job.noise_scale, self.place, recorder, self.random
         self.parts = {part.name: part for part in parts}
         self._division, self._peers = division, peers
 
@@ -106,10 +106,11 @@ class JobState:
             states["policy"] = Remembered(known, resumed.same)
             self._check({"policy": states["policy"]})
         division.warn_of_batch(saved)
-        loading = [(part, states[name]) for name, part in self.parts.items() if name in states]
-        load_atomically([taking for part, its in loading for taking in part.takings(its)])
-        for part, its in loading:
-            part.load_state_dict(its)
+        users = [part for part in self._users if part.name in states]
+        load_atomically([taking for part in users for taking in part.takings(states[part.name])])
+        for name, part in self.parts.items():
+            if name in states:
+                part.load_state_dict(states[name])
         division.go_on(saved, resumed)
 
     def _check(self, states: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +21,12 @@ from dynamix.policies.guard import as_written_now
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy, unfit
 from dynamix.projection import project
 from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.runtime.part import Part, Taking, of_type
+from dynamix.runtime.part import Part, of_type
 from dynamix.runtime.state import random_state
 from dynamix.runtime.state.packing import Packed, alike, pack, unpack
 from dynamix.window import Bounds, Ints, Window
 
+Taking = tuple[Any, Callable[[], None]]  # an object with a state, and what loads it
 _OUR_PACKAGES = {"dynamix", "dynamix_lab"}  # a policy of the lab's arrives by entry point, and is held to the same
 
 
@@ -165,10 +166,11 @@ class PolicyState(Part):
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
                 state.give(trial)
-                if {type(policy).__module__.partition(".")[0] for policy in _layers(trial)} <= _OUR_PACKAGES:
+                layers = _layers(trial)
+                if {type(layer).__module__.partition(".")[0] for layer in layers} <= _OUR_PACKAGES:
                     if state.here and _differ(trial.state_dict(), state.state):
                         raise ValueError("it holds what the policy does not know, or numbers in another form")
-                    _decide(trial, self.allocations.at(self.allocations.begin), self.job.bounds)
+                    _decide(layers, self.allocations.at(self.allocations.begin), self.job.bounds)
         except StateError:
             raise
         except Exception as error:  # a damaged state fails anywhere
@@ -180,11 +182,12 @@ class PolicyState(Part):
         return [(self.policy, lambda: state.give(self.policy))]
 
 
-def _layers(policy: Any) -> Iterator[Any]:
+def _layers(policy: Any) -> list[Any]:
     """A policy, the one that it has under it, and so on."""
-    while policy is not None:
-        yield policy
-        policy = getattr(policy, "policy", None)
+    layers = [policy]
+    while (policy := getattr(policy, "policy", None)) is not None:
+        layers.append(policy)
+    return layers
 
 
 def _differ(mine: Any, saved: Any) -> bool:
@@ -194,13 +197,13 @@ def _differ(mine: Any, saved: Any) -> bool:
     return not (alike(mine, saved) or alike(mine, as_written_now(saved)))
 
 
-def _decide(policy: Any, sizes: Ints, bounds: Bounds) -> None:
+def _decide(layers: list[Any], sizes: Ints, bounds: Bounds) -> None:
     """Two windows, as a job might see them next; also of what a guard has under it."""
     share = np.maximum(sizes, 1) / max(float(sizes.mean()), 1.0)
     known: dict[str, Any] = {"compute": 0.1 * share, "compute_std": 0.01 * share, "wait": 0.01, "communication": 0.05}
     norms = {"noise": 100.0, "signal": 1.0, "global_norm_sq": 1.0, "gradient_norm_sq": 2.0}
     window = Window.of(sizes, **known, **norms, loss=1.0, loss_std=0.1, loss_change=-0.1, data=0.001, steps=5.0)
     for _ in range(2):
-        for asked in _layers(policy):
-            project(np.asarray(asked.decide(window, bounds)), bounds, current=sizes)
-        after_answer(policy)
+        for layer in layers:
+            project(np.asarray(layer.decide(window, bounds)), bounds, current=sizes)
+        after_answer(layers[0])
