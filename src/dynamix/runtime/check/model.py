@@ -224,13 +224,17 @@ class ModelCheck:
         elif piece is not None and not piece.last:
             self._fail_early(piece)
         if self._adds and not apart and piece is not None:
-            reduced = loop.reduced
-            own = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in reduced and p.requires_grad]
+            own = []  # a plain loop, as it is run in every step
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in loop.reduced and parameter.requires_grad:
+                        own.append(parameter)
             if own:
                 self._look_at(own)
         self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)
         if not apart and not self._closure and self.reduces:
-            self.require_crossed("optimizer.step()")
+            if self._local or self.shards is not None:
+                self.require_crossed("optimizer.step()")
             if not made and self.probe is not None:
                 self._require_made(self.probe)
         return None
@@ -288,7 +292,7 @@ class ModelCheck:
 
     def piece_done(self, *, round_over: bool) -> None:
         """`controller.step()`: this batch is over, and its round perhaps."""
-        if round_over and len(self.loop.models) == 1:
+        if round_over and len(self.loop.models) == 1 and (self._local or self.shards is not None):
             self.require_crossed("controller.step()")
         self.reductions, self.inside, self._crossed = 0, False, False
 

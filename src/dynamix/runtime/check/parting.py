@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dynamix.runtime.measure.copies import Newest
+from dynamix.runtime.measure.recorder import Newest
 from dynamix.runtime.measure.row import ELEMENTS, HELD
 from dynamix.runtime.ranks.compare import GROUPS, HOW, PLACE
 from dynamix.window import Floats
@@ -71,7 +71,7 @@ class Parting:
         self._drawn: DrawnElements | None = None
         self._windows = self._draws = self._count = 0
         # Elements and settings of their device, with key, step and number of the elements.
-        self._read = Newest((math.nan, math.nan, 0))
+        self._read = Newest(([], (math.nan, math.nan, 0)))
         self._drift = Drift()
 
     def begun_anew(self) -> "Parting":
@@ -113,7 +113,10 @@ class Parting:
             # On this rank, perhaps, alone: the same elements.
             self._drawn = draw(optimizers, models, self._draws - 1)
         self._windows += 1
-        self._send(self._drawn, place[PLACE[0]])
+        drawn, own = self._drawn, self._drawn.elements
+        late = [setting for setting in self._on_device if not own or setting.device == own[0].device]
+        # On a CPU it is here at once; from a device it comes with a later row.
+        self._read.send([*own, *late], (drawn.key, place[PLACE[0]], len(own)))
         seen, (key, step, elements) = self._read.here
         told = [digest_of(settings), digest_of(seen[elements:]), float(step), key, *seen[:elements]]
         return told + [math.nan] * (len(HELD) - len(told))
@@ -150,15 +153,6 @@ class Parting:
         if isinstance(value, np.generic):
             return value.item()
         return value if isinstance(value, (int, float, str)) else None
-
-    def _send(self, drawn: DrawnElements, step: int) -> None:
-        """Copy what was drawn. On a CPU it is here at once; from a device it comes with a later row."""
-        if not self._read.idle():
-            return
-        device = drawn.elements[0].device if drawn.elements else None
-        settings = [setting for setting in self._on_device if device is None or setting.device == device]
-        if drawn.elements or settings:
-            self._read.send(torch.stack([*drawn.elements, *settings]), (drawn.key, step, len(drawn.elements)))
 
     # ------------------------------------------------------------ of all ranks
 

@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from dynamix.probes import probes_here
 from dynamix.probes.timing import RECENT, Clock, StepTimer, StepTimes, pause_in
-from dynamix.runtime.measure.copies import Newest
 from dynamix.runtime.measure.readings import Reader, Value
 from dynamix.runtime.measure.row import HELD, ROW
 from dynamix.runtime.part import Part, fields, numbers, wrong
@@ -57,7 +57,7 @@ class Recorder(Part):
         self.probes = Probes(device)
         self.steps = 0
         self.last: dict[str, float] = {}  # of the window that closed last, by their names in `Controller.metrics`
-        self._sent = Newest(({}, {}))
+        self._sent = Newest(([], ({}, {})))
         self._open: dict[str, list[tuple[int, Value, float]]] = {}
         self._lock = threading.Lock()
         self._kept: dict[str, list[Value]] = {}
@@ -73,7 +73,7 @@ class Recorder(Part):
             return
         loaded = self.state_dict()
         self.device, self.timer = device, StepTimer(device, first_step=self.timer.step)
-        self.probes, self._sent = Probes(device), Newest(({}, {}))
+        self.probes, self._sent = Probes(device), Newest(([], ({}, {})))
         self.load_state_dict(loaded)
 
     @contextmanager
@@ -184,10 +184,10 @@ class Recorder(Part):
         """Statistics of the window that closes, and what is known of it; on CUDA of the newest that have arrived."""
         if self.device.type != "cuda":
             return self._kept, of_window
-        if self._sent.idle() and self._kept:
-            all_of = [value for series in self._kept.values() for value in series]
-            flat = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in all_of])
-            self._sent.send(flat, ({name: len(series) for name, series in self._kept.items()}, of_window))
+        lengths = {name: len(series) for name, series in self._kept.items()}
+        all_of = [value for series in self._kept.values() for value in series]
+        flat = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in all_of]
+        self._sent.send(flat, (lengths, of_window))
         values, (lengths, sent_with) = self._sent.here
         each = iter(values)
         return {name: list(islice(each, length)) for name, length in lengths.items()}, sent_with
@@ -275,6 +275,36 @@ class WindowTimes:
                 series[paused] = math.nan
         self.forget()
         return found
+
+
+@dataclass
+class Newest:
+    """The newest values of a device that are on the host, for which nobody waits; with what is to be known of them.
+
+    From a CUDA device one copy is under way at a time; the values of a CPU are here at once.
+
+    here   both; before any have arrived, what is to be known then
+    """
+
+    here: tuple[list[float], Any]
+    _under_way: tuple[Tensor, torch.cuda.Event, Any] | None = field(default=None, init=False)
+
+    def send(self, values: list[Tensor], about: Any) -> None:
+        """Take what has arrived. If nothing is under way then, `values`, 0-dim, are the newest once they are there."""
+        if self._under_way is not None and self._under_way[1].query():
+            host, _, of_host = self._under_way
+            self.here, self._under_way = (host.tolist(), of_host), None
+        if not values or self._under_way is not None:
+            return
+        flat = torch.stack(values)
+        if flat.device.type == "cpu":
+            self.here = flat.tolist(), about
+            return
+        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._under_way = host, event, about
 
 
 class Probes:

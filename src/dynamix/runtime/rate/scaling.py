@@ -80,13 +80,15 @@ class LearningRate:
             try:
                 return inner(*args, **kwargs)
             finally:
-                self._restore()
+                if self._users:
+                    self._restore()
 
         self._wrapped = types.MethodType(step, optimizer)
         optimizer.step = self._wrapped  # type: ignore[method-assign]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        self._restore()  # what a step that raised left behind, if it was called past our wrapper
+        if self._users:
+            self._restore()  # what a step that raised left behind, if it was called past our wrapper
         if self.factor != 1.0:
             self._apply()
         if callable(kwargs.get("closure")):
