@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import resource
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from dynamix.errors import ConfigError
-from dynamix.runtime.ranks.process_groups import new_gloo_group
+from dynamix.runtime.ranks.process_groups import keep, new_gloo_group
 
 FLAT_UP_TO = 256
 SPARE = 64  # descriptors for the loader, files and whatever else the job opens later
@@ -83,6 +84,7 @@ class ControlGroup:
     def __init__(self, ranks: list[int], timeout: Any = None) -> None:
         self.rank, self.workers, self._root = ranks.index(dist.get_rank()), len(ranks), ranks[0]
         self._group = new_gloo_group(ranks, timeout)
+        self._keeps = weakref.finalize(self, keep, self._group)  # where nobody releases it, a message may be under way
         self._sending: tuple[Any, Tensor] | None = None
 
     def send(self, row: Tensor, answer: Tensor) -> Work:
@@ -122,6 +124,7 @@ class ControlGroup:
         """The process groups behind it, which are the caller's now."""
         group = self._group
         del self._group
+        self._keeps.detach()
         self._sending = None
         return [group]
 

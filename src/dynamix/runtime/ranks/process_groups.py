@@ -1,6 +1,7 @@
 """Process groups that a controller makes for itself, and how it lets go of them."""
 
 import contextlib
+import ctypes
 import sys
 import time
 from typing import Any, cast
@@ -29,7 +30,13 @@ def destroy_groups(groups: list[dist.ProcessGroup], *, patience_s: float) -> Non
         while sys.getrefcount(group) > 2 and time.monotonic() < deadline:
             time.sleep(0.001)
         if patience_s <= 0 or sys.getrefcount(group) > 2:
-            _kept.append(group)
+            keep(group)
+
+
+def keep(group: dist.ProcessGroup) -> None:
+    """Never let go of `group`, also where the interpreter ends and lets go of everything that it knows."""
+    _kept.append(group)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def on_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
