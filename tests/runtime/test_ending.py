@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from dynamix.runtime.ranks import rendezvous as meeting
 from dynamix.runtime.ranks import waits
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.ranks.watch import RankWatch
+from tests.processes import torchrun
 from tests.ranks import refusal, run_ranks
 from tests.runtime.loops import Job, Loops, data
 
@@ -365,3 +367,40 @@ def test_the_optimizer_of_a_closed_controller_is_as_it_was() -> None:
     assert "step" in vars(optimizer)
     controller.close()
     assert "step" not in vars(optimizer)
+
+
+LEFT = """
+import atexit, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import dynamix
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, over = dist.get_rank(), Path(sys.argv[1])
+controller = dynamix.Controller("static", 8)
+sampler = controller.batch_sampler(torch.utils.data.TensorDataset(torch.ones(64, 4)))
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    controller.wrap(model, optimizer, weighting=("hook", "los")[rank])
+    next(iter(sampler))
+    model(torch.ones(8, 4))
+except dynamix.DynamixError as error:
+    print(f"rank {rank}: {error}", flush=True)
+del controller, sampler, model, optimizer
+dist.destroy_process_group()
+if rank == 0:
+    atexit.register(over.touch)
+while rank and not over.exists():
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.multiproc
+def test_a_rank_that_leaves_others_in_a_message_ends_as_it_would(tmp_path: Path) -> None:
+    """The message stays under way in a group that nobody closed, until the other rank's process ends."""
+    (script := tmp_path / "train.py").write_text(LEFT)
+    said = torchrun(script, str(tmp_path / "over"), ranks=2, timeout_s=60)
+    assert said.count("weighting='los' is not possible") == 2
+    assert "rank 0: rank 1 ended the job" in said
