@@ -210,7 +210,7 @@ class TrainingJob:
         # A loss that is weighted by its own count may be of fewer samples than were dealt.
         self.loop.look_at(piece, () if self.loss_weight.required else (*args, *kwargs.values()))
         if (self.loss_weight.given or kwargs) and self.ranks.workers > 1:
-            self.loss_weight.require_fit(source, kwargs, self.loop.fail)
+            self.loss_weight.require_fit(piece, source.placeholder, kwargs, self.loop.fail)
         kept = source.draws_alike and self.windows.measures(piece)
         for hand in self._hands:
             hand(piece, kept)
