@@ -102,9 +102,7 @@ class TrainingJob:
         )
         self.boundary = RoundBoundary(self.models, self.recorder, ranks, fail, steps_apart=facts.steps_apart)
         every = 64 if facts.steps_apart else 2 if config.workers == 1 else 0
-        self.own_gradients = SingleWorkerSync(
-            self.recorder, loss_weight, workers=config.workers, accumulate=facts.accumulate, every=every
-        )
+        self.own_gradients = SingleWorkerSync(self.recorder, loss_weight, every=every)
         self.stopping = False
         self._listen()
 
