@@ -18,7 +18,7 @@ from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Part
 from dynamix.runtime.ranks.compare import hook_settings
 from dynamix.runtime.sync.collectives import average_, broadcast_
-from dynamix.runtime.sync.gradients import Around, GradientHook, scale_each_, wipe_nonfinite_
+from dynamix.runtime.sync.gradients import Around, GradientHook, scale_, wipe_nonfinite_
 from dynamix.runtime.sync.inner_hook import InnerHook
 from dynamix.runtime.sync.other_reductions import optimizers_in_backward
 from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
@@ -81,7 +81,7 @@ class ConnectedModel(Part):
     def _scale(self, factor: float) -> None:
         """All that has accumulated, times `factor`."""
         if factor != 1.0:
-            scale_each_(gradients_of(self.model), factor)
+            scale_(gradients_of(self.model), factor)
 
     def _own(self) -> list[Tensor]:
         """What has accumulated of this rank's own; FSDP adds to what it has reduced, which has its own weight."""
@@ -111,7 +111,7 @@ class ConnectedModel(Part):
             if union[micro + 1]:
                 self._scale(float(union.mean() / union[micro + 1]))
         elif following and now != following:
-            scale_each_(self._own(), now / following)
+            scale_(self._own(), now / following)
 
     def finish(self, piece: Piece, mean_of: int, *, more: bool) -> None:
         """Without a hook, what the hook's weight does for unequal pieces. Done once for the last of them.
