@@ -20,7 +20,7 @@ from dynamix.runtime.ranks.compare import hook_settings
 from dynamix.runtime.sync.collectives import average_, broadcast_
 from dynamix.runtime.sync.gradients import Around, GradientHook, scale_, wipe_nonfinite_
 from dynamix.runtime.sync.inner_hook import InnerHook
-from dynamix.runtime.sync.other_reductions import optimizers_in_backward
+from dynamix.runtime.sync.other_reductions import require_no_optimizers_in_backward
 from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
 from dynamix.runtime.sync.shards import Shards, gradients_of, is_fully_sharded
 
@@ -71,8 +71,7 @@ class ConnectedModel(Part):
         if ddp.static_graph and not ddp.require_backward_grad_sync:
             do = "leave no_sync() out in the first optimizer step, or call controller.warm_up(forward_backward)"
             raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {do}")
-        if (why := optimizers_in_backward(ddp)) is not None:
-            raise UsageError(why)
+        require_no_optimizers_in_backward(ddp)
 
     def local_passes(self, *, by_size: bool) -> AbstractContextManager[None]:
         """Inside, gradients stay on the rank. `by_size`: ranks have unlike numbers of these passes."""
@@ -208,17 +207,15 @@ def attach(
     settings = {option: getattr(model, option, None) for option in _ALIKE_IN_DDP}
     settings |= {"losses scaled": options.scaler is not None, **hook_settings(options.hook_state)}
     exchanges = f"{name}, buffers {options.batchnorm}"
-    exchange_buffers(model, hook, recorder, averaged=options.batchnorm == "weighted")
+    exchange_buffers(model, hook, averaged=options.batchnorm == "weighted")
     return ConnectedModel(model, recorder, hook, averaging=averaging(), exchanges=exchanges, settings=settings)
 
 
-def exchange_buffers(
-    model: DistributedDataParallel, weights: GradientHook, recorder: Recorder, *, averaged: bool
-) -> None:
+def exchange_buffers(model: DistributedDataParallel, weights: GradientHook, *, averaged: bool) -> None:
     """Before each forward pass of DDP exchange its buffers. There too a rank may be found lost."""
     from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-    group, ranks = weights.group, weights.ranks
+    group, ranks, recorder = weights.group, weights.ranks, weights.recorder
     last = [1.0 / group.size()]  # n_i/N of the step before the forward that is starting: it produced the buffers
 
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:
