@@ -80,14 +80,13 @@ class ParameterAveraging:
         self, model: nn.Module, how: Averaging, workers: Workers, *, scaler: Any, at_times: bool = False
     ) -> None:
         self.model, self.how, self.workers, self.scaler = model, how, workers, scaler
-        self.optimizers: list[Optimizer] = []
-        self._in_groups: list[GroupMemory] = []  # of each of them
+        self.optimizers: dict[Optimizer, GroupMemory] = {}  # and what each keeps in its groups
         self.weight = 1.0  # its part of the round before; as much as others' where there was none
         self._begun = self._changed = False  # a round; since the last meeting, what moves are counted from
         self._anchors: list[ReferenceWeights] = []
         self._untrained = Untrained(model)
         self._outer: Optimizer | None = None
-        self._means = OptimizerMeans(self.optimizers, self._in_groups, workers)
+        self._means = OptimizerMeans(self.optimizers, workers)
         self._at_times, self._own = at_times, False  # whether what optimizers remember is each worker's own
         self._piece: Piece | None = None  # of the passes under way
         if not at_times or how.outer is not None:
@@ -144,8 +143,7 @@ class ParameterAveraging:
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             fix = "give every rank its whole optimizer, or use meet='gradients'"
             raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers step apart: {fix}")
-        self.optimizers.append(optimizer)
-        self._in_groups.append(GroupMemory(optimizer))
+        self.optimizers[optimizer] = GroupMemory(optimizer)
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
     def meet(self, weight: float) -> None:
@@ -185,8 +183,9 @@ class ParameterAveraging:
         """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
         if self.how.optimizer_state != "kept" or (self._at_times and not self._own):
             return optimizer.state_dict()  # all have it alike
-        told, in_groups = copy.deepcopy(optimizer.state_dict()), self._in_groups[self.optimizers.index(optimizer)]
-        self._wait_for_each(OptimizerMeans([optimizer], [in_groups], self.workers).meeting(self.weight, told))
+        told = copy.deepcopy(optimizer.state_dict())
+        means = OptimizerMeans({optimizer: self.optimizers[optimizer]}, self.workers)
+        self._wait_for_each(means.meeting(self.weight, told))
         return told
 
     @torch.no_grad()

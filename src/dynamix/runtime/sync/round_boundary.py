@@ -90,7 +90,7 @@ class RoundBoundary(Part):
             raise UsageError(f"optimizer_state() is for Controller(meet='parameters'): {fix}")
         self.require("optimizer_state() is the mean over workers")
         for averaging in self._averagings():
-            if any(optimizer is own for own in averaging.optimizers):
+            if optimizer in averaging.optimizers:
                 with self.ranks.naming("the ranks could not average the state of an optimizer"):
                     return averaging.optimizer_state(optimizer)
         raise UsageError("optimizer_state() got an optimizer that controller.wrap(model, optimizer) was not given")
