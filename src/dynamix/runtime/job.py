@@ -100,7 +100,7 @@ class TrainingJob:
         self.loop = LoopCheck(
             facts.accumulate, self.recorder, fail, self.gather, ranks.workers, needs_piece=auto, models=self.models
         )
-        self.boundary = RoundBoundary(self.models, self.recorder, ranks, fail, steps_apart=facts.steps_apart)
+        self.boundary = RoundBoundary(self.models, self.recorder, fail, steps_apart=facts.steps_apart)
         every = 64 if facts.steps_apart else 2 if config.workers == 1 else 0
         self.own_gradients = SingleWorkerSync(self.recorder, loss_weight, every=every)
         self.stopping = False

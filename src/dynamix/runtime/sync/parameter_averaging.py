@@ -102,8 +102,7 @@ class ParameterAveraging:
         if not self._at_times or (self._piece is not None and self._piece.round.apart):
             self.begin()
         elif self._piece is not None:
-            with self.workers.ranks.naming("the ranks could not average the state of their optimizers"):
-                self._wait_for_each(self.rejoining())
+            self._wait_for_each(self.rejoining(), "the ranks could not average the state of their optimizers")
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -148,7 +147,7 @@ class ParameterAveraging:
 
     def meet(self, weight: float) -> None:
         """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
-        self._wait_for_each(self.meeting(weight))
+        self._wait_for_each(self.meeting(weight), "the ranks could not average their models")
 
     @torch.no_grad()
     def rejoining(self) -> Iterator[None]:
@@ -174,9 +173,10 @@ class ParameterAveraging:
             moved += sum(v.numel() * v.element_size() for v in held)
         return moved / max(gradient, 1)
 
-    def _wait_for_each(self, parts: Iterator[None]) -> None:
-        for _ in parts:
-            self.workers.wait()
+    def _wait_for_each(self, parts: Iterator[None], failed: str) -> None:
+        with self.workers.ranks.naming(failed):
+            for _ in parts:
+                self.workers.wait()
 
     @torch.no_grad()
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class ParameterAveraging:
             return optimizer.state_dict()  # all have it alike
         told = copy.deepcopy(optimizer.state_dict())
         means = OptimizerMeans({optimizer: self.optimizers[optimizer]}, self.workers)
-        self._wait_for_each(means.meeting(self.weight, told))
+        self._wait_for_each(means.meeting(self.weight, told), "the ranks could not average the state of an optimizer")
         return told
 
     @torch.no_grad()
