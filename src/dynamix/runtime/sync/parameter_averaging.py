@@ -263,7 +263,7 @@ class ParameterAveraging:
         counters = (t for t in self._replaceable().values() if not has_mean(t))
         sent = [*(anchor.tensor for anchor in self._anchors), *counters]
         words = [f"{named.get(id(t), 'a tensor')} {list(t.shape)} {t.dtype}" for t in sent]
-        words.append(f"{self._untrained.count} parameters that nobody moves")
+        words.append(f"{len(self._untrained.seen)} parameters that nobody moves")
         words += [f"an optimizer of {[len(g['params']) for g in of.param_groups]} parameters" for of in self.optimizers]
         return [*words, "no scaler's scale" if self._scale() is None else "a scaler's scale"]
 
@@ -283,11 +283,10 @@ class ParameterAveraging:
                     anchor.take(anchor.value)
 
     def _travelling(self) -> list[Tensor]:
-        tensors: dict[int, Tensor] = {id(p): p for p in self.model.parameters() if p.requires_grad}
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        tensors |= {id(p): p for group in groups for p in group["params"] if p.requires_grad}
-        tensors |= {id(t): t for t in self._replaceable().values() if has_mean(t)}
-        return list(tensors.values())
+        every = [*self.model.parameters(), *(p for group in groups for p in group["params"])]
+        found = [p for p in every if p.requires_grad] + [t for t in self._replaceable().values() if has_mean(t)]
+        return list({id(t): t for t in found}.values())
 
     def _replaceable(self) -> dict[str, Tensor]:
         """Buffers, and what else a loop changes by itself, by name."""
