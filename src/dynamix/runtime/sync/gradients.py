@@ -101,7 +101,6 @@ class Around:
     watch: Callable[..., Check]
 
 
-@dataclass(frozen=True, slots=True)
 class GradientWeight:
     """How this rank's gradient of the pass under way enters the mean.
 
@@ -111,18 +110,11 @@ class GradientWeight:
     over      what has accumulated over this rank's mean gradient
     """
 
-    count: float
-    total: float
-    applied: float | Tensor | None
-    over: float | Tensor
-
-    @classmethod
-    def of(cls, piece: Piece, weights: LossWeight) -> GradientWeight:
-        """That of `piece`."""
+    def __init__(self, piece: Piece, weights: LossWeight) -> None:
         own = piece.share / piece.samples if piece.by_size and piece.samples else 1.0
-        applied = weights.in_gradient(piece) if weights.given or weights.applied is not None else None
-        over = own if applied is None else applied
-        return cls(float(piece.samples), piece.round.samples / weights.accumulate, applied, over)
+        self.count, self.total = float(piece.samples), piece.round.samples / weights.accumulate
+        self.applied = weights.in_gradient(piece) if weights.given or weights.applied is not None else None
+        self.over = own if self.applied is None else self.applied
 
     def enter(self, values: Tensor, workers: int) -> None:
         """Bring `values`, in place, to what so many workers are to take the mean of.
@@ -205,7 +197,7 @@ class GradientHook(Part):
             self.loop.reducing(self.piece)
         if self.piece is None:
             self.loop.fail("backward() crossed ranks, and no forward pass of this model came before it")
-        weight = GradientWeight.of(self.piece, self.weights)
+        weight = GradientWeight(self.piece, self.weights)
         self.reductions += first
         self.crossed += first
         if first and self.reductions == 1:
