@@ -24,6 +24,7 @@ from dynamix.runtime.sync.other_reductions import require_no_optimizers_in_backw
 from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
 from dynamix.runtime.sync.shards import Shards, gradients_of, is_fully_sharded
 
+LOSS_SIDE = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
 _ALIKE_IN_DDP = ("find_unused_parameters", "static_graph", "broadcast_buffers", "bucket_bytes_cap")
 
 
@@ -189,8 +190,7 @@ def attach(
     """
     group, recorder, alone = around.group, around.recorder, around.ranks.workers == 1
     if options.weighting == "hook" and not alone and (reason := _needs_loss_side(model)) is not None:
-        fix = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
-        raise UsageError(f"{reason}: {fix}")
+        raise UsageError(f"{reason}: {LOSS_SIDE}")
     if not isinstance(model, DistributedDataParallel) or group is None:
         if options.hook is not None:
             raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
