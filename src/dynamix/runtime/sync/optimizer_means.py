@@ -136,13 +136,12 @@ class OptimizerMeans:
             if parameter is None:
                 known = {entry.name for entry in self.layout if entry.place == place}
                 memory = self.optimizers[optimizer].of(number, optimizer.param_groups[number], known)
-                for name, value in memory.items():
-                    whole = isinstance(value, Tensor) and value.dim()  # it travels beside moments
-                    found |= _entry(place, name, value.to(self._device(place)) if whole else value)
-                continue
-            for name, value in optimizer.state.get(parameter, {}).items():
+            else:
+                memory = optimizer.state.get(parameter, {})
+            for name, value in memory.items():
                 if _has_mean(value):
-                    found |= _entry(place, name, value)
+                    moves = parameter is None and isinstance(value, Tensor) and value.dim()  # it travels beside moments
+                    found |= _entry(place, name, value.to(self._device(place)) if moves else value)
                 elif value is not None:
                     kind = f"{type(optimizer).__name__} keeps {name!r}, of type {type(value).__name__}, for a parameter"
                     fix = "average with Averaging(optimizer_state='kept') or 'reset', and save each worker's own"
