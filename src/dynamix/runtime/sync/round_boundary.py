@@ -86,6 +86,6 @@ class RoundBoundary(Part):
             raise UsageError(f"optimizer_state() is for Controller(meet='parameters'): {fix}")
         self.require("optimizer_state() is the mean over workers")
         for averaging in self._averagings():
-            if optimizer in averaging.optimizers:
+            if any(optimizer is own for own in averaging.optimizers):
                 return averaging.optimizer_state(optimizer)
         raise UsageError("optimizer_state() got an optimizer that controller.wrap(model, optimizer) was not given")
