@@ -125,9 +125,8 @@ class Feeding(ControllerStatus):
         """
         job = self._job
         with job.ranks.setting_up():
-            agree = job.loss_weight.sum_async if job.loss_weight.group else None
-            own = job.of_source()
-            stream = Stream(iterable, job.allocations, sharded=sharded, collate_fn=collate_fn, agree=agree, **own)
+            own = job.of_source() | {"agree": job.loss_weight.sum_async}
+            stream = Stream(iterable, job.allocations, sharded=sharded, collate_fn=collate_fn, **own)
             job.feed(stream)
             return stream
 

@@ -99,11 +99,9 @@ class TrainingJob:
         self.loop = LoopCheck(
             facts.accumulate, self.recorder, fail, self.gather, ranks.workers, needs_piece=auto, models=self.models
         )
-        self.boundary = RoundBoundary(self.models, self.recorder, ranks, fail, steps_apart=facts.steps_apart)
+        self.boundary = RoundBoundary(self.models, self.recorder, fail, steps_apart=facts.steps_apart)
         every = 64 if facts.steps_apart else 2 if config.workers == 1 else 0
-        self.own_gradients = SingleWorkerSync(
-            self.recorder, loss_weight, workers=config.workers, accumulate=facts.accumulate, every=every
-        )
+        self.own_gradients = SingleWorkerSync(self.recorder, loss_weight, every=every)
         self.stopping = False
         self._listen()
 
@@ -207,7 +205,7 @@ class TrainingJob:
         # A loss that is weighted by its own count may be of fewer samples than were dealt.
         self.loop.look_at(piece, () if self.loss_weight.required else (*args, *kwargs.values()))
         if (self.loss_weight.given or kwargs) and self.ranks.workers > 1:
-            self.loss_weight.require_fit(source, kwargs, self.loop.fail)
+            self.loss_weight.require_fit(piece, source.placeholder, kwargs, self.loop.fail)
         kept = source.draws_alike and self.windows.measures(piece)
         for hand in self._hands:
             hand(piece, kept)

@@ -18,12 +18,13 @@ from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Part
 from dynamix.runtime.ranks.compare import hook_settings
 from dynamix.runtime.sync.collectives import average_, broadcast_
-from dynamix.runtime.sync.gradients import Around, GradientHook, scale_each_, wipe_nonfinite_
+from dynamix.runtime.sync.gradients import Around, GradientHook, scale_, wipe_nonfinite_
 from dynamix.runtime.sync.inner_hook import InnerHook
-from dynamix.runtime.sync.other_reductions import optimizers_in_backward
+from dynamix.runtime.sync.other_reductions import require_no_optimizers_in_backward
 from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
 from dynamix.runtime.sync.shards import Shards, gradients_of, is_fully_sharded
 
+LOSS_SIDE = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
 _ALIKE_IN_DDP = ("find_unused_parameters", "static_graph", "broadcast_buffers", "bucket_bytes_cap")
 
 
@@ -71,8 +72,7 @@ class ConnectedModel(Part):
         if ddp.static_graph and not ddp.require_backward_grad_sync:
             do = "leave no_sync() out in the first optimizer step, or call controller.warm_up(forward_backward)"
             raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {do}")
-        if (why := optimizers_in_backward(ddp)) is not None:
-            raise UsageError(why)
+        require_no_optimizers_in_backward(ddp)
 
     def local_passes(self, *, by_size: bool) -> AbstractContextManager[None]:
         """Inside, gradients stay on the rank. `by_size`: ranks have unlike numbers of these passes."""
@@ -81,7 +81,7 @@ class ConnectedModel(Part):
     def _scale(self, factor: float) -> None:
         """All that has accumulated, times `factor`."""
         if factor != 1.0:
-            scale_each_(gradients_of(self.model), factor)
+            scale_(gradients_of(self.model), factor)
 
     def _own(self) -> list[Tensor]:
         """What has accumulated of this rank's own; FSDP adds to what it has reduced, which has its own weight."""
@@ -111,7 +111,7 @@ class ConnectedModel(Part):
             if union[micro + 1]:
                 self._scale(float(union.mean() / union[micro + 1]))
         elif following and now != following:
-            scale_each_(self._own(), now / following)
+            scale_(self._own(), now / following)
 
     def finish(self, piece: Piece, mean_of: int, *, more: bool) -> None:
         """Without a hook, what the hook's weight does for unequal pieces. Done once for the last of them.
@@ -190,8 +190,7 @@ def attach(
     """
     group, recorder, alone = around.group, around.recorder, around.ranks.workers == 1
     if options.weighting == "hook" and not alone and (reason := _needs_loss_side(model)) is not None:
-        fix = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
-        raise UsageError(f"{reason}: {fix}")
+        raise UsageError(f"{reason}: {LOSS_SIDE}")
     if not isinstance(model, DistributedDataParallel) or group is None:
         if options.hook is not None:
             raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
@@ -208,17 +207,15 @@ def attach(
     settings = {option: getattr(model, option, None) for option in _ALIKE_IN_DDP}
     settings |= {"losses scaled": options.scaler is not None, **hook_settings(options.hook_state)}
     exchanges = f"{name}, buffers {options.batchnorm}"
-    exchange_buffers(model, hook, recorder, averaged=options.batchnorm == "weighted")
+    exchange_buffers(model, hook, averaged=options.batchnorm == "weighted")
     return ConnectedModel(model, recorder, hook, averaging=averaging(), exchanges=exchanges, settings=settings)
 
 
-def exchange_buffers(
-    model: DistributedDataParallel, weights: GradientHook, recorder: Recorder, *, averaged: bool
-) -> None:
+def exchange_buffers(model: DistributedDataParallel, weights: GradientHook, *, averaged: bool) -> None:
     """Before each forward pass of DDP exchange its buffers. There too a rank may be found lost."""
     from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-    group, ranks = weights.group, weights.ranks
+    group, ranks, recorder = weights.group, weights.ranks, weights.recorder
     last = [1.0 / group.size()]  # n_i/N of the step before the forward that is starting: it produced the buffers
 
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ samples. DDP averages over W workers, so each worker's gradient is multiplied by
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
 
@@ -32,18 +32,10 @@ ADDED = "the ranks could not add their gradients"
 DENSE_EVERY = 50
 
 
-def scale_(values: Tensor, count: float, total: float, workers: int) -> None:
-    """Multiply `values` in place by count * workers / total; a count of 0 zeroes them (0 * NaN would stay NaN)."""
-    if count == 0:
-        values.zero_()
-    elif (factor := count * workers / total) != 1.0:
-        values.mul_(factor)
-
-
 @torch.no_grad()
-def scale_each_(gradients: list[Tensor], factor: float) -> None:
-    """Multiply them in place; 0 zeroes them, whatever they hold."""
-    for gradient in gradients:
+def scale_(gradients: Iterable[Tensor], factor: float) -> None:
+    """Multiply them in place; 0 zeroes them, whatever they hold (0 * NaN would stay NaN)."""
+    for gradient in gradients if factor != 1.0 else ():
         gradient.mul_(factor) if factor else gradient.zero_()
 
 
@@ -73,7 +65,7 @@ def weighted(inner_hook: Hook, *, count: Callable[[], tuple[float, float]]) -> H
             bucket.set_buffer(bucket.buffer().clone())  # `inner_hook` may divide in place, as torch's do
         group = getattr(state, "process_group", state)
         workers = group.size() if isinstance(group, dist.ProcessGroup) else dist.get_world_size()
-        scale_(bucket.buffer(), n, total, workers)
+        scale_([bucket.buffer()], n * workers / total)
         return inner_hook(state, bucket)
 
     hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types
@@ -109,7 +101,6 @@ class Around:
     watch: Callable[..., Check]
 
 
-@dataclass(frozen=True, slots=True)
 class GradientWeight:
     """How this rank's gradient of the pass under way enters the mean.
 
@@ -119,18 +110,11 @@ class GradientWeight:
     over      what has accumulated over this rank's mean gradient
     """
 
-    count: float
-    total: float
-    applied: float | Tensor | None
-    over: float | Tensor
-
-    @classmethod
-    def of(cls, piece: Piece, weights: LossWeight) -> GradientWeight:
-        """That of `piece`."""
+    def __init__(self, piece: Piece, weights: LossWeight) -> None:
         own = piece.share / piece.samples if piece.by_size and piece.samples else 1.0
-        applied = weights.in_gradient(piece) if weights.given or weights.applied is not None else None
-        over = own if applied is None else applied
-        return cls(float(piece.samples), piece.round.samples / weights.accumulate, applied, over)
+        self.count, self.total = float(piece.samples), piece.round.samples / weights.accumulate
+        self.applied = weights.in_gradient(piece) if weights.given or weights.applied is not None else None
+        self.over = own if self.applied is None else self.applied
 
     def enter(self, values: Tensor, workers: int) -> None:
         """Bring `values`, in place, to what so many workers are to take the mean of.
@@ -139,7 +123,7 @@ class GradientWeight:
         away what was already reduced, in a loop that synchronises every micro-batch.
         """
         if self.applied is None:
-            scale_(values, self.count, self.total, workers)
+            scale_([values], self.count * workers / self.total)
         elif not self.count:
             wipe_nonfinite_(values)
 
@@ -213,7 +197,7 @@ class GradientHook(Part):
             self.loop.reducing(self.piece)
         if self.piece is None:
             self.loop.fail("backward() crossed ranks, and no forward pass of this model came before it")
-        weight = GradientWeight.of(self.piece, self.weights)
+        weight = GradientWeight(self.piece, self.weights)
         self.reductions += first
         self.crossed += first
         if first and self.reductions == 1:

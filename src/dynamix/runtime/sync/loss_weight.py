@@ -3,14 +3,14 @@
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from dynamix.data import BatchSampler, Piece, Stream
+from dynamix.data import Piece
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.ranks.process_groups import new_gloo_group
 from dynamix.runtime.ranks.ranks import ALONE, Ranks
@@ -49,16 +49,17 @@ class LossWeight:
             return piece.share * (piece.number + 1) / piece.of * self.workers / piece.round.samples
         return None if self.applied is None else self.held
 
-    def require_fit(
-        self, source: BatchSampler | Stream, kwargs: dict[str, Any], fail: Callable[[str], NoReturn]
-    ) -> None:
-        """A forward pass begins, of such arguments: let `fail` raise what is wrong with it."""
+    def require_fit(self, piece: Piece, placeholder: Any, named: dict[str, Any], fail: Callable[[str], Any]) -> None:
+        """A forward pass of `piece` begins, with these `named` arguments: let `fail` raise what is wrong with it.
+
+        placeholder   what stands for a share of no samples, if the loop has said so
+        """
         if not self.given:
-            if kwargs.get("num_items_in_batch") is None:
+            if named.get("num_items_in_batch") is None:
                 return
             why = "the model divides its loss by num_items_in_batch, so the loss carries its weight already"
             fail(f"{why}: write controller.wrap(..., weighting='given'), or take dynamix.integrations.transformers")
-        if source.placeholder is not None or source.piece().round.counts.all():
+        if placeholder is not None or piece.round.counts.all():
             return
         why = "some rank has no samples in this step, and a loss with weighting='given' would count its placeholder"
         fail(f"{why}: say what becomes of it, controller.loader(..., placeholder=lambda batch: ...)")

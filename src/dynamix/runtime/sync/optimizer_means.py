@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,24 +84,22 @@ class OptimizerMeans:
     it, and is given the mean of those that have it. What there is to average is compared at every meeting, so that all
     send alike.
 
-    in_groups   what each optimizer keeps in its groups
+    optimizers   and what each keeps in its groups
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], in_groups: Sequence[GroupMemory], workers: Workers) -> None:
-        self.optimizers, self.in_groups, self.workers = optimizers, in_groups, workers
+    def __init__(self, optimizers: Mapping[Optimizer, GroupMemory], workers: Workers) -> None:
+        self.optimizers, self.workers = optimizers, workers
         self.layout: list[Entry] = []
-        self._of: list[tuple[Optimizer, dict[str, Any], Tensor]] = []  # each parameter, and its group
-        self._groups: list[dict[str, Any]] = []
+        self._places: list[tuple[Optimizer, int, Tensor | None]] = []  # number of the group; a parameter, or the group
 
     def meeting(self, weight: float, told: dict[str, Any] | None = None) -> Iterator[None]:
         """All of it, this worker's state weighing `weight`; at every `yield` what was begun has to arrive.
 
         told   a state dict of the only optimizer, which the means are put in; None: they are put in the optimizers
         """
-        before = len(self._groups), [id(p) for *_, p in self._of]
-        self._groups = [group for of in self.optimizers for group in of.param_groups]
-        self._of = [(of, group, p) for of in self.optimizers for group in of.param_groups for p in group["params"]]
-        if (len(self._groups), [id(p) for *_, p in self._of]) != before:
+        before, groups = self._places, [(of, n, None) for of in self.optimizers for n in range(len(of.param_groups))]
+        self._places = [*((of, n, p) for of, n, _ in groups for p in of.param_groups[n]["params"]), *groups]
+        if [id(p) for *_, p in self._places] != [id(p) for *_, p in before]:
             self.layout = []
         own = self._own()
         missing = torch.tensor([float(bool(own.keys() - set(self.layout)))])
@@ -134,22 +132,20 @@ class OptimizerMeans:
     def _own(self) -> dict[Entry, Any]:
         """What is to be averaged. Raises `UsageError` for what has no mean."""
         found: dict[Entry, Any] = {}
-        for place, (optimizer, _, parameter) in enumerate(self._of):
-            for name, value in optimizer.state.get(parameter, {}).items():
+        for place, (optimizer, number, parameter) in enumerate(self._places):
+            if parameter is None:
+                known = {entry.name for entry in self.layout if entry.place == place}
+                memory = self.optimizers[optimizer].of(number, optimizer.param_groups[number], known)
+            else:
+                memory = optimizer.state.get(parameter, {})
+            for name, value in memory.items():
                 if _has_mean(value):
-                    found |= _entry(place, name, value)
+                    moves = parameter is None and isinstance(value, Tensor) and value.dim()  # it travels beside moments
+                    found |= _entry(place, name, value.to(self._device(place)) if moves else value)
                 elif value is not None:
                     kind = f"{type(optimizer).__name__} keeps {name!r}, of type {type(value).__name__}, for a parameter"
                     fix = "average with Averaging(optimizer_state='kept') or 'reset', and save each worker's own"
                     raise UsageError(f"{kind}, which has no mean over workers: {fix}")
-        place = len(self._of)
-        for optimizer, memory in zip(self.optimizers, self.in_groups, strict=True):
-            for number, group in enumerate(optimizer.param_groups):
-                known = {entry.name for entry in self.layout if entry.place == place}
-                for name, value in memory.of(number, group, known).items():
-                    whole = isinstance(value, Tensor) and value.dim()  # it travels beside moments
-                    found |= _entry(place, name, value.to(self._device(place)) if whole else value)
-                place += 1
         return found
 
     def _blank(self, entry: Entry) -> Tensor:
@@ -158,40 +154,32 @@ class OptimizerMeans:
 
     def _device(self, place: int) -> torch.device:
         """Of the parameter, or of the group's first one."""
-        of_group = place - len(self._of)
-        parameters = [self._of[place][2]] if of_group < 0 else self._groups[of_group]["params"]
+        optimizer, number, parameter = self._places[place]
+        parameters = optimizer.param_groups[number]["params"] if parameter is None else [parameter]
         return parameters[0].device if parameters else torch.device("cpu")
 
-    def _on_device(self, place: int) -> bool:
-        """Whether the optimizer counts steps of this parameter beside it."""
-        if place >= len(self._of):
-            return False
-        group = self._of[place][1]
-        return bool(group.get("capturable") or group.get("fused"))
-
-    def _memory(self, place: int, told: dict[str, Any] | None) -> dict[str, Any]:
-        """What this worker's optimizer remembers there, or what `told` says of it."""
-        memory: dict[str, Any]
-        if (of_group := place - len(self._of)) >= 0:
-            memory = (self._groups if told is None else told["param_groups"])[of_group]
-        elif told is None:
-            optimizer, _, parameter = self._of[place]
-            memory = optimizer.state[parameter]
-        else:
-            number = [n for group in told["param_groups"] for n in group["params"]][place]
-            memory = told["state"].setdefault(number, {})
-        return memory
+    def _memory(self, place: int, told: dict[str, Any] | None) -> Any:
+        """The dict in which this worker's optimizer remembers it, or that of `told`."""
+        optimizer, number, parameter = self._places[place]
+        if parameter is None:
+            return (optimizer.param_groups if told is None else told["param_groups"])[number]
+        if told is None:
+            return optimizer.state[parameter]
+        numbers = [n for group in told["param_groups"] for n in group["params"]]
+        return told["state"].setdefault(numbers[place], {})
 
     def _put(self, state: dict[str, Any], entry: Entry, mean: Any) -> None:
-        held = state.get(entry.name)
-        if entry.place >= len(self._of) and isinstance(held, (int, float)) and math.isclose(held, mean, rel_tol=1e-12):
+        held, (optimizer, number, parameter) = state.get(entry.name), self._places[entry.place]
+        if parameter is None and isinstance(held, (int, float)) and math.isclose(held, mean, rel_tol=1e-12):
             return  # all have it alike, as what a scheduler has put there
         if entry.shape is None:
             state[entry.name] = round(mean) if entry.dtype == "int" else mean
             return
         if not isinstance(held, Tensor) or held.is_sparse:
             held = self._blank(entry)
-            if entry.name in ON_CPU and not self._on_device(entry.place):
+            group = optimizer.param_groups[number]
+            beside = parameter is not None and (group.get("capturable") or group.get("fused"))  # it counts steps there
+            if entry.name in ON_CPU and not beside:
                 held = held.cpu()
             state[entry.name] = held
         if isinstance(mean, Tensor):

@@ -13,8 +13,7 @@ def require_own_reduction(model: Any, weighting: str, *, apart: bool) -> None:
     weighting   of `Controller.wrap`
     apart       workers meet over parameters only
     """
-    if (why := optimizers_in_backward(model)) is not None:
-        raise UsageError(why)
+    require_no_optimizers_in_backward(model)
     if model.mixed_precision is not None:
         does = "reduces gradients in a communication hook of its own, and DDP allows one"
         fix = "leave it out, and put the forward pass under torch.autocast"
@@ -28,9 +27,9 @@ def require_own_reduction(model: Any, weighting: str, *, apart: bool) -> None:
         raise UsageError(f"DDP(delay_all_reduce_named_params=...) {does}: leave it out")
 
 
-def optimizers_in_backward(model: DistributedDataParallel) -> str | None:
-    """What is wrong where torch applies optimizers of its own in the backward pass of `model`; None if nothing is."""
-    if not any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
-        return None
-    does = "makes DDP reduce and step in a communication hook of its own, and DDP allows one"
-    return f"_apply_optimizer_in_backward() {does}: leave it out, and call optimizer.step() in the loop"
+def require_no_optimizers_in_backward(model: DistributedDataParallel) -> None:
+    """Raise `UsageError` where torch applies optimizers of its own in the backward pass of `model`."""
+    if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
+        does = "makes DDP reduce and step in a communication hook of its own, and DDP allows one"
+        fix = "leave it out, and call optimizer.step() in the loop"
+        raise UsageError(f"_apply_optimizer_in_backward() {does}: {fix}")

@@ -80,14 +80,13 @@ class ParameterAveraging:
         self, model: nn.Module, how: Averaging, workers: Workers, *, scaler: Any, at_times: bool = False
     ) -> None:
         self.model, self.how, self.workers, self.scaler = model, how, workers, scaler
-        self.optimizers: list[Optimizer] = []
-        self._in_groups: list[GroupMemory] = []  # of each of them
+        self.optimizers: dict[Optimizer, GroupMemory] = {}  # and what each keeps in its groups
         self.weight = 1.0  # its part of the round before; as much as others' where there was none
         self._begun = self._changed = False  # a round; since the last meeting, what moves are counted from
         self._anchors: list[ReferenceWeights] = []
         self._untrained = Untrained(model)
         self._outer: Optimizer | None = None
-        self._means = OptimizerMeans(self.optimizers, self._in_groups, workers)
+        self._means = OptimizerMeans(self.optimizers, workers)
         self._at_times, self._own = at_times, False  # whether what optimizers remember is each worker's own
         self._piece: Piece | None = None  # of the passes under way
         if not at_times or how.outer is not None:
@@ -103,8 +102,7 @@ class ParameterAveraging:
         if not self._at_times or (self._piece is not None and self._piece.round.apart):
             self.begin()
         elif self._piece is not None:
-            with self.workers.ranks.naming("the ranks could not average the state of their optimizers"):
-                self._wait_for_each(self.rejoining())
+            self._wait_for_each(self.rejoining(), "the ranks could not average the state of their optimizers")
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -144,13 +142,12 @@ class ParameterAveraging:
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             fix = "give every rank its whole optimizer, or use meet='gradients'"
             raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers step apart: {fix}")
-        self.optimizers.append(optimizer)
-        self._in_groups.append(GroupMemory(optimizer))
+        self.optimizers[optimizer] = GroupMemory(optimizer)
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
     def meet(self, weight: float) -> None:
         """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
-        self._wait_for_each(self.meeting(weight))
+        self._wait_for_each(self.meeting(weight), "the ranks could not average their models")
 
     @torch.no_grad()
     def rejoining(self) -> Iterator[None]:
@@ -176,17 +173,19 @@ class ParameterAveraging:
             moved += sum(v.numel() * v.element_size() for v in held)
         return moved / max(gradient, 1)
 
-    def _wait_for_each(self, parts: Iterator[None]) -> None:
-        for _ in parts:
-            self.workers.wait()
+    def _wait_for_each(self, parts: Iterator[None], failed: str) -> None:
+        with self.workers.ranks.naming(failed):
+            for _ in parts:
+                self.workers.wait()
 
     @torch.no_grad()
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
         if self.how.optimizer_state != "kept" or (self._at_times and not self._own):
             return optimizer.state_dict()  # all have it alike
-        told, in_groups = copy.deepcopy(optimizer.state_dict()), self._in_groups[self.optimizers.index(optimizer)]
-        self._wait_for_each(OptimizerMeans([optimizer], [in_groups], self.workers).meeting(self.weight, told))
+        told = copy.deepcopy(optimizer.state_dict())
+        means = OptimizerMeans({optimizer: self.optimizers[optimizer]}, self.workers)
+        self._wait_for_each(means.meeting(self.weight, told), "the ranks could not average the state of an optimizer")
         return told
 
     @torch.no_grad()
@@ -264,7 +263,7 @@ class ParameterAveraging:
         counters = (t for t in self._replaceable().values() if not has_mean(t))
         sent = [*(anchor.tensor for anchor in self._anchors), *counters]
         words = [f"{named.get(id(t), 'a tensor')} {list(t.shape)} {t.dtype}" for t in sent]
-        words.append(f"{self._untrained.count} parameters that nobody moves")
+        words.append(f"{len(self._untrained.seen)} parameters that nobody moves")
         words += [f"an optimizer of {[len(g['params']) for g in of.param_groups]} parameters" for of in self.optimizers]
         return [*words, "no scaler's scale" if self._scale() is None else "a scaler's scale"]
 
@@ -284,11 +283,10 @@ class ParameterAveraging:
                     anchor.take(anchor.value)
 
     def _travelling(self) -> list[Tensor]:
-        tensors: dict[int, Tensor] = {id(p): p for p in self.model.parameters() if p.requires_grad}
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        tensors |= {id(p): p for group in groups for p in group["params"] if p.requires_grad}
-        tensors |= {id(t): t for t in self._replaceable().values() if has_mean(t)}
-        return list(tensors.values())
+        every = [*self.model.parameters(), *(p for group in groups for p in group["params"])]
+        found = [p for p in every if p.requires_grad] + [t for t in self._replaceable().values() if has_mean(t)]
+        return list({id(t): t for t in found}.values())
 
     def _replaceable(self) -> dict[str, Tensor]:
         """Buffers, and what else a loop changes by itself, by name."""

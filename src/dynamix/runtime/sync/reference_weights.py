@@ -69,27 +69,22 @@ class Untrained:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.moving: dict[str, None] = {}  # names of those that a loop was seen to move; they are looked at no more
-        self._seen: dict[str, _Seen] = {}
+        self.seen: dict[str, _Seen] = {}  # those that are looked at
         self._looks = 0
-
-    @property
-    def count(self) -> int:
-        """How many are looked at."""
-        return len(self._seen)
 
     def look(self) -> None:
         """A round begins: whoever changes them from now on moves them."""
-        kept, self._seen = self._seen, {}
+        kept, self.seen = self.seen, {}
         for name, p in self.model.named_parameters():
             if not p.requires_grad and type(p) is nn.Parameter and name not in self.moving:
                 before = kept.get(name)
-                self._seen[name] = _Seen(p) if before is None or before.changed(p) else before
+                self.seen[name] = _Seen(p) if before is None or before.changed(p) else before
 
     def moved(self) -> dict[str, bool]:
         """Whether each was moved since. Entries, which the device is asked for, are looked at more and more seldom."""
         self._looks += 1
         due, now = self._looks & (self._looks - 1) == 0, dict(self.model.named_parameters())
-        return {name: seen.changed(now.get(name, seen.tensor), surely=due) for name, seen in self._seen.items()}
+        return {name: seen.changed(now.get(name, seen.tensor), surely=due) for name, seen in self.seen.items()}
 
     def let_go(self, names: Iterable[str]) -> None:
         """Some rank has moved these."""

@@ -14,7 +14,6 @@ from dynamix.data import Piece
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Observation, Part
-from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.parameter_averaging import ParameterAveraging
 
@@ -32,13 +31,11 @@ class RoundBoundary(Part):
         self,
         models: Sequence[ConnectedModel],
         recorder: Recorder,
-        ranks: Ranks,
         fail: Callable[[DynamixError], DynamixError],
         *,
         steps_apart: bool,
     ) -> None:
-        self.models, self.recorder, self.ranks = models, recorder, ranks
-        self.steps_apart, self._fail = steps_apart, fail
+        self.models, self.recorder, self.steps_apart, self._fail = models, recorder, steps_apart, fail
         self._between = False  # this rank has stepped apart since the last meeting
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
@@ -47,8 +44,7 @@ class RoundBoundary(Part):
         if piece.last and piece.round.apart:
             self.recorder.timer.gradients_ready()
             for averaging in self._averagings():
-                with self.ranks.naming("the ranks could not average their models"):
-                    averaging.meet(piece.share / piece.round.samples)
+                averaging.meet(piece.share / piece.round.samples)
             self.recorder.timer.reduced()
             self._between = False
 
@@ -91,6 +87,5 @@ class RoundBoundary(Part):
         self.require("optimizer_state() is the mean over workers")
         for averaging in self._averagings():
             if any(optimizer is own for own in averaging.optimizers):
-                with self.ranks.naming("the ranks could not average the state of an optimizer"):
-                    return averaging.optimizer_state(optimizer)
+                return averaging.optimizer_state(optimizer)
         raise UsageError("optimizer_state() got an optimizer that controller.wrap(model, optimizer) was not given")

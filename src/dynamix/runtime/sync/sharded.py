@@ -20,12 +20,11 @@ from dynamix.data import Piece, Round
 from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Observation
-from dynamix.runtime.sync.connected_model import ConnectedModel, Options
+from dynamix.runtime.sync.connected_model import LOSS_SIDE, ConnectedModel, Options
 from dynamix.runtime.sync.gradients import ADDED, Around, Check, GradientHook, GradientWeight, at_end_of_backward
 from dynamix.runtime.sync.inner_hook import InnerHook
 from dynamix.runtime.sync.shards import Shards
 
-_LOSS_SIDE = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
 _REPLACED = "set_custom_reduce_scatter() was called after controller.wrap(), so gradients would not be weighted"
 _GIVEN_BACK = (
     "with micro_batch= parameters stay gathered from a round's first piece to its last, and here they were given back "
@@ -210,7 +209,7 @@ class ShardedModel(ConnectedModel):
     def before_forward(self, piece: Piece) -> None:
         hooks = (getattr(group._reduce_scatter_comm, "hook", None) for group in self.shards.groups)
         if self.hook is not None and not all(hook is self.hook for hook in hooks):
-            self.hook.loop.fail(f"{_REPLACED}: call it before, and {_LOSS_SIDE}")
+            self.hook.loop.fail(f"{_REPLACED}: call it before, and {LOSS_SIDE}")
         if piece is self._begun:
             return
         self._begun = piece
@@ -258,7 +257,7 @@ def attach_sharded(model: nn.Module, options: Options, around: Around) -> Connec
     if shards is None or (reason := _cannot_weigh(model, shards)) is not None:
         reason = reason if shards is not None else "this torch keeps what FSDP holds in another way than dynamix reads"
         if options.weighting == "hook":
-            raise UsageError(f"{reason}: {_LOSS_SIDE}")
+            raise UsageError(f"{reason}: {LOSS_SIDE}")
         told = "so exchange, waiting and the noise scale are not measured"
         warnings.warn(f"{reason}, {told}; gradients are weighted in the loss", RuntimeWarning, stacklevel=5)
         recorder.times.see_no_communication()

@@ -17,15 +17,11 @@ from dynamix.runtime.sync.loss_weight import LossWeight
 class SingleWorkerSync:
     """Of a job's only rank, or of one that steps apart from the others.
 
-    workers     how many the job has
-    accumulate  batches by whose number a loop divides its losses
-    every       one pair in so many steps is compared; 0: gradients meet, and nothing is done here
+    every   one pair in so many steps is compared; 0: gradients meet, and nothing is done here
     """
 
-    def __init__(
-        self, recorder: Recorder, loss_weight: LossWeight, *, workers: int, accumulate: int, every: int
-    ) -> None:
-        self.recorder, self.loss_weight, self.workers, self.accumulate = recorder, loss_weight, workers, accumulate
+    def __init__(self, recorder: Recorder, loss_weight: LossWeight, *, every: int) -> None:
+        self.recorder, self.loss_weight = recorder, loss_weight
         self.source: BatchSampler | Stream | None = None
         self._pairs = ConsecutiveNoise(every) if every else None
 
@@ -46,7 +42,7 @@ class SingleWorkerSync:
     def finish(self, model: ConnectedModel, piece: Piece | None, *, more: bool = False) -> None:
         """A single worker's gradients of this round are there, to be clipped or applied; `more`: not all of them."""
         if self._pairs is not None and piece is not None and self.loss_weight.in_gradient(piece) is None:
-            model.finish(piece, self.accumulate, more=more)
+            model.finish(piece, self.loss_weight.accumulate, more=more)
 
     def observe_pair(self, parameters: list[nn.Parameter], samples: int) -> None:
         """A single worker's noise scale, from its gradients of so many samples in two steps that follow each other."""
@@ -59,7 +55,7 @@ class SingleWorkerSync:
 
     def _before_optimizer(self, model: ConnectedModel, optimizer: Optimizer) -> None:
         piece: Any = self._piece()
-        if piece is None or (self.workers > 1 and not piece.round.apart):
+        if piece is None or (self.loss_weight.workers > 1 and not piece.round.apart):
             return  # gradients have met, and were measured, in DDP's hook
         if not self.recorder.muted:
             self.recorder.timer.gradients_ready()
