@@ -27,7 +27,7 @@ _STREAM = {**PLACE, **dict.fromkeys((*ORDER, "kind", "cuts", "regions", "iterabl
 _SAMPLER = {**_STREAM, "dataset_size": int, "shuffle": bool}
 
 
-class Place(Part):
+class SourceState(Part):
     """Keeps what was loaded until there is a sampler or stream, which goes on from it.
 
     Its state holds `kind` (none, sampler, stream), `PLACE` and `ORDER`, `cuts` and `regions` of the epoch, and the
@@ -95,10 +95,10 @@ class Place(Part):
 
 
 def _require_place(state: Any) -> None:
-    """Raise `StateError` for what no `Place` wrote, and for a place in which no sampler and no stream can be."""
+    """Raise `StateError` for what no `SourceState` wrote, and for a place in which no sampler and no stream can be."""
     kind = state.get("kind")
     if kind == "none":
-        if not alike(state, Place(len(wholes("source.taken", state.get("taken"))), 1).state_dict()):
+        if not alike(state, SourceState(len(wholes("source.taken", state.get("taken"))), 1).state_dict()):
             wrong("source", "a place", "nothing where no sampler was made")
         return
     if kind not in ("sampler", "stream"):

@@ -19,7 +19,7 @@ from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import FIX, Part, fields, of_type, whole, wholes, wrong
 from dynamix.runtime.state.packing import checksum, pack, unpack
 from dynamix.runtime.state.random_state import RandomState
-from dynamix.runtime.state.resume import Division, Place
+from dynamix.runtime.state.resume import Division, SourceState
 from dynamix.runtime.state.users import InOrder, PolicyState, Remembered, load_atomically
 
 STATE_SCHEMA = 2
@@ -61,7 +61,7 @@ class JobState:
     ) -> None:
         job, allocations = division.job, division.allocations
         self.hooks, self.schedules = InOrder("hooks", varies=("inner",)), InOrder("schedules")
-        self.place, self.random = Place(division.workers, job.accumulate), RandomState()
+        self.place, self.random = SourceState(division.workers, job.accumulate), RandomState()
         self._users = PolicyState(policy, job, allocations), self.hooks, self.schedules
         parts: tuple[Part, ...] = *self._users, progress, job.noise_scale, self.place, recorder, self.random
         self.parts = {part.name: part for part in parts}
