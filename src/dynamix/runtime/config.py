@@ -109,8 +109,8 @@ class JobConfig:
     @property
     def loop_batches(self) -> dict[str, int]:
         """What the loop's batches may be at the start, by the argument's name."""
-        whole_share = {"batch_size": self.batch_size}
-        return whole_share if self.micro_batch is None else whole_share | {"micro_batch": self.micro_batch}
+        piece = {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
+        return {"batch_size": self.batch_size, **piece}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -175,8 +175,9 @@ class JobConfig:
     def _check_totals(self) -> None:
         """Raise `ConfigError` for an unknown way of the global batch, and for limits of it that are no numbers."""
         if self.global_batch not in (known := ("adaptive", "fixed")):
-            fix = spelling(self.global_batch, known)
-            raise ConfigError("global_batch", self.global_batch, "'adaptive' or 'fixed'", fix)
+            raise ConfigError(
+                "global_batch", self.global_batch, "'adaptive' or 'fixed'", spelling(self.global_batch, known)
+            )
         for name in ("min_global_batch", "max_global_batch"):
             value: object = getattr(self.limits, name)
             if self.fixed and value is not None:

@@ -31,9 +31,8 @@ def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
     nan = float("nan")
     progress, source, recorder, windows = job.progress, job.source, job.recorder, job.windows
     sizes, rate = windows.batch_sizes, next(iter(job.rates.learning_rates), None)
-    at_once = windows.piece_apart * job.allocations.workers
-    if job.facts.apart:
-        at_once = job.facts.at_once or int(sizes.sum())
+    of_job, of_round = job.facts.at_once or int(sizes.sum()), windows.piece_apart * job.allocations.workers
+    at_once = of_job if job.facts.apart else of_round
     noise, signal = progress.noise_at(windows.next_round)
     found = recorder.last | {
         "step": progress.steps,

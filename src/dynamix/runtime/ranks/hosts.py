@@ -3,10 +3,11 @@
 A job that is started again deals ranks anew, and after a change of members there are more or fewer of them.
 """
 
+import itertools
 import os
 import socket
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,12 +31,8 @@ def workers_of(hosts: Sequence[str]) -> list[str]:
     >>> workers_of(["b", "a", "a"])
     ['b/0', 'a/0', 'a/1']
     """
-    seen = Counter[str]()
-    names = []
-    for host in hosts:
-        names.append(f"{host}/{seen[host]}")
-        seen[host] += 1
-    return names
+    numbers = defaultdict[str, Iterator[int]](itertools.count)
+    return [f"{host}/{next(numbers[host])}" for host in hosts]
 
 
 def remembered(known: Mapping[str, float], workers: Sequence[str], sizes: Ints) -> dict[str, float]:

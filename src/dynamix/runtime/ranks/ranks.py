@@ -211,9 +211,6 @@ class Alone(Ranks):
         self.group, self.rank, self.workers, self.agreed = None, 0, 1, True
         self._watch = RankWatch(None, 0, 1)
 
-    def gather(self, value: Any, what: str) -> list[Any]:
-        return [value]
-
     def rows(self, mine: Tensor, what: str) -> Any:
         return mine.numpy()[None]
 

@@ -48,11 +48,9 @@ def meet(group: dist.ProcessGroup, *, timeout_s: float) -> None:
     meeting, silence = Rendezvous(group), Silence()
 
     def look() -> None:
-        silent_s = silence.after(time.monotonic(), meeting.answers, most=BEAT_S)
-        if silent_s > LATE_S:
-            raise WorkerLostError(
-                f"not all ranks have made a Controller: the job's store has been silent for {silent_s:.0f} s"
-            )
+        if (silent_s := silence.after(time.monotonic(), meeting.answers, most=BEAT_S)) > LATE_S:
+            told = f"the job's store has been silent for {silent_s:.0f} s"
+            raise WorkerLostError(f"not all ranks have made a Controller: {told}")
 
     beside(lambda: meeting.wait(timeout_s), look)
 
@@ -190,11 +188,9 @@ class Rendezvous:
         return dict(said or {})
 
     def _judge(self, rank: int, place: dict[str, Any], since_s: float) -> None:
-        if "error" in place:
-            if since_s > ELSEWHERE_S:
-                raise UsageError(f"rank {rank} could not make its Controller: {place['error']}")
-            return
-        if place["ranks"] == self.ranks:
+        if "error" in place and since_s > ELSEWHERE_S:
+            raise UsageError(f"rank {rank} could not make its Controller: {place['error']}")
+        if "error" in place or place["ranks"] == self.ranks:
             return
         theirs = f"rank {rank} makes its Controller over ranks {place['ranks']}"
         if since_s > ELSEWHERE_S and self._waits_for_me(rank) and self._waits_for_me(rank):  # a second look at all

@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -213,27 +214,24 @@ def in_threads(main: Callable[[Ranks], T], workers: int) -> list[T]:
     >>> in_threads(main, 3)
     [[0, 1, 4], [0, 1, 4], [0, 1, 4]]
     """
-    results: dict[int, T] = {}
     errors: list[BaseException] = []
 
-    def run(ranks: Ranks) -> None:
+    def run(ranks: Ranks) -> T:
         try:
-            results[ranks.rank] = main(ranks)
+            result = main(ranks)
         except BaseException as error:
             errors.append(error)
             ranks.leave_with(error)
-        else:
-            ranks.leave()
+            raise
+        ranks.leave()
+        return result
 
     before = threading.stack_size(STACK_BYTES)
     try:
-        threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in ThreadWire(workers).ranks()]
-        for thread in threads:
-            thread.start()
+        with ThreadPoolExecutor(workers) as threads:
+            results = [threads.submit(run, one) for one in ThreadWire(workers).ranks()]
     finally:
         threading.stack_size(before)
-    for thread in threads:
-        thread.join()
     if errors:
         raise errors[0]
-    return [results[rank] for rank in range(workers)]
+    return [result.result() for result in results]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -127,7 +126,7 @@ def _require_cuts(state: dict[str, Any], cuts: Any, taken: int) -> None:
     for cut in cuts:
         fields("source.cuts", cut, {"lengths": list, "taken": list})
         lengths = wholes("source.cuts", cut["lengths"])
-        if _beyond(wholes("source.cuts", cut["taken"], len(lengths)), lengths) or sum(lengths) > size:
+        if np.greater(wholes("source.cuts", cut["taken"], len(lengths)), lengths).any() or sum(lengths) > size:
             wrong("source.cuts", cut, "taken at most lengths, lengths at most the data set")
     if regions is None:
         return
@@ -135,12 +134,8 @@ def _require_cuts(state: dict[str, Any], cuts: Any, taken: int) -> None:
     begin, lengths = regions["begin"], wholes("source.regions.lengths", regions["lengths"], len(state["taken"]))
     if not any(wholes("source.regions.sizes", regions["sizes"], len(lengths))):
         wrong("source.regions.sizes", regions["sizes"], "at least one above 0")
-    if sum(lengths) != size - begin or begin + taken != position or _beyond(state["taken"], lengths):
+    if sum(lengths) != size - begin or begin + taken != position or np.greater(state["taken"], lengths).any():
         wrong("source.regions", f"begin={begin}, {sum(lengths)} samples", f"those of position={position}")
-
-
-def _beyond(taken: list[int], lengths: list[int]) -> bool:
-    return any(map(operator.gt, taken, lengths))
 
 
 class Resumed(NamedTuple):

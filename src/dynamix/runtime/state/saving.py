@@ -179,8 +179,9 @@ def _require_schema(state: Mapping[str, Any]) -> None:
         raise StateError(f"this is no state of a controller: its keys are {shown(list(state)[:3])}. {inside}")
     if type(schema) is not int or schema != STATE_SCHEMA:
         version = f", saved by dynamix {state['version']}" if isinstance(state.get("version"), str) else ""
-        found = f"{shown(schema)}{version}"
-        raise StateError(f"the controller's state has schema {found}; this version reads {STATE_SCHEMA}")
+        raise StateError(
+            f"the controller's state has schema {shown(schema)}{version}; this version reads {STATE_SCHEMA}"
+        )
 
 
 def _require_together(saved: Mapping[str, Any]) -> None:
