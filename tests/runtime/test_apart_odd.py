@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dynamix.runtime.measure.noise import ConsecutiveNoise
+from dynamix.runtime.measure.pairs import ConsecutiveNoise
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.measure.noise import ConsecutiveNoise, NoiseScale
+from dynamix.runtime.measure.noise import NoiseScale
+from dynamix.runtime.measure.pairs import ConsecutiveNoise
 from tests.ranks import refusal, run_ranks
 
 DIMENSION, SIGNAL = 400, 0.3  # |G|^2 and tr(Sigma) of the quadratic's gradient noise are known

@@ -19,12 +19,13 @@ from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.memory import within
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.collectives import require_sums
-from dynamix.runtime.sync.connected_model import ConnectedModel, Options, attach
+from dynamix.runtime.sync.ddp import attach, attach_both
 from dynamix.runtime.sync.gradients import Around
-from dynamix.runtime.sync.local_sgd import attach_apart, attach_both
+from dynamix.runtime.sync.local_sgd import attach_apart
 from dynamix.runtime.sync.other_reductions import require_own_reduction
 from dynamix.runtime.sync.sharded import attach_sharded
 from dynamix.runtime.sync.shards import Shards, is_fully_sharded, refuse_fsdp1
+from dynamix.runtime.sync.sync import Options, Sync
 from dynamix.window import Bounds
 
 
@@ -55,8 +56,8 @@ def connect(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: O
     with job.loop.connecting():
         connected = _attach(job, model, optimizer, options)
     if first:
-        if connected.shards is not None and group is not None:
-            _require_held_shares(job.facts.bounds, connected.shards, group)
+        if group is not None and is_fully_sharded(model) and (shards := Shards.of(model)) is not None:
+            _require_held_shares(job.facts.bounds, shards, group)
         job.loss_weight.bind(model, options.weighting)
     job.connect(connected, optimizer)
 
@@ -69,12 +70,13 @@ def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGrou
         raise UsageError(f"{why}, and would deal them unlike batches: {fix}")
 
 
-def _attach(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: Options) -> ConnectedModel:
+def _attach(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: Options) -> Sync:
     first = not job.models
     if first:
         job.recorder.measure_on(next((p.device for p in model.parameters()), torch.device("cpu")))
     watch = functools.partial(job.loop.connect, model, optimizer)
-    around = Around(job.loss_weight.group, job.ranks, job.recorder, first, job.loss_weight, watch)
+    in_pieces = job.most_of_piece is not None
+    around = Around(job.loss_weight.group, job.ranks, job.recorder, first, job.loss_weight, watch, in_pieces=in_pieces)
     if job.facts.ways is not None:
         return attach_both(model, options, around)
     if job.facts.apart:
@@ -130,15 +132,8 @@ def piece(job: TrainingJob) -> Iterator[None]:
     now = job.need_source().piece()
     with ExitStack() as stack:
         for model in job.models:
-            if model.averaging is not None:
-                model.averaging.hand(now, False)  # passes need not go through the model's own call
-            if now.round.apart or not now.last:
-                stack.enter_context(model.local_passes(by_size=now.by_size))
-            job.own_gradients.finish(model, now, more=True)
-        stack.enter_context(job.loop.piece_in_hand())
+            stack.enter_context(model.piece(now))
         yield
-        for model in job.models:
-            job.own_gradients.finish(model, now)
 
 
 def find_limits(job: TrainingJob, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:

@@ -26,8 +26,8 @@ from dynamix.runtime.limits import Limits
 from dynamix.runtime.ranks.opening import one_for_all, rank_in, require_no_launcher
 from dynamix.runtime.ranks.store import store_is_there
 from dynamix.runtime.rate.scaling import SampleSchedule
-from dynamix.runtime.sync.connected_model import Options
 from dynamix.runtime.sync.parameter_averaging import Averaging
+from dynamix.runtime.sync.sync import Options
 from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 
 Model = TypeVar("Model", bound=nn.Module)

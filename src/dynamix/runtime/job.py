@@ -27,6 +27,7 @@ from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.decide.window_closer import WindowCloser
+from dynamix.runtime.measure.pairs import PairNoise
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.memory import ExitNote, Memory
 from dynamix.runtime.part import Observation, Part, heard
@@ -38,10 +39,10 @@ from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.state.resume import Division
 from dynamix.runtime.state.saving import JobState, asked_by_distributed_checkpoint
-from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.round_boundary import RoundBoundary
-from dynamix.runtime.sync.single_worker import SingleWorkerSync
+from dynamix.runtime.sync.shards import is_fully_sharded
+from dynamix.runtime.sync.sync import Sync
 
 EVENTS = ("piece_done", "round_done", "job_ends")  # that are passed on; passes begin with what each part needs
 
@@ -76,7 +77,7 @@ class TrainingJob:
         self.allocations, self.progress = Allocations(config.start), Progress()
         self.most_of_piece = facts.piece if facts.ways is None else NO_LIMIT  # of this rank's
         self.rates = Rates(facts, config.lr_rule, self.allocations, self.progress)
-        self.models: list[ConnectedModel] = []
+        self.models: list[Sync] = []
         self.memory: Memory | None = None  # of the first of them
         self.source: BatchSampler | Stream | None = None
         division = Division(ranks.rank, facts, self.allocations)
@@ -95,23 +96,21 @@ class TrainingJob:
             begins=self._iteration_begins,
             resumed=self.state.random.go_on,
         )
-        auto, fail = facts.ways is not None, self.windows.fail
-        self.loop = LoopCheck(
-            facts.accumulate, self.recorder, fail, self.gather, ranks.workers, needs_piece=auto, models=self.models
-        )
+        fail = self.windows.fail
+        self.loop = LoopCheck(facts.accumulate, self.recorder, fail, self.gather, ranks.workers, models=self.models)
         self.boundary = RoundBoundary(self.models, self.recorder, fail, steps_apart=facts.steps_apart)
-        every = 64 if facts.steps_apart else 2 if config.workers == 1 else 0
-        self.own_gradients = SingleWorkerSync(self.recorder, loss_weight, every=every)
+        # Of a worker whose gradients meet no others.
+        self.pairs = PairNoise(self.recorder, 64 if facts.steps_apart else 2)
         self.stopping = False
         self._listen()
 
     def _listen(self) -> None:
         """Find out once who hears which event, in the order in which they do."""
         parts: list[Part] = [self.boundary] if self.facts.steps_apart else []
-        parts += [model.hook for model in self.models if model.hook is not None]
+        parts += [part for model in self.models for part in model.parts]
         self._heard = {event: heard([*parts, self.rates, self.windows], event) for event in EVENTS}
         # Given every piece whose passes begin.
-        self._hands = tuple(owner.hand for model in self.models for owner in model.owners)
+        self._hands = tuple(hand for model in self.models for hand in model.hands)
 
     # ------------------------------------------------------------ what it is given
 
@@ -127,7 +126,7 @@ class TrainingJob:
     def feed(self, source: BatchSampler | Stream) -> None:
         """The loop's batches come from `source`, which was made with `of_source`."""
         self.source = source
-        for part in (self.loop, self.windows, self.own_gradients, self.state.place):
+        for part in (self.loop, self.windows, self.state.place):
             part.feed(source)
 
     def limit_pieces(self, samples: int) -> None:
@@ -136,7 +135,7 @@ class TrainingJob:
         if self.source is not None:
             self.source.limit_pieces(samples)
 
-    def connect(self, model: ConnectedModel, optimizer: Optimizer) -> None:
+    def connect(self, model: Sync, optimizer: Optimizer) -> None:
         """Weight the gradients of this model, observe the first one, and let learning rates follow the batch."""
         first = not self.models
         if self.memory is None:
@@ -155,16 +154,15 @@ class TrainingJob:
         self._hear_passes(model)
         self.state.hooks.add(model)
 
-    def add_optimizer(self, optimizer: Optimizer, model: ConnectedModel, *, first: bool = False) -> None:
+    def add_optimizer(self, optimizer: Optimizer, model: Sync, *, first: bool = False) -> None:
         """Let the learning rate of `optimizer` follow the batch, and what it applies be finished gradients."""
-        self.own_gradients.watch(model, optimizer, first=first)
+        optimizer.register_step_pre_hook(lambda *of: self._before_optimizer(model, optimizer, first=first))
+        model.add_optimizer(optimizer)
         self.rates.add(optimizer)
         if not self.facts.steps_apart:  # then they have taken unlike numbers of steps, which they may count
             self.facts.parting.watch(optimizer)
-        if model.averaging is not None:
-            model.averaging.add_optimizer(optimizer)
 
-    def _hear_passes(self, model: ConnectedModel) -> None:
+    def _hear_passes(self, model: Sync) -> None:
         hears = functools.partial(self.pass_begins, model)
         untraced = torch.compiler.disable(hears)  # torch.compile would fail in what it does
 
@@ -172,7 +170,7 @@ class TrainingJob:
             (untraced if torch.compiler.is_compiling() else hears)(module, args, kwargs)
 
         # Before FSDP2's own hook, which gathers parameters: waiting for them is a part of the step.
-        model.model.register_forward_pre_hook(entry, with_kwargs=True, prepend=model.shards is not None)
+        model.model.register_forward_pre_hook(entry, with_kwargs=True, prepend=is_fully_sharded(model.model))
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every round."""
@@ -192,7 +190,7 @@ class TrainingJob:
         if getattr(self.source, "sharded", False) and not self.ranks.agreed:
             self.agree()  # iterating is a collective there
 
-    def pass_begins(self, model: ConnectedModel, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def pass_begins(self, model: Sync, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A forward pass of a connected model begins: what it belongs to is handed along."""
         recorder, source, training = self.recorder, self.source, module.training
         piece = source.current if source is not None and torch.is_grad_enabled() else None
@@ -218,6 +216,18 @@ class TrainingJob:
             recorder.timer.next_pass()
         recorder.timer.forward_started()
         self.rates.follow(piece.round, piece.samples)
+
+    def _before_optimizer(self, model: Sync, optimizer: Optimizer, *, first: bool) -> None:
+        """An optimizer of `model` is about to step. Of the `first` one gradients that meet no others are measured."""
+        piece = None if self.source is None else self.source.current
+        model.before_optimizer(piece)
+        if not first or piece is None or (self.ranks.workers > 1 and not piece.round.apart):
+            return  # or gradients have met, and were measured, in the hook
+        if not self.recorder.muted:
+            self.recorder.timer.gradients_ready()
+            self.recorder.timer.reduced()
+        if own := piece.samples if piece.round.apart else piece.round.samples:
+            self.pairs.observe([p for g in optimizer.param_groups for p in g["params"]], own)
 
     def step(self, loss: Any, logits: Any, target: Any, count: int | None) -> None:
         """`Controller.step`: the batch in hand is done."""
@@ -262,7 +272,7 @@ class TrainingJob:
 
     def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float, float]:
         """What a window's row says of the exchange: see `WindowCloser`."""
-        crossed = sum(model.hook.crossed for model in self.models if model.hook is not None)
+        crossed = sum(model.crossed for model in self.models)
         moved = payload() if payload else 1.0 if self.facts.ways is None else self.boundary.payload
         return crossed, moved, self.rates.relative()
 

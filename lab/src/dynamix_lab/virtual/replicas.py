@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError
-from dynamix.runtime.measure.noise import ConsecutiveNoise
+from dynamix.runtime.measure.pairs import ConsecutiveNoise
 from dynamix.runtime.measure.readings import ACCURACY_ROWS
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.sync.collectives import Workers

@@ -6,7 +6,10 @@ ACCUMULATE = (
     "last of them under `with model.no_sync():`, and call optimizer.step() with the last one, controller.step() after "
     "each"
 )
-PIECES = "put the forward and backward passes of every batch under `with controller.piece():`"
+LOCAL = (
+    "put forward passes without a backward pass, such as evaluation, under torch.no_grad(), and leave DDP's "
+    "require_backward_grad_sync and FSDP's set_requires_gradient_sync() alone"
+)
 DUE = "call it where `controller.optimizer_due` says so: `if controller.optimizer_due: optimizer.step()`"
 EARLY = "leave a loop early only where controller.optimizer_due, after the same optimizer step on all ranks"
 SUM = (

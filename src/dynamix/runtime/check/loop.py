@@ -196,15 +196,6 @@ class LoopCheck(Loop, Part):
         if self._turns.all_forwarded(source):
             self.fail(f"the epoch ended with {left} of its batches never stepped: {STEP}")
 
-    @contextmanager
-    def piece_in_hand(self) -> Iterator[None]:
-        """Passes inside are under `controller.piece()`."""
-        self.under_piece = True
-        try:
-            yield
-        finally:
-            self.under_piece = False
-
     def look_at(self, piece: Piece, inputs: tuple[Any, ...]) -> None:
         """A forward pass of `inputs` begins that records gradients, `piece` being the batch in hand."""
         if self.source is not None and self._turns.pass_begins(self.source, piece, inputs):

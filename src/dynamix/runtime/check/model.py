@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.check.advice import ACCUMULATE, BY_HAND, DUE, EARLY, FOREIGN, ONCE, PIECES, REPEATED, STEP, SUM
+from dynamix.runtime.check.advice import ACCUMULATE, BY_HAND, DUE, EARLY, FOREIGN, LOCAL, ONCE, REPEATED, STEP, SUM
 from dynamix.runtime.check.unreached import IN_BACKWARD, unreached
 from dynamix.runtime.check.unreduced import Unreduced
 from dynamix.runtime.measure.recorder import Recorder
@@ -28,7 +28,6 @@ class Loop:
     recorder     is muted while passes are discarded (warm-up, the search for limits)
     fail_with    gets the error, tells others, and returns it to be raised
     gather       what every rank tells in a collective call, which is named
-    needs_piece  passes must be under `controller.piece()`, and `under_piece` they are now
     reduced      `id` of the parameters whose gradients some connected model reduces
     piece        of the passes since the last `step()`; `stepped` is the batch that was consumed last
     forwards     passes of the batch in hand
@@ -41,9 +40,7 @@ class Loop:
     fail_with: Callable[[DynamixError], DynamixError]
     gather: Callable[[Any, str], list[Any]]
     workers: int
-    needs_piece: bool
     models: Sequence[Any]
-    under_piece: bool = False
     reduced: set[int] = field(default_factory=set)
     source: BatchSampler | Stream | None = None
     piece: Piece | None = None
@@ -177,11 +174,9 @@ class ModelCheck:
                 loop.fail(FOREIGN)
             after = "backward() came after controller.step(), so its gradient would get another batch's weight"
             loop.fail(f"{after}: {REPEATED if loop.epoch_over() else ONCE}; {STEP}")
-        if loop.needs_piece and loop.workers > 1 and not loop.under_piece:
-            loop.fail(f"backward() crossed ranks, but with meet='auto' ranks step apart in some rounds: {PIECES}")
-        if piece is not None and piece.by_size and not piece.last and not self.inside:
-            early = f"backward() of piece {piece.number + 1} of {piece.of} of this rank's share crossed ranks"
-            loop.fail(f"{early}, and ranks have unlike numbers of pieces: {PIECES}")
+        if piece is not None and (piece.round.apart or (piece.by_size and not piece.last and not self.inside)):
+            crossed = "backward() of a batch that is to stay on its rank crossed ranks, which have unlike numbers of it"
+            loop.fail(f"{crossed}: {LOCAL}")
         self.reductions += 1
         if self.reductions > 1 and len(loop.models) == 1 and not self.inside:
             found = f"{self.reductions} synchronised backward passes before controller.step()"

@@ -1,11 +1,9 @@
-"""The gradient noise scale, measured: from gradients of unequal batches, or from consecutive ones of one worker."""
+"""The gradient noise scale, measured from gradients of unequal batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dynamix.runtime.part import Part, fields, wrong
 from dynamix.window import Floats
@@ -75,36 +73,3 @@ class NoiseScale(Part):
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self._noise, self._signal, self._mass = state["noise"], state["signal"], state["mass"]
-
-
-class ConsecutiveNoise:
-    """The noise scale of a single worker, from pairs of consecutive gradients g, h of b samples each.
-
-    S = b |g - h|^2 / 2 and G2 = g.h, as if the parameters stood still between the two (so a slight overestimate).
-    Keeps one copy of the gradients. Results stay on the device; nothing synchronises.
-
-    every   of so many gradients only the first two are looked at
-    """
-
-    def __init__(self, every: int = 2) -> None:
-        self.every, self._seen = every, 0
-        self._previous: tuple[list[Tensor], float, list[bool]] | None = None
-
-    def observe(self, gradients: Sequence[Tensor | None], batch: float) -> tuple[Tensor, Tensor] | None:
-        """(S, G2) as 0-dim tensors where two calls in a row had the same batch; None otherwise.
-
-        `gradients` are of the same parameters at every call; None: there is none, now.
-        """
-        number, self._seen = self._seen % self.every, self._seen + 1
-        if number > 1:
-            return None
-        before, self._previous = self._previous, None
-        there = [g is not None for g in gradients]
-        given = [torch.view_as_real(g) if g.is_complex() else g for g in gradients if g is not None]
-        if before is None or before[1:] != (batch, there):
-            self._previous = ([g.detach().clone() for g in given], batch, there)
-            self._seen -= number  # the next one is compared with this one
-            return None
-        apart = torch.stack([(g - h).float().square().sum() for g, h in zip(given, before[0], strict=True)]).sum()
-        along = torch.stack([(g * h).float().sum() for g, h in zip(given, before[0], strict=True)]).sum()
-        return batch * apart / 2, along

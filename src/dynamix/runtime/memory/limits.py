@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError, DynamixError, UsageError
@@ -16,8 +15,8 @@ from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.gauge import Gauge, all_of, is_out_of_memory, release
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.state import random_state
-from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.shards import is_fully_sharded
+from dynamix.runtime.sync.sync import Sync
 from dynamix.window import Bounds, Ints
 
 
@@ -73,12 +72,12 @@ class Memory:
     note     what is said where training itself runs out
     """
 
-    def __init__(self, first: ConnectedModel, ranks: Ranks, note: ExitNote) -> None:
+    def __init__(self, first: Sync, ranks: Ranks, note: ExitNote) -> None:
         self.first, self.note, self._ranks = first, note, ranks
-        self._models: list[tuple[ConnectedModel, Optimizer]] = []
+        self._models: list[tuple[Sync, Optimizer]] = []
         self._gauge = Gauge(first.recorder.device)
 
-    def add(self, model: ConnectedModel, optimizer: Optimizer) -> None:
+    def add(self, model: Sync, optimizer: Optimizer) -> None:
         """Passes may go through `model`; `optimizer` is the first of it."""
         self._models.append((model, optimizer))
 
@@ -163,24 +162,12 @@ class Memory:
             stack.callback(random_state.restore, saved)
             for attached, optimizer in self._models:
                 stack.enter_context(attached.discarded())
-                _keep_on_this_rank(attached, stack)
+                stack.enter_context(attached.alone())
                 times = range(_states_to_come(optimizer))
                 copies += [p.detach().clone() for _ in times for p in attached.model.parameters()]
             stack.callback(copies.clear)
             yield
         release()
-
-
-def _keep_on_this_rank(attached: ConnectedModel, stack: ExitStack) -> None:
-    """Until `stack` ends no pass through the model reaches another rank."""
-    model = attached.model
-    if isinstance(model, DistributedDataParallel):
-        if model.static_graph and not (attached.hook and attached.hook.buckets_seen):
-            do = "call controller.warm_up(forward_backward) before find_limits"
-            raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {do}")
-        stack.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)
-        model.require_forward_param_sync = False  # buffers are broadcast in forward passes
-        stack.enter_context(model.no_sync())
 
 
 def _states_to_come(optimizer: Optimizer) -> int:

@@ -91,6 +91,7 @@ class Around:
     weights   says what a loss carries of its weight
     watch     begins to watch the loop with it: says whether its gradients cross ranks, and whether a hook of the
               user's may apply them
+    in_pieces   shares are cut by size, and gradients cross ranks with the last piece of a round
     """
 
     group: dist.ProcessGroup | None
@@ -99,6 +100,7 @@ class Around:
     measured: bool
     weights: LossWeight
     watch: Callable[..., Check]
+    in_pieces: bool
 
 
 class GradientWeight:

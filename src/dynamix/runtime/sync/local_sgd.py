@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,22 +10,72 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
 
+from dynamix.data import Piece
 from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.process_groups import new_gloo_group
 from dynamix.runtime.sync.collectives import Workers, broadcast_
-from dynamix.runtime.sync.connected_model import ConnectedModel, Options, attach
 from dynamix.runtime.sync.gradients import Around
 from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
-
-_PIECE = (
-    "put the forward and backward passes under `with controller.piece():`, and other passes of the DDP model, such as "
-    "evaluation, under torch.no_grad()"
-)
+from dynamix.runtime.sync.sync import Options, Sync
 
 
-def attach_apart(model: nn.Module, options: Options, around: Around) -> ConnectedModel:
+class Averages(Sync):
+    """A model whose workers meet over parameters in some rounds: `averaging` makes their models one."""
+
+    averaging: ParameterAveraging
+
+    @property
+    def payload(self) -> float:  # type: ignore[override]
+        return self.averaging.payload
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        self.averaging.add_optimizer(optimizer)
+
+    def meet(self, weight: float) -> None:
+        self.averaging.meet(weight)
+
+    def averaging_facts(self) -> dict[str, Any]:
+        return self.averaging.facts()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        known = any(optimizer is own for own in self.averaging.optimizers)
+        return self.averaging.optimizer_state(optimizer) if known else None
+
+    def close(self) -> list[dist.ProcessGroup]:
+        return [*super().close(), *self.averaging.close()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | self.averaging.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state:
+            self.averaging.load_state_dict(state)
+
+
+class AveragedParameters(Averages):
+    """A model of which nothing crosses ranks but at meetings: every pass and optimizer step is the worker's own."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder, averaging: ParameterAveraging) -> None:
+        super().__init__(model, recorder, exchanges="parameters")
+        self.averaging = averaging
+
+    @property
+    def hands(self) -> tuple[Callable[[Piece, bool], None], ...]:
+        return (self._hand,)
+
+    def _hand(self, piece: Piece, kept: bool) -> None:
+        if piece.round.apart:
+            self.averaging.begin()
+
+    def before_optimizer(self, piece: Piece | None) -> None:
+        self.averaging.before_step(piece)
+
+
+def attach_apart(model: nn.Module, options: Options, around: Around) -> Sync:
     """Connect a model whose workers step apart, plain or under DDP; all begin as the first rank's. A collective call.
 
     Raises `UsageError` naming what the model needs, and for options that are about gradients.
@@ -39,30 +90,12 @@ def attach_apart(model: nn.Module, options: Options, around: Around) -> Connecte
         raise UsageError(f"the model has parameters whose shapes are not known yet: {first}")
     if isinstance(model, DistributedDataParallel):
         _keep_silent(model, around.recorder)
-    averaging = _averaging(model, options, around)
+    averaging = averaging_of(model, options, around)
     around.watch(reduces=False, hooked=False)
-    return ConnectedModel(model, around.recorder, averaging=averaging, exchanges="parameters")
+    return AveragedParameters(model, around.recorder, averaging)
 
 
-def attach_both(model: nn.Module, options: Options, around: Around) -> ConnectedModel:
-    """Connect a model whose workers meet over gradients or over parameters, as each round's plan says.
-
-    A collective call. Raises `UsageError` naming what the model needs.
-    """
-    if options.weighting != "hook":
-        fix = "leave it out, or say meet='gradients'"
-        weighs = f"wrap(weighting={options.weighting!r}) weighs losses, which workers that step apart do not do"
-        raise UsageError(f"{weighs}: {fix}")
-    if around.ranks.workers > 1 and not isinstance(model, DistributedDataParallel):
-        fix = "controller.wrap(DistributedDataParallel(net), optimizer)"
-        raise UsageError(f"meet='auto' needs DDP, because gradients meet in some rounds: write {fix}")
-    if isinstance(model, DistributedDataParallel) and model.static_graph:
-        fix = "leave static_graph out, or say meet='gradients'"
-        raise UsageError(f"DDP(static_graph=True) expects the same in every pass, but rounds differ: {fix}")
-    return attach(model, options, around, averaging=lambda: _averaging(model, options, around, at_times=True))
-
-
-def _averaging(model: nn.Module, options: Options, around: Around, *, at_times: bool = False) -> ParameterAveraging:
+def averaging_of(model: nn.Module, options: Options, around: Around, *, at_times: bool = False) -> ParameterAveraging:
     """What makes the workers' models one; they begin as the first rank's. A collective call."""
     group, ranks = around.group, around.ranks
     on_cpus = None
@@ -83,7 +116,7 @@ def _keep_silent(model: DistributedDataParallel, recorder: Recorder) -> None:
     if model.static_graph:
         fix = "leave static_graph out, or pass the module without DDP: workers that meet over parameters need none"
         raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {fix}")
-    model.broadcast_buffers = False
+    model.broadcast_buffers = model.require_backward_grad_sync = False
 
     def refuse(state: Any, bucket: Any) -> Any:
         if recorder.muted:  # passes that are discarded
@@ -91,7 +124,7 @@ def _keep_silent(model: DistributedDataParallel, recorder: Recorder) -> None:
             future.set_result(bucket.buffer())
             return future
         crossed = "backward() crossed ranks, but with meet='parameters' every worker steps apart"
-        raise UsageError(f"{crossed}: {_PIECE}")
+        raise UsageError(f"{crossed}: leave DDP's require_backward_grad_sync as controller.wrap() has set it")
 
     refuse.__annotations__.clear()  # DDP checks them
     model.register_comm_hook(None, refuse)

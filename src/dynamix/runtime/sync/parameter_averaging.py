@@ -88,20 +88,15 @@ class ParameterAveraging:
         self._outer: Optimizer | None = None
         self._means = OptimizerMeans(self.optimizers, workers)
         self._at_times, self._own = at_times, False  # whether what optimizers remember is each worker's own
-        self._piece: Piece | None = None  # of the passes under way
         if not at_times or how.outer is not None:
             self.begin()
         self._begun = self._changed = False
 
-    def hand(self, piece: Piece, kept: bool) -> None:
-        """Passes begin of `piece`."""
-        self._piece = piece
-
-    def _before_step(self) -> None:
-        """One of the optimizers is about to step."""
-        if not self._at_times or (self._piece is not None and self._piece.round.apart):
+    def before_step(self, piece: Piece | None) -> None:
+        """One of the optimizers is about to step, of `piece` if there is a batch in hand."""
+        if not self._at_times or (piece is not None and piece.round.apart):
             self.begin()
-        elif self._piece is not None:
+        elif piece is not None:
             self._wait_for_each(self.rejoining(), "the ranks could not average the state of their optimizers")
 
     @torch.no_grad()
@@ -143,7 +138,6 @@ class ParameterAveraging:
             fix = "give every rank its whole optimizer, or use meet='gradients'"
             raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers step apart: {fix}")
         self.optimizers[optimizer] = GroupMemory(optimizer)
-        optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
     def meet(self, weight: float) -> None:
         """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""

@@ -14,8 +14,7 @@ from dynamix.data import Piece
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Observation, Part
-from dynamix.runtime.sync.connected_model import ConnectedModel
-from dynamix.runtime.sync.parameter_averaging import ParameterAveraging
+from dynamix.runtime.sync.sync import Sync
 
 _WHERE = "call it at a meeting: `if controller.checkpoint_due(every=N):`, or at any of them, `if controller.met:`"
 
@@ -29,7 +28,7 @@ class RoundBoundary(Part):
 
     def __init__(
         self,
-        models: Sequence[ConnectedModel],
+        models: Sequence[Sync],
         recorder: Recorder,
         fail: Callable[[DynamixError], DynamixError],
         *,
@@ -43,22 +42,19 @@ class RoundBoundary(Part):
         self._between = piece.round.apart
         if piece.last and piece.round.apart:
             self.recorder.timer.gradients_ready()
-            for averaging in self._averagings():
-                averaging.meet(piece.share / piece.round.samples)
+            for model in self.models:
+                model.meet(piece.share / piece.round.samples)
             self.recorder.timer.reduced()
             self._between = False
-
-    def _averagings(self) -> list[ParameterAveraging]:
-        return [model.averaging for model in self.models if model.averaging is not None]
 
     @functools.cached_property
     def payload(self) -> float:
         """Bytes that a meeting moves over those of a gradient, by what optimizers remember when it is first asked."""
-        return max((averaging.payload for averaging in self._averagings()), default=1.0)
+        return max((model.payload for model in self.models), default=1.0)
 
     def alike(self) -> dict[str, Any]:
         """What every rank must hold alike of how models are averaged, by name."""
-        every = [averaging.facts() for averaging in self._averagings()]
+        every = [model.averaging_facts() for model in self.models]
         return {f"averaging: {name}": [facts[name] for facts in every] for name in (every[0] if every else ())}
 
     def require(self, what: str) -> None:
@@ -85,7 +81,7 @@ class RoundBoundary(Part):
             fix = "save optimizer.state_dict(), which all ranks have alike"
             raise UsageError(f"optimizer_state() is for Controller(meet='parameters'): {fix}")
         self.require("optimizer_state() is the mean over workers")
-        for averaging in self._averagings():
-            if any(optimizer is own for own in averaging.optimizers):
-                return averaging.optimizer_state(optimizer)
+        for model in self.models:
+            if (state := model.optimizer_state(optimizer)) is not None:
+                return state
         raise UsageError("optimizer_state() got an optimizer that controller.wrap(model, optimizer) was not given")

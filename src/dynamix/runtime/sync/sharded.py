@@ -8,8 +8,8 @@ equally large groups is the mean.
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from dynamix.data import Piece, Round
 from dynamix.errors import UsageError
-from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.part import Observation
-from dynamix.runtime.sync.connected_model import LOSS_SIDE, ConnectedModel, Options
+from dynamix.runtime.part import Observation, Part
+from dynamix.runtime.sync.ddp import Hooked
 from dynamix.runtime.sync.gradients import ADDED, Around, Check, GradientHook, GradientWeight, at_end_of_backward
 from dynamix.runtime.sync.inner_hook import InnerHook
 from dynamix.runtime.sync.shards import Shards
+from dynamix.runtime.sync.single_worker import SingleWorker
+from dynamix.runtime.sync.sync import LOSS_SIDE, Options, Sync
 
 _REPLACED = "set_custom_reduce_scatter() was called after controller.wrap(), so gradients would not be weighted"
 _GIVEN_BACK = (
@@ -196,31 +197,70 @@ class _AllReduced(_Called):
             self.inner(values)
 
 
-class ShardedModel(ConnectedModel):
-    """A connected model under FSDP2. Its gradients of earlier batches may be kept back, out of `.grad`."""
+class ShardedPasses(Sync):
+    """A model under FSDP2. Its gradients of earlier batches may be kept back, out of `.grad`.
 
-    shards: Shards
+    With pieces, parameters are gathered in a round's first pass and stay so until its last: ranks have unlike numbers
+    of passes between the two, so nobody gathers there.
+    """
 
-    def __init__(self, model: nn.Module, recorder: Recorder, hook: ShardedHook | None, shards: Shards) -> None:
-        super().__init__(model, recorder, hook, shards=shards, exchanges="none" if hook is None else "reduce-scatter")
-        self._begun: Piece | None = None  # that of the last forward pass
+    settled = False
+
+    def __init__(self, model: nn.Module, shards: Shards, around: Around, exchanges: str = "none") -> None:
+        super().__init__(model, around.recorder, exchanges)
+        self.shards = shards
+        self._begun: Piece | None = None  # that of the last forward pass of training
+        self._handed: Piece | None = None  # that of the last one that records gradients
         self._held: list[Any] = []  # groups whose parameters stay gathered until the round's last piece
+        self._local = ExitStack()  # until the batch in hand is done, its gradients stay on the rank
+        self._hook = model.register_forward_hook(self._after_forward) if around.in_pieces else None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return () if self._hook is None else (self,)
+
+    @property
+    def hands(self) -> tuple[Callable[[Piece, bool], None], ...]:
+        return () if self._hook is None else (self._hand,)
+
+    def _hand(self, piece: Piece, kept: bool) -> None:
+        if piece is not self._handed:
+            self._handed = piece
+            self._local.close()  # a batch before it may have been broken off
+            if piece.by_size and not piece.last:
+                self._local.enter_context(self._without_sync())
+                self._local.enter_context(self.shards.staying_gathered())
+
+    @contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        model: Any = self.model
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def _after_forward(self, *of: Any) -> None:
+        if self._begun is not None and self._begun.by_size and not self._begun.last:
+            self._held = [group for group in self.shards.groups if group.is_unsharded]
+
+    def piece_done(self, piece: Piece, seen: Observation) -> None:
+        self._local.close()
 
     def before_forward(self, piece: Piece) -> None:
-        hooks = (getattr(group._reduce_scatter_comm, "hook", None) for group in self.shards.groups)
-        if self.hook is not None and not all(hook is self.hook for hook in hooks):
-            self.hook.loop.fail(f"{_REPLACED}: call it before, and {LOSS_SIDE}")
         if piece is self._begun:
             return
         self._begun = piece
         if piece.number == 0:
             self._forget()
         elif not all(group.is_unsharded for group in self._held):
-            if self.hook is not None:
-                self.hook.loop.fail(_GIVEN_BACK)
-            raise UsageError(_GIVEN_BACK)
+            self.given_back()
         if piece.last:
             self._held = []
+
+    def given_back(self) -> None:
+        """Raise `UsageError`: parameters were given back between two pieces."""
+        raise UsageError(_GIVEN_BACK)
 
     def _forget(self) -> None:
         """A round that was broken off is dealt anew: what it has left here is not to be added to."""
@@ -230,24 +270,34 @@ class ShardedModel(ConnectedModel):
             if group in held:
                 module.reshard()
 
-    @contextmanager
-    def local_passes(self, *, by_size: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            model: Any = self.model
-            model.set_requires_gradient_sync(False)
-            stack.callback(model.set_requires_gradient_sync, True)
-            if by_size:  # other ranks have other numbers of passes: between the first and the last nobody gathers
-                stack.enter_context(self.shards.staying_gathered())
-            yield
-        if by_size:
-            self._held = [group for group in self.shards.groups if group.is_unsharded]
+    def piece(self, piece: Piece) -> AbstractContextManager[None]:
+        return nullcontext() if piece.last or piece.by_size else self._without_sync()
+
+    def own_gradients(self) -> list[Tensor]:
+        """FSDP adds to what it has reduced, which has its own weight."""
+        return self.shards.kept_back()
 
 
-def attach_sharded(model: nn.Module, options: Options, around: Around) -> ConnectedModel:
+class ShardedGradients(Hooked, ShardedPasses):
+    """A model under FSDP2 whose gradients are weighted on their way into the reduce-scatter."""
+
+    def __init__(self, model: nn.Module, shards: Shards, around: Around, hook: ShardedHook) -> None:
+        self.hook = hook
+        super().__init__(model, shards, around, "reduce-scatter")
+
+    def before_forward(self, piece: Piece) -> None:
+        if not all(getattr(group._reduce_scatter_comm, "hook", None) is self.hook for group in self.shards.groups):
+            self.hook.loop.fail(f"{_REPLACED}: call it before, and {LOSS_SIDE}")
+        super().before_forward(piece)
+
+    def given_back(self) -> None:
+        self.hook.loop.fail(_GIVEN_BACK)
+
+
+def attach_sharded(model: nn.Module, options: Options, around: Around) -> Sync:
     """Connect a model under FSDP2. Raises `UsageError` naming what it needs."""
     group, recorder = around.group, around.recorder
-    if options.hook is not None:
-        raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
+    options.require_no_hook()
     shards = Shards.of(model)
     if group is None or around.ranks.workers == 1:
         return _unhooked(model, shards, around)
@@ -268,14 +318,15 @@ def attach_sharded(model: nn.Module, options: Options, around: Around) -> Connec
     entry.require_mean()
     entry.attach()
     shards.time_exchanges(recorder.timer)
-    return ShardedModel(model, recorder, entry, shards)
+    return ShardedGradients(model, shards, around, entry)
 
 
-def _unhooked(model: nn.Module, shards: Shards | None, around: Around) -> ConnectedModel:
+def _unhooked(model: nn.Module, shards: Shards | None, around: Around) -> Sync:
     """A model whose gradients nothing weights on their way."""
     around.watch(reduces=False, hooked=False, shards=shards)
-    recorder = around.recorder
-    return ConnectedModel(model, recorder) if shards is None else ShardedModel(model, recorder, None, shards)
+    if around.ranks.workers == 1:
+        return SingleWorker(model, around)
+    return Sync(model, around.recorder) if shards is None else ShardedPasses(model, shards, around)
 
 
 def _cannot_weigh(model: nn.Module, shards: Shards) -> str | None:

@@ -1,65 +1,87 @@
-"""Gradients of a worker that exchanges none: they are finished here, and tell the noise scale in pairs of steps."""
+"""One worker, which exchanges nothing: its gradients become those of the whole round here."""
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
-from torch import nn
-from torch.optim import Optimizer
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
 
-from dynamix.data import BatchSampler, Piece, Stream
-from dynamix.runtime.measure.noise import ConsecutiveNoise
-from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.sync.connected_model import ConnectedModel
-from dynamix.runtime.sync.loss_weight import LossWeight
+from dynamix.data import Piece
+from dynamix.runtime.sync.gradients import Around, scale_
+from dynamix.runtime.sync.shards import gradients_of
+from dynamix.runtime.sync.sync import Sync
 
 
-class SingleWorkerSync:
-    """Of a job's only rank, or of one that steps apart from the others.
+class SingleWorker(Sync):
+    """A model of a job with one worker, not under DDP.
 
-    every   one pair in so many steps is compared; 0: gradients meet, and nothing is done here
+    Pieces of unlike sizes accumulate in the weight of the last. What that is over the round's is taken away at the end
+    of the last piece's backward pass, so that the loop clips what the optimizer applies.
     """
 
-    def __init__(self, recorder: Recorder, loss_weight: LossWeight, *, every: int) -> None:
-        self.recorder, self.loss_weight = recorder, loss_weight
-        self.source: BatchSampler | Stream | None = None
-        self._pairs = ConsecutiveNoise(every) if every else None
+    def __init__(self, model: nn.Module, around: Around) -> None:
+        super().__init__(model, around.recorder)
+        self._weights = around.weights
+        self._piece: Piece | None = None  # of the passes under way
+        self._finished: Piece | None = None  # whose gradients are as the optimizer is to have them
+        self._ends = False  # a backward pass is under way, at whose end they will be
+        self._hooks = self._watch() if around.in_pieces or around.weights.accumulate > 1 else []
 
-    def feed(self, source: BatchSampler | Stream) -> None:
-        """Batches come from `source`."""
-        self.source = source
+    def _watch(self) -> list[Any]:
+        alive = weakref.ref(self)  # what torch holds in C++ no collector of garbage sees
 
-    def watch(self, model: ConnectedModel, optimizer: Optimizer, *, first: bool) -> None:
-        """See to the gradients of `model` before `optimizer` applies them; of the `first` one they are measured."""
-        if first and self._pairs is not None:
-            optimizer.register_step_pre_hook(lambda *of: self._before_optimizer(model, optimizer))
-        elif not first and model.averaging is None:
-            optimizer.register_step_pre_hook(lambda *of: self.finish(model, self._piece()))
+        def begins(gradient: Tensor) -> None:
+            if (sync := alive()) is not None and not sync._ends:
+                sync._backward_begins()
 
-    def _piece(self) -> Piece | None:
-        return None if self.source is None else self.source.current
+        return [parameter.register_hook(begins) for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def finish(self, model: ConnectedModel, piece: Piece | None, *, more: bool = False) -> None:
-        """A single worker's gradients of this round are there, to be clipped or applied; `more`: not all of them."""
-        if self._pairs is not None and piece is not None and self.loss_weight.in_gradient(piece) is None:
-            model.finish(piece, self.loss_weight.accumulate, more=more)
+    @property
+    def hands(self) -> tuple[Callable[[Piece, bool], None], ...]:
+        return (self._hand,)
 
-    def observe_pair(self, parameters: list[nn.Parameter], samples: int) -> None:
-        """A single worker's noise scale, from its gradients of so many samples in two steps that follow each other."""
-        gradients = [None if p.grad is None or p.grad.is_sparse else p.grad for p in parameters]
-        if self._pairs is None or all(g is None for g in gradients):  # a closure makes them inside the step
+    def _hand(self, piece: Piece, kept: bool) -> None:
+        self._piece = piece
+
+    def _backward_begins(self) -> None:
+        """The first gradient of a backward pass is known, and not yet added to others."""
+        if self._piece is not None and self._piece.last and not self.recorder.muted:
+            self._ends = True
+            self._finish(more=True)
+            cast(Any, Variable._execution_engine).queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._ends = False
+        self._finish()
+
+    @contextmanager
+    def piece(self, piece: Piece) -> Iterator[None]:
+        """Under FSDP2 no parameter's hook is called in a backward pass."""
+        self._piece = piece
+        self._finish(more=True)
+        yield
+        self._finish()
+
+    def before_optimizer(self, piece: Piece | None) -> None:
+        self._piece = piece
+        self._finish()
+
+    def _finish(self, *, more: bool = False) -> None:
+        """Bring the gradients to the round's weight, once for its last piece; `more` will be added: take it back."""
+        piece, finished = self._piece, self._finished is self._piece
+        if piece is None or not (piece.last and piece.samples) or self._weights.in_gradient(piece) is not None:
             return
-        if pair := self._pairs.observe(gradients, float(samples)):
-            self.recorder.add("pair_noise", pair[0])
-            self.recorder.add("pair_signal", pair[1])
+        self._finished = None if more else piece
+        own, whole = self._weights.accumulate * piece.samples, piece.share
+        if finished == more:
+            scale_(gradients_of(self.model) if own != whole else (), whole / own if more else own / whole)
 
-    def _before_optimizer(self, model: ConnectedModel, optimizer: Optimizer) -> None:
-        piece: Any = self._piece()
-        if piece is None or (self.loss_weight.workers > 1 and not piece.round.apart):
-            return  # gradients have met, and were measured, in DDP's hook
-        if not self.recorder.muted:
-            self.recorder.timer.gradients_ready()
-            self.recorder.timer.reduced()
-        self.finish(model, piece)
-        if own := piece.samples if piece.round.apart else piece.round.samples:
-            self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], own)
+    def close(self) -> list[dist.ProcessGroup]:
+        for hook in self._hooks:
+            hook.remove()
+        return []

@@ -1,0 +1,146 @@
+"""How the workers' work on one connected model becomes one: chosen once, in `wrap`, by what the model and job are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dynamix.data import Piece
+from dynamix.errors import ConfigError, UsageError, spelling
+from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.part import Part
+from dynamix.runtime.sync.gradients import scale_
+from dynamix.runtime.sync.parameter_averaging import Averaging
+from dynamix.runtime.sync.shards import gradients_of
+
+LOSS_SIDE = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
+
+
+class Sync(Part):
+    """Nothing crosses ranks that weighs: the loss carries the weight, or the framework that reduces does.
+
+    exchanges   what crosses ranks, and how: the same on all of them; `settings`: of that, by name, plain values
+    alike       its parameters are the same on all ranks after every optimizer step, as far as is known
+    settled     no pass needs to be looked at before it begins
+    crossed     backward passes that have crossed ranks so far
+    payload     bytes that a meeting over parameters moves, over those of a gradient
+    """
+
+    alike = False
+    settled = True
+    crossed = 0
+    payload = 1.0
+
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, exchanges: str = "none", settings: dict[str, Any] | None = None
+    ) -> None:
+        self.model, self.recorder = model, recorder
+        self.exchanges, self.settings = exchanges, settings or {}
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Who hears the job's events."""
+        return ()
+
+    @property
+    def hands(self) -> tuple[Callable[[Piece, bool], None], ...]:
+        """Who is handed the piece whose passes begin, and whether the open window keeps what is measured of it."""
+        return ()
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """One more optimizer of the model."""
+
+    def before_forward(self, piece: Piece) -> None:
+        """A forward pass of training begins. Raises `UsageError` if torch would fail later without a reason."""
+
+    def before_optimizer(self, piece: Piece | None) -> None:
+        """One of the optimizers is about to step."""
+
+    def piece(self, piece: Piece) -> AbstractContextManager[None]:
+        """Around the passes of `piece`: gradients stay on the rank until its last of the round."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
+        """After a batch that is not the last of its round: bring what has accumulated to the next one's weight.
+
+        applied   the weight that was in the loss, if it was weighted there
+
+        Raises `UsageError` if what has crossed ranks cannot be told from what has not.
+        """
+        now, following = piece.samples, piece.following
+        if applied is None and following and now != following:
+            scale_(self.own_gradients(), now / following)
+
+    def own_gradients(self) -> list[Tensor]:
+        """What has accumulated of this rank alone."""
+        return gradients_of(self.model)
+
+    def meet(self, weight: float) -> None:
+        """A round apart ends, of whose samples this worker had the part `weight`. A collective call."""
+
+    def averaging_facts(self) -> dict[str, Any]:
+        """How parameters are averaged, by name: the same on all ranks."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """The mean over workers of what `optimizer` remembers; None if nobody averages it. A collective call."""
+        return None
+
+    @contextmanager
+    def discarded(self) -> Iterator[None]:
+        """Passes inside leave no trace: buffers and gradients are put back, nothing is measured."""
+        buffers = [b.detach().clone() for b in self.model.buffers()]
+        gradients = [None if p.grad is None else p.grad.detach().clone() for p in self.model.parameters()]
+        with self.recorder.mute():
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
+                        buffer.copy_(kept)
+                    for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+                        parameter.grad = gradient
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Passes inside reach no other rank."""
+        yield
+
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the groups that gradients and parameters travel in, and return them."""
+        return []
+
+    @property
+    def whose(self) -> str:
+        """The kind of the user's object that holds most of the state: an error of its is said to be its."""
+        return type(self).__name__
+
+
+@dataclass(frozen=True)
+class Options:
+    """Those of `Controller.wrap`, checked as far as they can be without a model. Raises `ConfigError`."""
+
+    hook: Callable[[Any, Any], Any] | None
+    hook_state: Any
+    scaler: Any
+    weighting: Literal["hook", "loss", "given"]
+    batchnorm: Literal["rank0", "weighted"]
+    averaging: Averaging | None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("weighting", ("hook", "loss", "given")), ("batchnorm", ("rank0", "weighted"))):
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(name, value, " or ".join(allowed), spelling(value, allowed))
+
+    def require_no_hook(self) -> None:
+        """Raise `UsageError` if a communication hook was given that nothing would run."""
+        if self.hook is not None:
+            raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
