@@ -42,6 +42,7 @@ from dynamix.runtime.state.saving import JobState, asked_by_distributed_checkpoi
 from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.round_boundary import RoundBoundary
 from dynamix.runtime.sync.shards import is_fully_sharded
+from dynamix.runtime.sync.stray import StrayCollectives
 from dynamix.runtime.sync.sync import Sync
 
 EVENTS = ("piece_done", "round_done", "job_ends")  # that are passed on; passes begin with what each part needs
@@ -98,9 +99,12 @@ class TrainingJob:
         )
         fail = self.windows.fail
         self.loop = LoopCheck(facts.accumulate, self.recorder, fail, self.gather, ranks.workers, models=self.models)
-        self.boundary = RoundBoundary(self.models, self.recorder, fail, steps_apart=facts.steps_apart)
+        apart = facts.steps_apart
+        strays = StrayCollectives(loss_weight.group if apart else None)
+        ranks.also_look(strays.look)
+        self.boundary = RoundBoundary(self.models, self.recorder, strays, fail, steps_apart=apart)
         # Of a worker whose gradients meet no others.
-        self.pairs = PairNoise(self.recorder, 64 if facts.steps_apart else 2)
+        self.pairs = PairNoise(self.recorder, 64 if apart else 2)
         self.stopping = False
         self._listen()
 
@@ -221,6 +225,8 @@ class TrainingJob:
         """An optimizer of `model` is about to step. Of the `first` one gradients that meet no others are measured."""
         piece = None if self.source is None else self.source.current
         model.before_optimizer(piece)
+        if piece is not None and piece.round.apart:
+            self.boundary.strays.begin()
         if not first or piece is None or (self.ranks.workers > 1 and not piece.round.apart):
             return  # or gradients have met, and were measured, in the hook
         if not self.recorder.muted:

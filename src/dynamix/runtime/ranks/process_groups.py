@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 MOST_PATIENCE_S = 2.0  # a backend's thread needs milliseconds
+OURS = "dynamix"  # the description of a group that a controller made
 _UNASKED = 0x64796E  # a tag of messages that nobody else has
 _kept: list[dist.ProcessGroup] = []  # for ever: the last reference was somebody else's
 
@@ -66,5 +67,5 @@ def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:
     """A gloo group over `ranks`; a collective of those ranks alone."""
     subset = len(ranks) != dist.get_world_size()
     options = {} if timeout is None else {"timeout": timeout}
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=subset, **options)
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=subset, group_desc=OURS, **options)
     return cast(dist.ProcessGroup, group)

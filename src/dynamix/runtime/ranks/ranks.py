@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -177,6 +177,10 @@ class Ranks:
     def end(self, error: DynamixError) -> DynamixError:
         """Tell the other ranks of `error`, which ends the job, stay until they know, and return it, to be raised."""
         return self._watch.end(error)
+
+    def also_look(self, look: Callable[[], DynamixError | None]) -> None:
+        """Call `look` about once a second, in another thread: an error that it returns ends the job."""
+        self._watch.also_look(look)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after the same step, soon."""

@@ -59,6 +59,7 @@ class RankWatch:
         self.rank, self.workers, self._prefix, self.clock = rank, workers, prefix, clock
         self.errors, self.alive, self.stopping = JobErrors(rank), Liveness(rank, workers), Stopping(alone=workers == 1)
         self.lost: WorkerLostError | None = None
+        self._looks = list[Callable[[], DynamixError | None]]()
         self._setting_up = True
         self._source: Any = store
         self._store: Any = None  # a connection of the thread's own
@@ -111,6 +112,10 @@ class RankWatch:
 
     # ------------------------------------------------------------ failures
 
+    def also_look(self, look: Callable[[], DynamixError | None]) -> None:
+        """Call `look` at every beat, in the watch's thread: an error that it returns ends the job."""
+        self._looks.append(look)
+
     def end(self, error: DynamixError) -> DynamixError:
         """Tell the other ranks of `error`, stay until they know or `KNOWN_S` are over, and return it, to be raised."""
         if self.errors.ended is None:
@@ -140,7 +145,9 @@ class RankWatch:
 
     def uncaught(self, error: BaseException) -> None:
         """This process ends with `error`: say which rank it was, if another, and tell the others."""
-        if failed_collective(error):
+        if self.errors.ended is not None and self.errors.ended is not error:
+            error.add_note(f"dynamix: {self.errors.ended}")
+        elif failed_collective(error):
             error.add_note(f"dynamix: {self.explain(error, 'a collective failed')}")
         self.leave_with(error)
 
@@ -184,6 +191,8 @@ class RankWatch:
         if self._store is None:
             self._store = own_connection(self._source)
         store, key = self._store, f"{self._prefix}/view"
+        if self.errors.ended is None and (wrong := next(filter(None, (look() for look in self._looks)), None)):
+            self.errors.end(wrong)
         said = {"alive": self.alive.beat(), "errors": self.errors.beat(), "stop": self.stopping.beat()}
         store.set(f"{self._prefix}/{self.rank}", json.dumps(said))
         if self.rank == 0:

@@ -98,11 +98,10 @@ def attach_apart(model: nn.Module, options: Options, around: Around) -> Sync:
 def averaging_of(model: nn.Module, options: Options, around: Around, *, at_times: bool = False) -> ParameterAveraging:
     """What makes the workers' models one; they begin as the first rank's. A collective call."""
     group, ranks = around.group, around.ranks
-    on_cpus = None
-    if group is not None and around.recorder.device.type != "cpu":
-        on_cpus = new_gloo_group(dist.get_process_group_ranks(group))
-    workers = Workers(group, ranks, on_cpus)
-    if group is not None and ranks.workers > 1:
+    several = group is not None and ranks.workers > 1
+    # Meetings are begun in a group of their own, where no collective of the loop's can be taken for one of theirs.
+    workers = Workers(group, ranks, new_gloo_group(dist.get_process_group_ranks(group)) if several else None)
+    if group is not None and several:
         tensors = (*model.named_parameters(), *model.named_buffers())
         words = [f"{name} {list(t.shape)} {t.dtype}{'' if t.requires_grad else ', not trained'}" for name, t in tensors]
         workers.require_alike(words)

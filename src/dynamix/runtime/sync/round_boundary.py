@@ -14,6 +14,7 @@ from dynamix.data import Piece
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Observation, Part
+from dynamix.runtime.sync.stray import StrayCollectives
 from dynamix.runtime.sync.sync import Sync
 
 _WHERE = "call it at a meeting: `if controller.checkpoint_due(every=N):`, or at any of them, `if controller.met:`"
@@ -23,6 +24,7 @@ class RoundBoundary(Part):
     """Of one rank, which steps apart from the others in rounds whose plan says so.
 
     models       all that are connected, by now
+    strays       collectives of the loop's own
     steps_apart  workers step apart in some rounds
     """
 
@@ -30,17 +32,24 @@ class RoundBoundary(Part):
         self,
         models: Sequence[Sync],
         recorder: Recorder,
+        strays: StrayCollectives,
         fail: Callable[[DynamixError], DynamixError],
         *,
         steps_apart: bool,
     ) -> None:
-        self.models, self.recorder, self.steps_apart, self._fail = models, recorder, steps_apart, fail
+        self.models, self.recorder, self.strays, self._fail = models, recorder, strays, fail
+        self.steps_apart = steps_apart
         self._between = False  # this rank has stepped apart since the last meeting
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         """If a round apart ends with this piece, a collective call: the workers' models become one."""
         self._between = piece.round.apart
-        if piece.last and piece.round.apart:
+        if not piece.round.apart:
+            return
+        if (wrong := self.strays.look()) is not None:
+            raise self._fail(wrong)
+        if piece.last:
+            self.strays.end()
             self.recorder.timer.gradients_ready()
             for model in self.models:
                 model.meet(piece.share / piece.round.samples)
