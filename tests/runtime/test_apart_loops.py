@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import time
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import TensorDataset
 
 import dynamix
@@ -59,10 +57,9 @@ def job(
 
 
 def _wrong(rank: int, kind: str) -> None:
-    steps = job(model=DDP(net()) if kind == "no piece()" else net())
+    steps = job(model=net())
     for number, (x, y) in enumerate(steps.loader):
-        with contextlib.nullcontext() if kind == "no piece()" else steps.controller.piece():
-            steps.backward(x, y)
+        steps.backward(x, y)
         if kind != "no step" or number % 2:
             steps.update()
         steps.controller.step()
@@ -73,7 +70,6 @@ def _wrong(rank: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("no piece()", "under `with controller.piece\\(\\):`"),
         ("no step", "every piece has an optimizer step"),
         ("saved apart", "models differ between two meetings"),
     ],

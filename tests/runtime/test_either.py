@@ -328,8 +328,6 @@ def _wrong(what: str) -> None:
     job = Training(controller, dataset(), model, **options)
     in_turns(controller)
     for _, x, y in job.loader:
-        if what == "no piece":
-            job.backward(x, y)
         job.train_piece(x, y)
         if what == "saved between" and not controller.met:
             controller.state_dict()
@@ -346,7 +344,6 @@ def _refused(rank: int, what: str) -> str:
         ("plain", ["needs DDP", "DistributedDataParallel(net)"]),
         ("static", ["static_graph=True", "leave static_graph out"]),
         ("loss", ["weighting='loss'", "meet='gradients'"]),
-        ("no piece", ["meet='auto'", "controller.piece()"]),
         ("saved between", ["differ between two meetings", "controller.met"]),
     ],
     ids=lambda of: of if isinstance(of, str) else "",

@@ -22,18 +22,19 @@ from tests.union import Script
 LOOPS = Loops()
 
 
-@LOOPS.wrong("with controller.piece()", micro_batch=2)
-def _every_piece_synchronises(job: Job) -> None:
+@LOOPS.wrong("if controller.optimizer_due", micro_batch=2)
+def _the_optimizer_steps_with_every_piece(job: Job) -> None:
     for x, y in job.batches():
         job.train(x, y)
 
 
-@LOOPS.wrong("if controller.optimizer_due", micro_batch=2)
-def _the_optimizer_steps_with_every_piece(job: Job) -> None:
+@LOOPS.wrong("torch.no_grad()", micro_batch=2)
+def _a_pass_that_records_gradients_has_no_backward_pass(job: Job) -> None:
     for x, y in job.batches():
-        with job.controller.piece():
-            job.loss(x, y).backward()
-        job.update()
+        job.loss(x, y).backward()
+        if job.controller.optimizer_due:
+            job.update()
+            job.loss(x, y)
         job.step()
 
 
