@@ -322,7 +322,7 @@ def test_policies_give_the_faster_worker_more_steps(policy: str) -> None:
 def _adaptive(rank: int, meeting_s: float, sample_s: float, policy: str, events: str) -> tuple[list[int], float]:
     given = {"global_batch": "adaptive", "batch_size": 8, "min_batch_size": 1, "max_batch_size": None, "events": events}
     steps = job(policy, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.01), **given)
-    meeting = steps.controller._job.models[0].averaging
+    meeting = steps.controller._job.models[0].averagings[0]
     inner = meeting.meet
 
     def slow(weight: float, **given: Any) -> None:

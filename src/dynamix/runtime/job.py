@@ -40,12 +40,13 @@ from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.state.resume import Division
 from dynamix.runtime.state.saving import JobState, asked_by_distributed_checkpoint
 from dynamix.runtime.sync.loss_weight import LossWeight
+from dynamix.runtime.sync.parameter_averaging import ParameterAveraging
 from dynamix.runtime.sync.round_boundary import RoundBoundary
 from dynamix.runtime.sync.shards import is_fully_sharded
 from dynamix.runtime.sync.stray import StrayCollectives
 from dynamix.runtime.sync.sync import Sync
 
-EVENTS = ("piece_done", "round_done", "job_ends")  # that are passed on; passes begin with what each part needs
+EVENTS = ("pass_begins", "piece_done", "round_done", "job_ends")  # that are passed on
 
 
 class TrainingJob:
@@ -102,7 +103,8 @@ class TrainingJob:
         apart = facts.steps_apart
         strays = StrayCollectives(loss_weight.group if apart else None)
         ranks.also_look(strays.look)
-        self.boundary = RoundBoundary(self.models, self.recorder, strays, fail, steps_apart=apart)
+        self.averagings: list[ParameterAveraging] = []
+        self.boundary = RoundBoundary(self.averagings, self.recorder, strays, fail, steps_apart=apart)
         # Of a worker whose gradients meet no others.
         self.pairs = PairNoise(self.recorder, 64 if apart else 2)
         self.stopping = False
@@ -111,10 +113,8 @@ class TrainingJob:
     def _listen(self) -> None:
         """Find out once who hears which event, in the order in which they do."""
         parts: list[Part] = [self.boundary] if self.facts.steps_apart else []
-        parts += [part for model in self.models for part in model.parts]
+        parts += [part for model in self.models for part in (*model.owners, model)]
         self._heard = {event: heard([*parts, self.rates, self.windows], event) for event in EVENTS}
-        # Given every piece whose passes begin.
-        self._hands = tuple(hand for model in self.models for hand in model.hands)
 
     # ------------------------------------------------------------ what it is given
 
@@ -151,6 +151,7 @@ class TrainingJob:
                 self.facts.test_weights(WeightTest(given=self.loss_weight.given))
         self.memory.add(model, optimizer)
         self.models.append(model)
+        self.averagings += model.averagings
         self._listen()
         if model.alike:
             self.facts.parting.connect(model.model)
@@ -161,7 +162,8 @@ class TrainingJob:
     def add_optimizer(self, optimizer: Optimizer, model: Sync, *, first: bool = False) -> None:
         """Let the learning rate of `optimizer` follow the batch, and what it applies be finished gradients."""
         optimizer.register_step_pre_hook(lambda *of: self._before_optimizer(model, optimizer, first=first))
-        model.add_optimizer(optimizer)
+        for averaging in model.averagings:
+            averaging.add_optimizer(optimizer)
         self.rates.add(optimizer)
         if not self.facts.steps_apart:  # then they have taken unlike numbers of steps, which they may count
             self.facts.parting.watch(optimizer)
@@ -209,8 +211,8 @@ class TrainingJob:
         if (self.loss_weight.given or kwargs) and self.ranks.workers > 1:
             self.loss_weight.require_fit(piece, source.placeholder, kwargs, self.loop.fail)
         kept = source.draws_alike and self.windows.measures(piece)
-        for hand in self._hands:
-            hand(piece, kept)
+        for hears in self._heard["pass_begins"]:
+            hears(piece, kept)
         if not training:
             recorder.timer.interrupted()
             return

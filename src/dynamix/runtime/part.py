@@ -47,6 +47,9 @@ class Part:
     name = ""
     own = False
 
+    def pass_begins(self, piece: Piece, kept: bool) -> None:
+        """A pass that records gradients begins of the batch in hand; `kept`: the open window keeps what is measured."""
+
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         """`controller.step()`: the batch in hand is done."""
 

@@ -7,18 +7,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix.data import Piece
+from dynamix.data import Piece, Round
 from dynamix.errors import UsageError
-from dynamix.runtime.part import Observation, Part
+from dynamix.runtime.part import Observation
 from dynamix.runtime.ranks.compare import hook_settings
 from dynamix.runtime.sync.collectives import average_, broadcast_
 from dynamix.runtime.sync.gradients import Around, GradientHook, scale_, wipe_nonfinite_
 from dynamix.runtime.sync.inner_hook import InnerHook
-from dynamix.runtime.sync.local_sgd import AveragedParameters, Averages, averaging_of
+from dynamix.runtime.sync.local_sgd import AveragedParameters, averaging_of
 from dynamix.runtime.sync.other_reductions import require_no_optimizers_in_backward
 from dynamix.runtime.sync.parameter_averaging import ParameterAveraging
 from dynamix.runtime.sync.shards import is_fully_sharded
@@ -37,14 +36,6 @@ class Hooked(Sync):
     def crossed(self) -> int:  # type: ignore[override]
         return self.hook.crossed
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (*super().parts, self.hook)
-
-    @property
-    def hands(self) -> tuple[Callable[[Piece, bool], None], ...]:
-        return (*super().hands, self.hook.hand)
-
     @torch.no_grad()
     def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
         if applied is not None and not piece.samples:
@@ -53,28 +44,12 @@ class Hooked(Sync):
                 wipe_nonfinite_(gradient)
         super().make_ready(piece, applied)
 
-    @contextmanager
-    def discarded(self) -> Iterator[None]:
-        try:
-            with super().discarded():
-                yield
-        finally:
-            self.hook.make_groups()
-
-    def close(self) -> list[dist.ProcessGroup]:
-        return [*super().close(), *self.hook.close()]
+    def passes_discarded(self) -> None:
+        self.hook.make_groups()
 
     @property
     def whose(self) -> str:
         return type(self.hook.inner.state).__name__
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | self.hook.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if state:
-            self.hook.load_state_dict(state)
 
 
 class DDPGradients(Hooked):
@@ -82,24 +57,18 @@ class DDPGradients(Hooked):
 
     model: DistributedDataParallel
 
-    def __init__(self, model: nn.Module, hook: GradientHook, options: Options) -> None:
-        own = options.hook
+    def __init__(self, model: nn.Module, hook: GradientHook, options: Options, *others: Any) -> None:
+        own, self.hook = options.hook, hook
         name = "all-reduce" if own is None else getattr(own, "__qualname__", type(own).__name__)
         settings = {option: getattr(model, option, None) for option in _ALIKE}
         settings |= {"losses scaled": options.scaler is not None, **hook_settings(options.hook_state)}
-        super().__init__(model, hook.recorder, f"{name}, buffers {options.batchnorm}", settings)
-        self.hook = hook
-
-    @property
-    def alike(self) -> bool:  # type: ignore[override]
-        return self.hook.inner.alike
-
-    @property
-    def settled(self) -> bool:  # type: ignore[override]
-        return self.hook.buckets_seen > 0
+        exchanges = f"{name}, buffers {options.batchnorm}"
+        super().__init__(model, hook.recorder, hook, *others, exchanges=exchanges, settings=settings)
+        self.alike, self.settled = hook.inner.alike, False
 
     def before_forward(self, piece: Piece) -> None:
-        if self.hook.buckets_seen:
+        self.settled = self.hook.buckets_seen > 0
+        if self.settled:
             return
         if self.model.static_graph and not self.model.require_backward_grad_sync:
             do = "leave no_sync() out in the first optimizer step, or call controller.warm_up(forward_backward)"
@@ -147,44 +116,30 @@ class LocalPasses(DDPGradients):
 
     _silent = False
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (*super().parts, self)
-
-    @property
-    def hands(self) -> tuple[Callable[[Piece, bool], None], ...]:
-        return (*super().hands, self._hand)
-
-    def _hand(self, piece: Piece, kept: bool) -> None:
+    def pass_begins(self, piece: Piece, kept: bool) -> None:
         if piece.round.apart or (piece.by_size and not piece.last):
             if self.model.require_backward_grad_sync:
                 self._silent, self.model.require_backward_grad_sync = True, False
-        elif self._silent:  # a batch before it was broken off
-            self._silent, self.model.require_backward_grad_sync = False, True
+        else:  # a batch before it may have been broken off
+            self._speak()
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
+        self._speak()
+
+    def _speak(self) -> None:
         if self._silent:
             self._silent, self.model.require_backward_grad_sync = False, True
 
 
-class EitherWay(LocalPasses, Averages):
+class EitherWay(LocalPasses):
     """DDP whose workers meet over gradients or over parameters, as each round's plan says."""
 
     def __init__(self, model: nn.Module, hook: GradientHook, options: Options, averaging: ParameterAveraging) -> None:
-        self.averaging = averaging
-        super().__init__(model, hook, options)
+        super().__init__(model, hook, options, averaging)
+        self.averagings = (averaging,)
 
-    def _hand(self, piece: Piece, kept: bool) -> None:
-        super()._hand(piece, kept)
-        if piece.round.apart:
-            self.averaging.begin()
-
-    def before_optimizer(self, piece: Piece | None) -> None:
-        self.averaging.before_step(piece)
-
-    def meet(self, weight: float) -> None:
-        super().meet(weight)
-        if self.model.find_unused_parameters:
+    def round_done(self, done: Round) -> None:
+        if done.apart and self.model.find_unused_parameters:
             # DDP counts a parameter as used by passes on the rank, too, and would then ask for its gradient.
             self.model.reducer._reset_state()
 

@@ -159,8 +159,7 @@ class GradientHook(Part):
         self._norms_due = self._measuring = False
         self._since_dense = DENSE_EVERY
 
-    def hand(self, piece: Piece, kept: bool) -> None:
-        """Passes begin of `piece`; `kept`: the open window will keep what is measured of them."""
+    def pass_begins(self, piece: Piece, kept: bool) -> None:
         self.piece, self._kept = piece, kept
 
     def __call__(self, bucket: Bucket, *, static_graph: bool) -> Future[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
-from torch.optim import Optimizer
 
-from dynamix.data import Piece
 from dynamix.errors import UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.process_groups import new_gloo_group
@@ -22,57 +19,12 @@ from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveragi
 from dynamix.runtime.sync.sync import Options, Sync
 
 
-class Averages(Sync):
-    """A model whose workers meet over parameters in some rounds: `averaging` makes their models one."""
-
-    averaging: ParameterAveraging
-
-    @property
-    def payload(self) -> float:  # type: ignore[override]
-        return self.averaging.payload
-
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        self.averaging.add_optimizer(optimizer)
-
-    def meet(self, weight: float) -> None:
-        self.averaging.meet(weight)
-
-    def averaging_facts(self) -> dict[str, Any]:
-        return self.averaging.facts()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        known = any(optimizer is own for own in self.averaging.optimizers)
-        return self.averaging.optimizer_state(optimizer) if known else None
-
-    def close(self) -> list[dist.ProcessGroup]:
-        return [*super().close(), *self.averaging.close()]
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | self.averaging.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if state:
-            self.averaging.load_state_dict(state)
-
-
-class AveragedParameters(Averages):
+class AveragedParameters(Sync):
     """A model of which nothing crosses ranks but at meetings: every pass and optimizer step is the worker's own."""
 
     def __init__(self, model: nn.Module, recorder: Recorder, averaging: ParameterAveraging) -> None:
-        super().__init__(model, recorder, exchanges="parameters")
-        self.averaging = averaging
-
-    @property
-    def hands(self) -> tuple[Callable[[Piece, bool], None], ...]:
-        return (self._hand,)
-
-    def _hand(self, piece: Piece, kept: bool) -> None:
-        if piece.round.apart:
-            self.averaging.begin()
-
-    def before_optimizer(self, piece: Piece | None) -> None:
-        self.averaging.before_step(piece)
+        super().__init__(model, recorder, averaging, exchanges="parameters")
+        self.averagings = (averaging,)
 
 
 def attach_apart(model: nn.Module, options: Options, around: Around) -> Sync:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from dynamix.data import Piece
 from dynamix.errors import ConfigError, UsageError, spelling
 from dynamix.removed import message, refuses_averaging
+from dynamix.runtime.part import Part
 from dynamix.runtime.sync.collectives import Maxima, Sums, Workers, broadcast_, has_mean, require_sums
 from dynamix.runtime.sync.optimizer_means import KNOWN, GroupMemory, OptimizerMeans
 from dynamix.runtime.sync.reference_weights import ReferenceWeights, Untrained
@@ -62,7 +63,7 @@ class Averaging:
 Averaging.__init__ = refuses_averaging(Averaging.__init__)  # type: ignore[method-assign]
 
 
-class ParameterAveraging:
+class ParameterAveraging(Part):
     """One model and its optimizers, on this worker.
 
     workers   those that meet
@@ -91,6 +92,10 @@ class ParameterAveraging:
         if not at_times or how.outer is not None:
             self.begin()
         self._begun = self._changed = False
+
+    def pass_begins(self, piece: Piece, kept: bool) -> None:
+        if piece.round.apart:
+            self.begin()
 
     def before_step(self, piece: Piece | None) -> None:
         """One of the optimizers is about to step, of `piece` if there is a batch in hand."""

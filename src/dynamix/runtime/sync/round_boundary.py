@@ -14,8 +14,8 @@ from dynamix.data import Piece
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Observation, Part
+from dynamix.runtime.sync.parameter_averaging import ParameterAveraging
 from dynamix.runtime.sync.stray import StrayCollectives
-from dynamix.runtime.sync.sync import Sync
 
 _WHERE = "call it at a meeting: `if controller.checkpoint_due(every=N):`, or at any of them, `if controller.met:`"
 
@@ -23,21 +23,21 @@ _WHERE = "call it at a meeting: `if controller.checkpoint_due(every=N):`, or at 
 class RoundBoundary(Part):
     """Of one rank, which steps apart from the others in rounds whose plan says so.
 
-    models       all that are connected, by now
+    averagings   of all models that are connected by now
     strays       collectives of the loop's own
     steps_apart  workers step apart in some rounds
     """
 
     def __init__(
         self,
-        models: Sequence[Sync],
+        averagings: Sequence[ParameterAveraging],
         recorder: Recorder,
         strays: StrayCollectives,
         fail: Callable[[DynamixError], DynamixError],
         *,
         steps_apart: bool,
     ) -> None:
-        self.models, self.recorder, self.strays, self._fail = models, recorder, strays, fail
+        self.averagings, self.recorder, self.strays, self._fail = averagings, recorder, strays, fail
         self.steps_apart = steps_apart
         self._between = False  # this rank has stepped apart since the last meeting
 
@@ -51,19 +51,19 @@ class RoundBoundary(Part):
         if piece.last:
             self.strays.end()
             self.recorder.timer.gradients_ready()
-            for model in self.models:
-                model.meet(piece.share / piece.round.samples)
+            for averaging in self.averagings:
+                averaging.meet(piece.share / piece.round.samples)
             self.recorder.timer.reduced()
             self._between = False
 
     @functools.cached_property
     def payload(self) -> float:
         """Bytes that a meeting moves over those of a gradient, by what optimizers remember when it is first asked."""
-        return max((model.payload for model in self.models), default=1.0)
+        return max((averaging.payload for averaging in self.averagings), default=1.0)
 
     def alike(self) -> dict[str, Any]:
         """What every rank must hold alike of how models are averaged, by name."""
-        every = [model.averaging_facts() for model in self.models]
+        every = [averaging.facts() for averaging in self.averagings]
         return {f"averaging: {name}": [facts[name] for facts in every] for name in (every[0] if every else ())}
 
     def require(self, what: str) -> None:
@@ -90,7 +90,7 @@ class RoundBoundary(Part):
             fix = "save optimizer.state_dict(), which all ranks have alike"
             raise UsageError(f"optimizer_state() is for Controller(meet='parameters'): {fix}")
         self.require("optimizer_state() is the mean over workers")
-        for model in self.models:
-            if (state := model.optimizer_state(optimizer)) is not None:
-                return state
+        for averaging in self.averagings:
+            if any(optimizer is own for own in averaging.optimizers):
+                return averaging.optimizer_state(optimizer)
         raise UsageError("optimizer_state() got an optimizer that controller.wrap(model, optimizer) was not given")

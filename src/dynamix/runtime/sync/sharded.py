@@ -8,7 +8,7 @@ equally large groups is the mean.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dynamix.data import Piece, Round
 from dynamix.errors import UsageError
-from dynamix.runtime.part import Observation, Part
+from dynamix.runtime.part import Observation
 from dynamix.runtime.sync.ddp import Hooked
 from dynamix.runtime.sync.gradients import ADDED, Around, Check, GradientHook, GradientWeight, at_end_of_backward
 from dynamix.runtime.sync.inner_hook import InnerHook
@@ -206,28 +206,21 @@ class ShardedPasses(Sync):
 
     settled = False
 
-    def __init__(self, model: nn.Module, shards: Shards, around: Around, exchanges: str = "none") -> None:
-        super().__init__(model, around.recorder, exchanges)
+    def __init__(self, model: nn.Module, shards: Shards, around: Around, *owners: Any, exchanges: str = "none") -> None:
+        super().__init__(model, around.recorder, *owners, exchanges=exchanges)
         self.shards = shards
         self._begun: Piece | None = None  # that of the last forward pass of training
         self._handed: Piece | None = None  # that of the last one that records gradients
         self._held: list[Any] = []  # groups whose parameters stay gathered until the round's last piece
         self._local = ExitStack()  # until the batch in hand is done, its gradients stay on the rank
-        self._hook = model.register_forward_hook(self._after_forward) if around.in_pieces else None
+        if around.in_pieces:
+            model.register_forward_hook(self._after_forward)
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return () if self._hook is None else (self,)
-
-    @property
-    def hands(self) -> tuple[Callable[[Piece, bool], None], ...]:
-        return () if self._hook is None else (self._hand,)
-
-    def _hand(self, piece: Piece, kept: bool) -> None:
-        if piece is not self._handed:
+    def pass_begins(self, piece: Piece, kept: bool) -> None:
+        if piece.by_size and piece is not self._handed:
             self._handed = piece
             self._local.close()  # a batch before it may have been broken off
-            if piece.by_size and not piece.last:
+            if not piece.last:
                 self._local.enter_context(self._without_sync())
                 self._local.enter_context(self.shards.staying_gathered())
 
@@ -283,7 +276,7 @@ class ShardedGradients(Hooked, ShardedPasses):
 
     def __init__(self, model: nn.Module, shards: Shards, around: Around, hook: ShardedHook) -> None:
         self.hook = hook
-        super().__init__(model, shards, around, "reduce-scatter")
+        super().__init__(model, shards, around, hook, exchanges="reduce-scatter")
 
     def before_forward(self, piece: Piece) -> None:
         if not all(getattr(group._reduce_scatter_comm, "hook", None) is self.hook for group in self.shards.groups):

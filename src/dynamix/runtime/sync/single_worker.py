@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -41,11 +41,7 @@ class SingleWorker(Sync):
 
         return [parameter.register_hook(begins) for parameter in self.model.parameters() if parameter.requires_grad]
 
-    @property
-    def hands(self) -> tuple[Callable[[Piece, bool], None], ...]:
-        return (self._hand,)
-
-    def _hand(self, piece: Piece, kept: bool) -> None:
+    def pass_begins(self, piece: Piece, kept: bool) -> None:
         self._piece = piece
 
     def _backward_begins(self) -> None:

@@ -10,14 +10,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dynamix.data import Piece
 from dynamix.errors import ConfigError, UsageError, spelling
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Part
 from dynamix.runtime.sync.gradients import scale_
-from dynamix.runtime.sync.parameter_averaging import Averaging
+from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
 from dynamix.runtime.sync.shards import gradients_of
 
 LOSS_SIDE = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
@@ -27,41 +26,35 @@ class Sync(Part):
     """Nothing crosses ranks that weighs: the loss carries the weight, or the framework that reduces does.
 
     exchanges   what crosses ranks, and how: the same on all of them; `settings`: of that, by name, plain values
+    owners      what was made for it: parts with state and process groups of their own; `averagings` among them
     alike       its parameters are the same on all ranks after every optimizer step, as far as is known
-    settled     no pass needs to be looked at before it begins
+    settled     no pass of training needs to be looked at before it begins
     crossed     backward passes that have crossed ranks so far
-    payload     bytes that a meeting over parameters moves, over those of a gradient
     """
 
     alike = False
     settled = True
     crossed = 0
-    payload = 1.0
+    averagings: tuple[ParameterAveraging, ...] = ()
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, exchanges: str = "none", settings: dict[str, Any] | None = None
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        *owners: Any,
+        exchanges: str = "none",
+        settings: dict[str, Any] | None = None,
     ) -> None:
-        self.model, self.recorder = model, recorder
+        self.model, self.recorder, self.owners = model, recorder, owners
         self.exchanges, self.settings = exchanges, settings or {}
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """Who hears the job's events."""
-        return ()
-
-    @property
-    def hands(self) -> tuple[Callable[[Piece, bool], None], ...]:
-        """Who is handed the piece whose passes begin, and whether the open window keeps what is measured of it."""
-        return ()
-
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """One more optimizer of the model."""
 
     def before_forward(self, piece: Piece) -> None:
         """A forward pass of training begins. Raises `UsageError` if torch would fail later without a reason."""
 
     def before_optimizer(self, piece: Piece | None) -> None:
         """One of the optimizers is about to step."""
+        for averaging in self.averagings:
+            averaging.before_step(piece)
 
     def piece(self, piece: Piece) -> AbstractContextManager[None]:
         """Around the passes of `piece`: gradients stay on the rank until its last of the round."""
@@ -83,17 +76,6 @@ class Sync(Part):
         """What has accumulated of this rank alone."""
         return gradients_of(self.model)
 
-    def meet(self, weight: float) -> None:
-        """A round apart ends, of whose samples this worker had the part `weight`. A collective call."""
-
-    def averaging_facts(self) -> dict[str, Any]:
-        """How parameters are averaged, by name: the same on all ranks."""
-        return {}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """The mean over workers of what `optimizer` remembers; None if nobody averages it. A collective call."""
-        return None
-
     @contextmanager
     def discarded(self) -> Iterator[None]:
         """Passes inside leave no trace: buffers and gradients are put back, nothing is measured."""
@@ -108,6 +90,10 @@ class Sync(Part):
                         buffer.copy_(kept)
                     for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
                         parameter.grad = gradient
+                self.passes_discarded()
+
+    def passes_discarded(self) -> None:
+        """Passes have left no trace. A collective call."""
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -116,12 +102,19 @@ class Sync(Part):
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the groups that gradients and parameters travel in, and return them."""
-        return []
+        return [group for owner in self.owners for group in owner.close()]
 
     @property
     def whose(self) -> str:
         """The kind of the user's object that holds most of the state: an error of its is said to be its."""
         return type(self).__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for owner in self.owners for name, value in owner.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for owner in self.owners if state else ():
+            owner.load_state_dict(state)
 
 
 @dataclass(frozen=True)
