@@ -50,15 +50,13 @@ def main() -> None:
         sampler.set_epoch(epoch)
         steps = meetings = 0
         for inputs, target in loader:
-            with controller.piece():
-                loss = F.cross_entropy(model(inputs), target)
-                time.sleep(SECONDS_PER_SAMPLE[rank % 2] * len(inputs))
-                loss.backward()
-            if controller.optimizer_due:
-                optimizer.step()
-                optimizer.zero_grad()
-                steps += 1
+            loss = F.cross_entropy(model(inputs), target)
+            time.sleep(SECONDS_PER_SAMPLE[rank % 2] * len(inputs))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
             controller.step(loss=loss)
+            steps += 1
             meetings += controller.met
         sizes = controller.batch_sizes.tolist()
         print(f"epoch {epoch}, rank {rank}: {steps} steps, {meetings} meetings; a round is {sizes}", flush=True)

@@ -41,10 +41,9 @@ def main() -> None:
         sampler.set_epoch(epoch)
         pieces = rounds = 0
         for inputs, target in loader:
-            with controller.piece():
-                loss = F.cross_entropy(model(inputs), target)
-                time.sleep(SECONDS_PER_SAMPLE[rank % 2] * len(inputs))
-                loss.backward()
+            loss = F.cross_entropy(model(inputs), target)
+            time.sleep(SECONDS_PER_SAMPLE[rank % 2] * len(inputs))
+            loss.backward()
             pieces += 1
             if controller.optimizer_due:
                 optimizer.step()

@@ -142,7 +142,7 @@ def _lines(gains: Gains) -> list[str]:
     if not told:
         told.append("Balance alone would gain nothing here.")
     if gains.rarely is not None and gains.rarely.low > max(gains.balance.high, WORTH):
-        told.append("To meet less often: Controller(..., meet='parameters'), in the loop of docs/rounds.md.")
+        told.append("To meet less often: Controller(..., meet='parameters'), the loop stays (docs/rounds.md).")
     return told
 
 

@@ -70,8 +70,8 @@ class Controller(Feeding):
     accumulate        micro-batches per optimizer step, all of a size; call `step()` after each of them
     micro_batch       most samples that pass through the model at once. A worker's share of a round is then cut into
                       pieces of that many, so that workers have unlike numbers of like pieces: `batch_size` and its
-                      bounds are of a round. The loop puts its passes under `piece()` and asks `optimizer_due`. Not
-                      for SyncBatchNorm
+                      bounds are of a round. The loop asks `optimizer_due` before it steps the optimizer. Not for
+                      SyncBatchNorm
     meet              "gradients": pieces accumulate, and a round has one optimizer step, of the union batch's gradient.
                       "parameters": every piece is an optimizer step of its worker's own, and at the end of the round
                       the workers' models become their mean by samples (local SGD; docs/rounds.md). Faster where
@@ -79,7 +79,7 @@ class Controller(Feeding):
                       a meeting follows from what meetings and pieces take. "auto": begins with gradients, and goes over
                       to the other way and back, where that promises more progress a second. Apart, an optimizer step
                       has a worker's even part of a step over gradients: `batch_size` samples, as long as the global
-                      batch is what it was at the start. Needs DDP and the loop of `piece()`
+                      batch is what it was at the start. Needs DDP
     lr_rule           how the learning rate follows a global batch that moves: none, linear, sqrt, adascale. "auto":
                       linear; sqrt for Adam and others that divide by the size of the gradient
     process_group     the data-parallel group; None: the default group
@@ -223,19 +223,19 @@ class Controller(Feeding):
     # ------------------------------------------------------------ in the loop
 
     def piece(self) -> AbstractContextManager[None]:
-        """Around the forward and backward passes of a batch: gradients cross ranks with a round's last piece only.
+        """Around the forward and backward passes of a batch: gradients cross ranks with a round's last batch only.
 
             for x, y in loader:
                 with controller.piece():
                     loss = F.cross_entropy(model(x), y)
-                    loss.backward()
+                    (loss / A).backward()
                 if controller.optimizer_due:
                     optimizer.step()
                     optimizer.zero_grad()
                 controller.step(loss=loss)
 
-        Needed with `micro_batch`, and right with any other way to cut. With `micro_batch` the loss is the mean over the
-        piece's own samples and is never divided by the number of pieces; with `accumulate=A` it is divided by A.
+        For `accumulate=A`, where the exchange of every batch but the last is saved; right, and not needed, otherwise.
+        With `micro_batch` the loss is the mean over the piece's own samples, and is never divided by their number.
         """
         return connecting.piece(self._job)
 

@@ -25,7 +25,7 @@ import os, sys, time
 sys.path.insert(0, {root!r})
 policy, meet = os.environ["DYNAMIX_POLICY"], os.environ.get("DYNAMIX_MEET")
 if meet:
-    sys.exit("dynamix.errors.UsageError: put the passes under `with controller.piece():`")
+    sys.exit("dynamix.errors.UsageError: call it at a meeting: `if controller.met:`")
 if os.environ["RANK"] == "0":
     from tests.telemetry.simulated import simulate
     from pathlib import Path
@@ -61,7 +61,7 @@ def test_each_row_has_a_folder_and_the_whole_a_table_and_a_page(tmp_path: Path) 
     command += ["--mechanism", "duty-cycle", "--throttle-after", "0", "--out", str(tmp_path / "run")]
     done = CliRunner().invoke(app, [*command, "--", sys.executable, str(script)])
     assert done.exit_code == 0, done.output
-    assert "local: not available: needs the rounds loop" in " ".join(done.stdout.split())
+    assert "local: not available: the loop has to" in " ".join(done.stdout.split())
     assert "goodput" in done.stdout
     assert (tmp_path / "run/report.html").exists()
     result = json.loads((tmp_path / "run/result.json").read_text())

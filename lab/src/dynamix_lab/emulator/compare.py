@@ -15,7 +15,7 @@ from dynamix_lab.emulator.run import emulate, worst
 ROW_VARIABLE = "DYNAMIX_ROW"  # the folder of the row that a script runs under, for what it writes
 ROW_MARK = "{row}"  # the same in a command's arguments
 LOCAL = "local"  # steps apart, models averaged: shares by speed, meeting over parameters
-_ROUNDS_LOOP = "controller.piece()"  # what the error of a loop names that cannot meet over parameters
+_AT_A_MEETING = "controller.met"  # what the error of a loop names that calls collectives between meetings
 _TAIL_BYTES = 2**16
 
 
@@ -115,19 +115,19 @@ def _events_of(done: Mapping[str, Any]) -> Path:
 def availability(done: Mapping[str, Any], row: ComparedRow) -> bool | str:
     """True, or why the script could not do this row."""
     folder = Path(done["folder"])
-    if row.meet == "parameters" and done["exit_code"] and _names_the_rounds_loop(folder):
-        return "not available: needs the rounds loop, with the passes of every batch under controller.piece()"
+    if row.meet == "parameters" and done["exit_code"] and _names_meetings(folder):
+        return "not available: the loop has to save, evaluate and call collectives at meetings, `if controller.met:`"
     if not done["exit_code"] and not _events_of(done).exists():
         why = "makes no dynamix.Controller, or trained nothing (did it go on from another row's last checkpoint?)"
         return f"not available: the script {why}"
     return True
 
 
-def _names_the_rounds_loop(folder: Path) -> bool:
+def _names_meetings(folder: Path) -> bool:
     for path in sorted(folder.glob("ranks/*/rank*.err")):
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
             said = file.read().decode(errors="replace")
-        if _ROUNDS_LOOP in said and "UsageError" in said:
+        if _AT_A_MEETING in said and "UsageError" in said:
             return True
     return False

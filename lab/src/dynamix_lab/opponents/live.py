@@ -6,7 +6,6 @@ kept in memory and scored after the clock has stopped.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -205,7 +204,7 @@ def _warm_up(trial: Trial, workload: Workload, data: Arrays, seed: int, steps: i
 
 
 class _LivePolicy:
-    """`Controller`, as in the README: with DDP, or meeting over parameters in the loop of docs/rounds.md."""
+    """`Controller`, as in the README: with DDP, or meeting over parameters."""
 
     def __init__(
         self,
@@ -235,7 +234,6 @@ class _LivePolicy:
         over_gradients = trial.local is None or trial.meets_in_both_ways
         wrapped = DistributedDataParallel(self.model) if over_gradients else self.model
         self._wrapped: nn.Module = self._controller.wrap(wrapped, self._optimizer, averaging=averaging_of(trial))
-        self._piece = contextlib.nullcontext if trial.local is None else self._controller.piece
         if (schedule := schedule_of(trial, self._optimizer)) is not None:
             self._controller.scheduler(schedule[0], nominal_batch_size=schedule[1])
         self._batches, self._flag = self._endless(), _StopFlag()
@@ -246,10 +244,9 @@ class _LivePolicy:
             inputs, targets = next(self._batches)
             counts = self._sampler.plan().counts
             tell_cost(self.workload, inputs, targets)
-            with self._piece():
-                logits = self._wrapped(inputs)
-                loss = self.workload.loss(logits, targets)
-                loss.backward()
+            logits = self._wrapped(inputs)
+            loss = self.workload.loss(logits, targets)
+            loss.backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
             classes = not targets.is_floating_point()  # a regression has no accuracy

@@ -17,7 +17,7 @@ from dynamix.runtime.ranks.compare import hook_settings
 from dynamix.runtime.sync.collectives import average_, broadcast_
 from dynamix.runtime.sync.gradients import Around, GradientHook, scale_, wipe_nonfinite_
 from dynamix.runtime.sync.inner_hook import InnerHook
-from dynamix.runtime.sync.local_sgd import AveragedParameters, averaging_of
+from dynamix.runtime.sync.local_sgd import averaging_of
 from dynamix.runtime.sync.other_reductions import require_no_optimizers_in_backward
 from dynamix.runtime.sync.parameter_averaging import ParameterAveraging
 from dynamix.runtime.sync.shards import is_fully_sharded
@@ -134,10 +134,6 @@ class LocalPasses(DDPGradients):
 class EitherWay(LocalPasses):
     """DDP whose workers meet over gradients or over parameters, as each round's plan says."""
 
-    def __init__(self, model: nn.Module, hook: GradientHook, options: Options, averaging: ParameterAveraging) -> None:
-        super().__init__(model, hook, options, averaging)
-        self.averagings = (averaging,)
-
     def round_done(self, done: Round) -> None:
         if done.apart and self.model.find_unused_parameters:
             # DDP counts a parameter as used by passes on the rank, too, and would then ask for its gradient.
@@ -158,7 +154,7 @@ def attach(
         options.require_no_hook()
         around.watch(reduces=False, hooked=False)
         if averaging is not None:
-            return AveragedParameters(model, recorder, averaging())
+            return Sync(model, recorder, averaging())
         if alone:
             return SingleWorker(model, around)
         recorder.times.see_no_communication()

@@ -19,14 +19,6 @@ from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveragi
 from dynamix.runtime.sync.sync import Options, Sync
 
 
-class AveragedParameters(Sync):
-    """A model of which nothing crosses ranks but at meetings: every pass and optimizer step is the worker's own."""
-
-    def __init__(self, model: nn.Module, recorder: Recorder, averaging: ParameterAveraging) -> None:
-        super().__init__(model, recorder, averaging, exchanges="parameters")
-        self.averagings = (averaging,)
-
-
 def attach_apart(model: nn.Module, options: Options, around: Around) -> Sync:
     """Connect a model whose workers step apart, plain or under DDP; all begin as the first rank's. A collective call.
 
@@ -44,7 +36,7 @@ def attach_apart(model: nn.Module, options: Options, around: Around) -> Sync:
         _keep_silent(model, around.recorder)
     averaging = averaging_of(model, options, around)
     around.watch(reduces=False, hooked=False)
-    return AveragedParameters(model, around.recorder, averaging)
+    return Sync(model, around.recorder, averaging, exchanges="parameters")
 
 
 def averaging_of(model: nn.Module, options: Options, around: Around, *, at_times: bool = False) -> ParameterAveraging:

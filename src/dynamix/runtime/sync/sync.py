@@ -23,7 +23,7 @@ LOSS_SIDE = "pass wrap(..., weighting='loss') and call controller.weight(loss).b
 
 
 class Sync(Part):
-    """Nothing crosses ranks that weighs: the loss carries the weight, or the framework that reduces does.
+    """Its passes cross no ranks, or what they exchange is weighted already; at meetings `averagings` average.
 
     exchanges   what crosses ranks, and how: the same on all of them; `settings`: of that, by name, plain values
     owners      what was made for it: parts with state and process groups of their own; `averagings` among them
@@ -35,7 +35,6 @@ class Sync(Part):
     alike = False
     settled = True
     crossed = 0
-    averagings: tuple[ParameterAveraging, ...] = ()
 
     def __init__(
         self,
@@ -46,6 +45,7 @@ class Sync(Part):
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.model, self.recorder, self.owners = model, recorder, owners
+        self.averagings = [owner for owner in owners if isinstance(owner, ParameterAveraging)]
         self.exchanges, self.settings = exchanges, settings or {}
 
     def before_forward(self, piece: Piece) -> None:
