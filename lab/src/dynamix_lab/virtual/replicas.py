@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -67,7 +70,7 @@ class Replicas:
     def together(self) -> None:
         """A step over gradients begins, which the first replica takes for all."""
         if not self._together:
-            self._hall.meet(replica.meeting.rejoining() for replica in self._all)
+            self._hall.meet(replica.meeting.rejoin for replica in self._all)
             self._together = True
 
     @property
@@ -104,7 +107,8 @@ class Replicas:
             seen.append(of_worker)
         total = sum(len(share) for share in shares)
         meetings = (
-            replica.meeting.meeting(len(share) / total) for replica, share in zip(self._all, shares, strict=True)
+            functools.partial(replica.meeting.meet, len(share) / total)
+            for replica, share in zip(self._all, shares, strict=True)
         )
         payload_bytes = self._hall.meet(meetings)
         pieces = [[piece.samples for piece in of_worker] for of_worker in seen]
@@ -171,25 +175,34 @@ class _Replica:
 
 
 class Hall:
-    """Where the workers of one process meet: what all have begun is reduced over them once all have come so far."""
+    """Where the workers of one process meet, each in a thread of its own: what all have begun is reduced over them once
+    all have come so far."""
 
     def __init__(self, count: int) -> None:
         self.workers = [HallWorkers(count, self) for _ in range(count)]
-        self.lists: list[list[Any]] = []
+        self.all_here = threading.Barrier(count, self._arrive)
+        self._threads = ThreadPoolExecutor(count, "worker")
+        self._sent = 0
 
-    def meet(self, meetings: Iterator[Iterator[None]]) -> int:
-        """Let the workers' meetings go on in step until all are over; returns the bytes that each has sent."""
-        under_way, sent = list(meetings), 0
-        while under_way:
-            goes_on = [next(meeting, _OVER) is not _OVER for meeting in under_way]
-            sent += self._arrive()
-            if not any(goes_on):
-                under_way = []
-        return sent
+    def meet(self, meetings: Iterable[Callable[[], None]]) -> int:
+        """Let every worker's meeting run until all are over; returns the bytes that each has sent."""
+        self._sent = 0
+        self.all_here.reset()
+        under_way = [self._threads.submit(self._run, meeting) for meeting in meetings]
+        errors = [error for future in under_way if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        return self._sent
+
+    def _run(self, meeting: Callable[[], None]) -> None:
+        try:
+            meeting()
+        except BaseException:
+            self.all_here.abort()
+            raise
 
     @torch.no_grad()
-    def _arrive(self) -> int:
-        sent = 0
+    def _arrive(self) -> None:
         for parts in zip(*(workers.begun for workers in self.workers), strict=True):
             flats, op = [flat for flat, _ in parts], parts[0][1]
             total = flats[0].clone()
@@ -197,20 +210,21 @@ class Hall:
                 _REDUCED[str(op)](total, flat)
             for flat in flats:
                 flat.copy_(total)
-            sent += total.numel() * total.element_size()
+            self._sent += total.numel() * total.element_size()
+        told = [workers.told for workers in self.workers]
         for workers in self.workers:
-            workers.begun, workers.gathers = [], 0
-        self.lists = []
-        return sent
+            workers.begun, workers.of_all = [], told
 
 
 class HallWorkers(Workers):
-    """What one of them knows as `Workers`. What it gathers is there once all have arrived."""
+    """What one of them knows as `Workers`."""
 
     def __init__(self, count: int, hall: Hall) -> None:
         super().__init__(None)
-        self._count, self._hall, self.gathers = count, hall, 0
+        self._count, self._hall = count, hall
         self.begun: list[tuple[Tensor, Any]] = []
+        self.told: Any = None
+        self.of_all: list[Any] = []
 
     @property
     def count(self) -> int:
@@ -219,17 +233,15 @@ class HallWorkers(Workers):
     def add(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         self.begun.append((flat, op))
 
+    def wait(self) -> None:
+        self._hall.all_here.wait()
+
     def gather(self, mine: Any) -> list[Any]:
-        lists = self._hall.lists
-        if self.gathers == len(lists):
-            lists.append([])
-        of_all = lists[self.gathers]
-        of_all.append(mine)
-        self.gathers += 1
-        return of_all
+        self.told = mine
+        self.wait()
+        return self.of_all
 
 
-_OVER = object()
 _REDUCED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     str(dist.ReduceOp.SUM): lambda total, flat: total.add_(flat),
     str(dist.ReduceOp.MAX): lambda total, flat: total.copy_(torch.maximum(total, flat)),

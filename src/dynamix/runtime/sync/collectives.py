@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -88,27 +88,24 @@ class Workers:
                     told = f"rank 0 has {first} where rank {rank} has {other}"
                     raise UsageError(f"the ranks are about to average models that differ: {told}. {_ON_ALL}")
 
-    def comparing(self, described: Sequence[str], changed: bool) -> Generator[None, None, bool]:
-        """Before a meeting, in parts: whether on any rank something was changed since the last; `changed`: on its own.
-
-        At every `yield` what was begun has to arrive. Raises as `require_alike`.
-        """
+    def any_changed(self, described: Sequence[str], changed: bool) -> bool:
+        """Before a meeting: whether on any rank something was `changed` since the last. Raises as `require_alike`."""
         mark = float(zlib.crc32("\n".join(described).encode()))
         known = torch.tensor([mark, -mark, float(changed)], dtype=torch.float64)
         self.add(known, dist.ReduceOp.MAX)
-        yield
+        self.wait()
         largest, smallest, any_changed = known.tolist()
         if largest != -smallest:
             self.require_alike(described)
         return bool(any_changed)
 
-    def unlike(self, tensors: Sequence[Tensor]) -> Generator[None, None, list[int]]:
-        """Which of these are not the same on all ranks, by the sums of their bytes; in parts, as `comparing`."""
+    def unlike(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Which of these are not the same on all ranks, by the sums of their bytes."""
         sums = [_real(t).contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for t in tensors]
         mine = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
         both = torch.cat([mine, -mine])
         self.add(both, dist.ReduceOp.MAX)
-        yield
+        self.wait()
         largest, smallest = both.chunk(2)
         return (largest != -smallest).nonzero().flatten().tolist()
 

@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,8 @@ class OptimizerMeans:
         self.layout: list[Entry] = []
         self._places: list[tuple[Optimizer, int, Tensor | None]] = []  # number of the group; a parameter, or the group
 
-    def meeting(self, weight: float, told: dict[str, Any] | None = None) -> Iterator[None]:
-        """All of it, this worker's state weighing `weight`; at every `yield` what was begun has to arrive.
+    def meet(self, weight: float, told: dict[str, Any] | None = None) -> None:
+        """All of it, this worker's state weighing `weight`. A collective call.
 
         told   a state dict of the only optimizer, which the means are put in; None: they are put in the optimizers
         """
@@ -104,10 +104,9 @@ class OptimizerMeans:
         own = self._own()
         missing = torch.tensor([float(bool(own.keys() - set(self.layout)))])
         self.workers.add(missing, dist.ReduceOp.MAX)
-        yield
+        self.workers.wait()
         if missing.item():
             known = self.workers.gather([*own.keys() | set(self.layout)])
-            yield
             self.layout = sorted({entry for of_rank in known for entry in of_rank}, key=str)
             own = self._own()
         if not self.layout:
@@ -119,7 +118,7 @@ class OptimizerMeans:
         table = torch.tensor([*held, *values], dtype=torch.float64)
         self.workers.add(table)
         sums = Sums(tensors, weight, self.workers)
-        yield
+        self.workers.wait()
         weights = dict(zip(self.layout, table.tolist(), strict=False))
         totals: list[tuple[Entry, Any]] = [*zip(moments, sums.sums(), strict=True)]
         totals += zip(numbers, table[len(self.layout) :].tolist(), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -25,6 +25,7 @@ _CHANGED = (
     "load checkpoints on every rank, change a model alike on all of them, and call optimizer.step() before "
     "controller.step()"
 )
+_STATES = "the ranks could not average the state of their optimizers"
 _WIRES = {None: None, "bfloat16": torch.bfloat16}
 
 
@@ -102,7 +103,7 @@ class ParameterAveraging(Part):
         if not self._at_times or (piece is not None and piece.round.apart):
             self.begin()
         elif piece is not None:
-            self._wait_for_each(self.rejoining(), "the ranks could not average the state of their optimizers")
+            self.rejoin()
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -144,19 +145,16 @@ class ParameterAveraging(Part):
             raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers step apart: {fix}")
         self.optimizers[optimizer] = GroupMemory(optimizer)
 
-    def meet(self, weight: float) -> None:
-        """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
-        self._wait_for_each(self.meeting(weight), "the ranks could not average their models")
-
     @torch.no_grad()
-    def rejoining(self) -> Iterator[None]:
-        """A step over gradients begins: what each worker's optimizers remember becomes one; in parts, as `meeting`.
+    def rejoin(self) -> None:
+        """A step over gradients begins: what each worker's optimizers remember becomes one.
 
-        Nothing has to arrive where workers have not stepped apart before it.
+        A collective call, if workers have stepped apart before it.
         """
         own, self._own = self._own, False
         if own and self.how.optimizer_state == "kept":
-            yield from self._means.meeting(self.weight)
+            with self.workers.ranks.naming(_STATES):
+                self._means.meet(self.weight)
         if own and self._outer is None:
             self._anchors = []
 
@@ -172,11 +170,6 @@ class ParameterAveraging(Part):
             moved += sum(v.numel() * v.element_size() for v in held)
         return moved / max(gradient, 1)
 
-    def _wait_for_each(self, parts: Iterator[None], failed: str) -> None:
-        with self.workers.ranks.naming(failed):
-            for _ in parts:
-                self.workers.wait()
-
     @torch.no_grad()
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
@@ -184,16 +177,21 @@ class ParameterAveraging(Part):
             return optimizer.state_dict()  # all have it alike
         told = copy.deepcopy(optimizer.state_dict())
         means = OptimizerMeans({optimizer: self.optimizers[optimizer]}, self.workers)
-        self._wait_for_each(means.meeting(self.weight, told), "the ranks could not average the state of an optimizer")
+        with self.workers.ranks.naming(_STATES):
+            means.meet(self.weight, told)
         return told
 
+    def meet(self, weight: float) -> None:
+        """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
+        with self.workers.ranks.naming("the ranks could not average their models"):
+            self._meet(weight)
+
     @torch.no_grad()
-    def meeting(self, weight: float) -> Iterator[None]:
-        """`meet`, in parts: at every `yield` all that was begun has to arrive."""
+    def _meet(self, weight: float) -> None:
         how, workers = self.how, self.workers
         self.weight, self._begun, self._own = weight, False, True
         self._follow()
-        yield from self._compare()
+        self._compare()
         moves = Sums([anchor.move() for anchor in self._anchors], weight, workers, wire=_WIRES[how.wire])
         largest = Maxima([t for t in self._replaceable().values() if not has_mean(t)], workers)
         if (scale := self._scale()) is not None:
@@ -202,8 +200,8 @@ class ParameterAveraging(Part):
             for optimizer in self.optimizers:
                 optimizer.state.clear()
         if how.optimizer_state != "kept":
-            yield from self._means.meeting(weight)
-        yield
+            self._means.meet(weight)
+        workers.wait()
         self._move(moves.means())
         largest.take()
         if scale is not None:
@@ -217,20 +215,20 @@ class ParameterAveraging(Part):
             if (tensor := now.get(anchor.name, anchor.tensor)) is not anchor.tensor:
                 anchor.follow(tensor)
 
-    def _compare(self) -> Iterator[None]:
+    def _compare(self) -> None:
         """All are about to average the same, and went on from the same. Raises `UsageError` on every rank if not."""
         if self.workers.count == 1:
             return
         moved = self._untrained.moved()
         if self.workers.group is None:  # all in one process
-            yield from self._take_along(moved)
+            self._take_along(moved)
             return
-        changed = yield from self.workers.comparing(self._described(), self._changed or any(moved.values()))
+        changed = self.workers.any_changed(self._described(), self._changed or any(moved.values()))
         self._changed = False
         if not changed:
             return
-        differing = yield from self.workers.unlike([anchor.value for anchor in self._anchors])
-        yield from self._take_along(moved)
+        differing = self.workers.unlike([anchor.value for anchor in self._anchors])
+        self._take_along(moved)
         anchors = [self._anchors[i] for i in differing]
         for parameter in (anchor.tensor for anchor in anchors if anchor.is_trained and not self._at_times):
             named = (name for name, p in self.model.named_parameters() if p is parameter)
@@ -239,20 +237,20 @@ class ParameterAveraging(Part):
         if anchors:  # buffers, which passes of a rank's own may change
             broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ranks)
 
-    def _take_along(self, moved: dict[str, bool]) -> Iterator[None]:
+    def _take_along(self, moved: dict[str, bool]) -> None:
         """What is not trained and was `moved` on some rank travels from now on: this time whole, as there is no copy of
         what it was. Raises `UsageError` for what has no mean."""
         if not moved:
             return
         flags = torch.tensor([*moved.values()], dtype=torch.float64)
         self.workers.add(flags, dist.ReduceOp.MAX)
-        yield
+        self.workers.wait()
         self._untrained.let_go(name for name, flag in zip(moved, flags.tolist(), strict=True) if flag)
         now = self._untrained.travelling()
         named = {name: p.detach() for name, p in now.items() if name in moved and has_mean(p)}
         require_sums(named.items())
         sums = Sums(named.values(), self.weight, self.workers)
-        yield
+        self.workers.wait()
         for tensor, mean in zip(named.values(), sums.means(), strict=True):
             tensor.copy_(mean)
 
