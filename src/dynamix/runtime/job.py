@@ -35,6 +35,7 @@ from dynamix.runtime.ranks.compare import settings_of, sketches_of
 from dynamix.runtime.ranks.hosts import own_host
 from dynamix.runtime.ranks.process_groups import destroy_groups
 from dynamix.runtime.ranks.ranks import Ranks
+from dynamix.runtime.ranks.watch import CLOSED
 from dynamix.runtime.rate.rates import Rates
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.state.resume import Division
@@ -46,6 +47,7 @@ from dynamix.runtime.sync.shards import is_fully_sharded
 from dynamix.runtime.sync.stray import StrayCollectives
 from dynamix.runtime.sync.sync import Sync
 
+LEFT = f"{CLOSED}; workers that step apart leave the loop together: `if controller.checkpoint_due(every=N): break`"
 EVENTS = ("pass_begins", "piece_done", "round_done", "job_ends")  # that are passed on
 
 
@@ -102,7 +104,7 @@ class TrainingJob:
         self.loop = LoopCheck(facts.accumulate, self.recorder, fail, self.gather, ranks.workers, models=self.models)
         apart = facts.steps_apart
         strays = StrayCollectives(loss_weight.group if apart else None)
-        ranks.also_look(strays.look)
+        ranks.also_look(strays.look_beside)
         self.averagings: list[ParameterAveraging] = []
         self.boundary = RoundBoundary(self.averagings, self.recorder, strays, fail, steps_apart=apart)
         # Of a worker whose gradients meet no others.
@@ -362,7 +364,7 @@ class TrainingJob:
             self.end_events()
             groups += ranks.release()
             destroy_groups(groups, patience_s=patience_s)  # nobody else may have them by then, this frame included
-            ranks.leave()
+            ranks.leave(LEFT if self.facts.steps_apart else CLOSED)
 
     def end_events(self) -> None:
         """Write the steps after the last window, and close the events file. A rank does it alone; twice does no harm.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.rendezvous import require_alone
 from dynamix.runtime.ranks.waits import LOOK_EVERY, LOOK_EVERY_S, AbortableWait
-from dynamix.runtime.ranks.watch import CLOSED, RankWatch
+from dynamix.runtime.ranks.watch import CLOSED, Look, RankWatch
 
 _PARTED = {
     "": "Set what optimizers use alike on every rank, by the optimizer step and not by what one rank measures",
@@ -178,8 +178,8 @@ class Ranks:
         """Tell the other ranks of `error`, which ends the job, stay until they know, and return it, to be raised."""
         return self._watch.end(error)
 
-    def also_look(self, look: Callable[[], DynamixError | None]) -> None:
-        """Call `look` about once a second, in another thread: an error that it returns ends the job."""
+    def also_look(self, look: Look) -> None:
+        """Call `look` about once a second, in another thread."""
         self._watch.also_look(look)
 
     def request_stop(self) -> None:

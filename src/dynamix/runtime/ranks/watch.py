@@ -36,6 +36,11 @@ LEAVE_S = 2.0  # for the last word
 CONNECT_S = 1.0  # for another connection to a store that did not answer
 GIVE_UP_S = 60.0  # without an answer: the store is gone
 CLOSED = "its controller was closed"
+RUNS, WAITS, INSIDE = (
+    "012"  # for nobody; for others, where their errors reach it; for others in a collective of the loop
+)
+Look = Callable[[str], tuple[bool, DynamixError | None]]
+"""Gets the place of every rank, a character each; says whether this one is INSIDE, and an error that ends the job."""
 _log = logging.getLogger("dynamix")
 
 
@@ -59,7 +64,7 @@ class RankWatch:
         self.rank, self.workers, self._prefix, self.clock = rank, workers, prefix, clock
         self.errors, self.alive, self.stopping = JobErrors(rank), Liveness(rank, workers), Stopping(alone=workers == 1)
         self.lost: WorkerLostError | None = None
-        self._looks = list[Callable[[], DynamixError | None]]()
+        self._looks, self._places = list[Look](), ""
         self._setting_up = True
         self._source: Any = store
         self._store: Any = None  # a connection of the thread's own
@@ -112,8 +117,8 @@ class RankWatch:
 
     # ------------------------------------------------------------ failures
 
-    def also_look(self, look: Callable[[], DynamixError | None]) -> None:
-        """Call `look` at every beat, in the watch's thread: an error that it returns ends the job."""
+    def also_look(self, look: Look) -> None:
+        """Call `look` at every beat, in the watch's thread."""
         self._looks.append(look)
 
     def end(self, error: DynamixError) -> DynamixError:
@@ -191,9 +196,13 @@ class RankWatch:
         if self._store is None:
             self._store = own_connection(self._source)
         store, key = self._store, f"{self._prefix}/view"
-        if self.errors.ended is None and (wrong := next(filter(None, (look() for look in self._looks)), None)):
-            self.errors.end(wrong)
-        said = {"alive": self.alive.beat(), "errors": self.errors.beat(), "stop": self.stopping.beat()}
+        place = WAITS if self.clock() < self._haste_until else RUNS
+        for look in self._looks:
+            inside, wrong = look(self._places)
+            place = INSIDE if inside else place
+            if wrong is not None and self.errors.ended is None:
+                self.errors.end(wrong)
+        said = {"alive": self.alive.beat(), "errors": self.errors.beat(), "stop": self.stopping.beat(), "place": place}
         store.set(f"{self._prefix}/{self.rank}", json.dumps(said))
         if self.rank == 0:
             told = self._view()
@@ -206,6 +215,7 @@ class RankWatch:
         self.alive.follow(view["alive"])
         self.errors.follow(view["errors"])
         self.stopping.follow(view["stop"])
+        self._places = view["places"]
 
     def listen(self) -> None:
         """Count how long the store, or the first rank, has been silent."""
@@ -225,7 +235,8 @@ class RankWatch:
         errors = self.errors.lead({rank: beat["errors"] for rank, beat in beats.items()}, self.alive.here)
         if len(begun) == self.workers:
             self.stopping.lead([beats[rank]["stop"] for rank in begun], now)
-        return json.dumps({"alive": alive, "errors": errors, "stop": self.stopping.proposal()})
+        places = "".join(beats[rank]["place"] if rank in beats else RUNS for rank in range(self.workers))
+        return json.dumps({"alive": alive, "errors": errors, "stop": self.stopping.proposal(), "places": places})
 
     def _talk(self) -> None:
         failed_since: float | None = None

@@ -3,11 +3,17 @@
 A rank may be stuck in one while another waits at the meeting. So the counters of collectives are looked at after every
 batch, and meanwhile by the thread that watches the ranks. If all are stuck, in calls that do not fit each other, the
 collective ends by itself after a few seconds.
+
+At a meeting a loop may call what it likes, but all ranks the same. If a loop counts its own batches, only some ranks
+call a collective there. These are stuck in it, and the others wait for them at the next meeting.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,15 +21,21 @@ import torch.distributed as dist
 
 from dynamix.errors import UsageError
 from dynamix.runtime.ranks.process_groups import OURS
+from dynamix.runtime.ranks.watch import RUNS, WAITS
 
 STUCK_S = 5.0  # longest that a collective may take that is none of ours, between two meetings
+BESIDE_S = 3.0  # longest that this rank may be in one while all others in it wait elsewhere
+_FIX = "call it at a meeting: `if controller.met:`, or every N steps, `if controller.checkpoint_due(every=N):`"
+_ALL_CALL = frozenset(dist.distributed_c10d.__all__) - {"send", "recv", "isend", "irecv"}
 
 
 class StrayCollectives:
     """Of the groups that have several of the ranks of `group`; None: nothing crosses ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._ranks = set() if group is None else set(dist.get_process_group_ranks(group))
+        self._ranks = [] if group is None else dist.get_process_group_ranks(group)
+        self._thread = threading.get_ident()  # of the loop
+        self._inside: tuple[int, float] | None = None  # a collective beside others that wait, and since when
         self._known = -1
         self._groups: list[tuple[Any, Any, timedelta]] = []
         self._marks: list[int] | None = None  # collectives that each had begun; None: ranks are at a meeting
@@ -48,11 +60,25 @@ class StrayCollectives:
     def look(self) -> UsageError | None:
         """What is wrong if the loop has begun a collective since `begin`. Any thread may ask."""
         begun, marks = self._begun(), self._marks  # in this order: the loop's thread may be at a meeting by now
-        if marks is None or len(begun) != len(marks) or not any(n > mark for n, mark in zip(begun, marks, strict=True)):
+        if marks is None or len(begun) != len(marks) or not any(map(int.__gt__, begun, marks)):
             return None
         called = "the loop called a collective of its own (all_reduce, barrier, ...) while workers stepped apart"
-        fix = "call it at a meeting: `if controller.met:`, or every N steps, `if controller.checkpoint_due(every=N):`"
-        return UsageError(f"{called}, of which ranks call unlike numbers: {fix}")
+        return UsageError(f"{called}, of which ranks call unlike numbers: {_FIX}")
+
+    def look_beside(self, places: str) -> tuple[bool, UsageError | None]:
+        """A `Look` of the watch's: as `look`, and if the loop is in a collective that some others have passed over."""
+        name, group, number = _collective(self._thread) if self._ranks else ("", None, 0)
+        if not name or not places:
+            return False, self.look()
+        members = set(dist.get_process_group_ranks(group))
+        others = [places[n] for n, rank in enumerate(self._ranks) if rank in members and rank != dist.get_rank()]
+        if WAITS not in others or RUNS in others:  # who runs may still come
+            self._inside = None
+        elif self._inside is None or self._inside[0] != number:
+            self._inside = number, time.monotonic()
+        elif time.monotonic() - self._inside[1] > BESIDE_S:
+            return True, UsageError(f"the loop called {name}() on some ranks, which others have passed over: {_FIX}")
+        return True, self.look()
 
     def _begun(self) -> list[int]:
         return [group._get_sequence_number_for_group() for group, _, _ in self._groups]
@@ -61,7 +87,7 @@ class StrayCollectives:
         """The groups in which this rank could wait for others."""
         self._known, found = len(_all_groups()), []
         for group in _all_groups():
-            shared = self._ranks.intersection(dist.get_process_group_ranks(group))
+            shared = set(self._ranks).intersection(dist.get_process_group_ranks(group))
             if len(shared) > 1 and group.group_desc != OURS:
                 # Some backends count nothing, and some have no timeout: of those nothing is known.
                 with contextlib.suppress(RuntimeError, AttributeError):
@@ -70,6 +96,21 @@ class StrayCollectives:
                         backend = group._get_backend(device)
                         found.append((group, backend, backend.options._timeout))
         self._groups = found
+
+
+def _collective(thread: int) -> tuple[str, Any, int]:
+    """The collective that the loop is in, in `thread`: its name, its group, and what tells it from the next.
+
+    The name is empty if the loop is in none, or in one of ours.
+    """
+    found, frame = None, sys._current_frames().get(thread)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
+        if frame.f_globals["__name__"] == "torch.distributed.distributed_c10d" and frame.f_code.co_name in _ALL_CALL:
+            found = frame
+        frame = frame.f_back
+    if found is None or frame is None or frame.f_globals.get("__name__", "").startswith("dynamix."):
+        return "", None, 0
+    return found.f_code.co_name, found.f_locals.get("group") or dist.group.WORLD, id(found)
 
 
 def _all_groups() -> dict[Any, Any]:
