@@ -1,4 +1,4 @@
-"""A small job that every way of meeting serves, trained by the loop of the README or with its passes under `piece()`."""
+"""A small job for every way of meeting, trained by the loop of the README or with its passes under `piece()`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from tests.union import Script
 
 WAYS = ("gradients", "parameters", "auto")
 SAMPLES, BATCH, PIECE = 331, 8, 4
-SHARES = [[10, 6], [5, 11], [14, 2]]
+SHARES = [[12, 4], [10, 6], [14, 2]]
 STEPS = 3  # of a worker between meetings, in the mean, where ways take turns
 
 
@@ -66,6 +67,7 @@ class Case:
     in_eval     its passes are those of a model in eval mode
     evaluates   it looks at the model after every optimizer step, without gradients
     forwards    passes of a batch before its backward pass
+    within      by so much may models differ that are trained the same
     """
 
     meet: str = "auto"
@@ -79,6 +81,7 @@ class Case:
     in_eval: bool = False
     evaluates: bool = False
     forwards: int = 1
+    within: float = 0.0
 
 
 def dataset() -> TensorDataset:
@@ -110,13 +113,18 @@ class Trained:
     def switches(self) -> int:
         return sum(one != other for one, other in itertools.pairwise(self.apart))
 
-    def differs_from(self, other: Trained) -> str:
-        """In words; "" if it is the same to the last bit."""
-        if (self.apart, self.losses) != (other.apart, other.losses):
-            return f"rounds {len(self.apart)} and {len(other.apart)}, losses {self.losses} and {other.losses}"
-        pairs = zip(self.weights, other.weights, strict=True)
-        parted = [number for number, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
-        return f"models differ after round {parted[0]} of {len(self.weights)}" if parted else ""
+    def differs_from(self, other: Trained, within: float) -> str:
+        """In words; "" if it is the same, to the last bit or within so much."""
+        if self.apart != other.apart or len(self.losses) != len(other.losses):
+            return f"{len(self.apart)} rounds, {len(self.losses)} losses in place of {other.apart}, {len(other.losses)}"
+        found = (torch.stack(seen.weights) for seen in (self, other))
+        apart = [*_apart(*found).amax(1).tolist(), *_apart(*map(torch.tensor, (self.losses, other.losses))).tolist()]
+        return "" if max(apart) <= within else f"by round and batch, they differ by {apart}"
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """By element; those that are equal are apart by 0, also two infinities."""
+    return torch.where(one == other, 0.0, (one - other).abs().nan_to_num(torch.inf))
 
 
 class Job:
@@ -225,7 +233,7 @@ def compared(rank: int, asked: dict[str, tuple[Loop, Case]]) -> dict[str, tuple[
     for name, (loop, case) in asked.items():
         try:
             plain, pieces = (trained(loop, case, pieces=under) for under in (False, True))
-            told[name] = plain.differs_from(pieces), len(plain.apart), plain.switches
+            told[name] = plain.differs_from(pieces, case.within), len(plain.apart), plain.switches
         except Exception:
             told[name] = traceback.format_exc(), 0, 0
             break
@@ -233,16 +241,18 @@ def compared(rank: int, asked: dict[str, tuple[Loop, Case]]) -> dict[str, tuple[
 
 
 def ended(rank: int, loop: Loop, case: Case) -> tuple[str, float]:
-    """What the loop ends with on this rank, and after how many seconds: as its user reads it, with its notes."""
+    """What the loop ends with on this rank, as its user reads it, with notes and warnings; after how many seconds."""
     job, began = Job(case), time.monotonic()
-    try:
-        loop(job)
-        job.controller.close()
-        said = "accepted"
-    except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        said = "".join(traceback.format_exception_only(error))
-    return said, time.monotonic() - began
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            loop(job)
+            job.controller.close()
+            said = "accepted"
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            said = "".join(traceback.format_exception_only(error))
+    return "\n".join([said, *(str(warning.message) for warning in warned)]), time.monotonic() - began
 
 
 def ends_of(loop: Loop, case: Case) -> list[tuple[str, float]]:

@@ -49,7 +49,9 @@ def test_the_plain_loop_trains_the_same_bits_in_one_way(meet: str) -> None:
     asked = {name: (the_loop, dataclasses.replace(case, meet=meet, epochs=1)) for name, case in kept.items()}
     pieces = {"micro_batch": 4, "max_batch_size": 64}
     if meet == "gradients":
-        asked |= {f"{name}, in pieces": (of, dataclasses.replace(case, options=pieces)) for name, (of, case) in asked.items()}
+        asked |= {
+            f"{name}, in pieces": (of, dataclasses.replace(case, options=pieces)) for name, (of, case) in asked.items()
+        }
     for told in run_ranks(compared, 2, asked, timeout_s=100):
         assert {name: differs for name, (differs, _, _) in told.items() if differs} == {}
         assert [*told] == [*asked]
