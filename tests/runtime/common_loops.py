@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.runtime.one_loop import Job
+from tests.runtime.one_loop import Job, flat
 
 
 def total(value: float | Tensor, group: Any = None) -> float:
@@ -38,7 +38,7 @@ def _each(job: Job, after: Callable[[int, Tensor], Any]) -> None:
 
 
 def logs_where_all_meet(job: Job) -> None:
-    _each(job, lambda number, loss: job.controller.met and job.seen.losses.append(total(loss.detach())))
+    _each(job, lambda number, loss: job.controller.met and job.keep(total(loss.detach())))
 
 
 def shows_progress(job: Job) -> None:
@@ -58,13 +58,13 @@ def shows_progress(job: Job) -> None:
 
 
 def evaluates_alone(job: Job) -> None:
-    _each(job, lambda number, loss: number % 5 == 0 and job.seen.losses.append(job.evaluate()))
+    _each(job, lambda number, loss: number % 5 == 0 and job.keep(job.evaluate()))
 
 
 def evaluates_where_due(job: Job) -> None:
     def look(number: int, loss: Tensor) -> None:
         if job.controller.checkpoint_due(every=5):
-            job.seen.losses.append(total(job.evaluate()))
+            job.keep(total(job.evaluate()))
 
     _each(job, look)
 
@@ -85,7 +85,7 @@ def stops_early_where_all_meet(job: Job) -> None:
 def keeps_a_moving_average(job: Job) -> None:
     average = AveragedModel(job.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     _each(job, lambda number, loss: average.update_parameters(job.net))
-    job.seen.weights.append(torch.cat([t.detach().flatten().double() for t in average.module.state_dict().values()]))
+    job.seen.weights.append(flat(average.module))
 
 
 def clips(job: Job) -> None:
@@ -173,7 +173,7 @@ def _save(job: Job) -> None:
 
 
 def logs_every_batch(job: Job) -> None:
-    _each(job, lambda number, loss: job.seen.losses.append(total(loss.detach())))
+    _each(job, lambda number, loss: job.keep(total(loss.detach())))
 
 
 def logs_before_its_step(job: Job) -> None:
@@ -181,13 +181,13 @@ def logs_before_its_step(job: Job) -> None:
     for x, y in job.batches():
         loss = job.backward(x, y)
         job.update()
-        job.seen.losses.append(total(loss.detach()))
+        job.keep(total(loss.detach()))
         job.step(loss)
 
 
 def logs_in_a_group_of_its_own(job: Job) -> None:
     group = dist.new_group()
-    _each(job, lambda number, loss: job.seen.losses.append(total(loss.detach(), group)))
+    _each(job, lambda number, loss: job.keep(total(loss.detach(), group)))
 
 
 def waits_every_few_batches(job: Job) -> None:
@@ -195,13 +195,13 @@ def waits_every_few_batches(job: Job) -> None:
 
 
 def evaluates_together(job: Job) -> None:
-    _each(job, lambda number, loss: number % 5 == 0 and job.seen.losses.append(total(job.evaluate())))
+    _each(job, lambda number, loss: number % 5 == 0 and job.keep(total(job.evaluate())))
 
 
 def logs_on_unlike_batches(job: Job) -> None:
     """Where ranks step apart, all of them come to wait in a collective of their own."""
     every = 3 if dist.get_rank() == 0 and job.case.meet != "gradients" else 2
-    _each(job, lambda number, loss: number % every == 0 and job.seen.losses.append(total(loss.detach())))
+    _each(job, lambda number, loss: number % every == 0 and job.keep(total(loss.detach())))
 
 
 def saves_every_few_batches(job: Job) -> None:

@@ -8,14 +8,18 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,7 +31,6 @@ from tests.union import Script
 
 WAYS = ("gradients", "parameters", "auto")
 SAMPLES, BATCH, PIECE = 331, 8, 4
-SHARES = [[12, 4], [10, 6], [14, 2]]
 STEPS = 3  # of a worker between meetings, in the mean, where ways take turns
 
 
@@ -64,6 +67,8 @@ class Case:
     """What a job is made with.
 
     options     of the controller
+    shares      that its policy deals in turn
+    double      it trains in float64
     in_eval     its passes are those of a model in eval mode
     evaluates   it looks at the model after every optimizer step, without gradients
     forwards    passes of a batch before its backward pass
@@ -75,9 +80,13 @@ class Case:
     optimizer: str = "sgd"
     ddp: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    shares: Sequence[Sequence[int]] = ((12, 4), (10, 6), (14, 2))
+    double: bool = False
     num_workers: int = 0
     epochs: int = 3
     compiled: str = ""  # the net "inside" of DDP, or what is "around" it
+    sharded: bool = False  # by FSDP2, not under DDP
+    reshard: bool | None = None  # its `reshard_after_forward`
     in_eval: bool = False
     evaluates: bool = False
     forwards: int = 1
@@ -135,17 +144,18 @@ class Job:
         given: dict[str, Any] = {"interval": 2, "meet": case.meet}
         if case.meet == "parameters":
             given |= {"micro_batch": PIECE, "max_batch_size": 64}
-        self.controller = dynamix.Controller(Script(SHARES), BATCH, **{**given, **case.options})
+        self.controller = dynamix.Controller(Script(case.shares), BATCH, **{**given, **case.options})
         self.controller._job.windows.channel.patience_s = 20  # no decision is late
         if case.meet == "auto":
             in_turns(self.controller)
-        data = dataset()
+        x, y = dataset().tensors
+        data = TensorDataset(x.double() if case.double else x, y)
         self.sampler = self.controller.batch_sampler(data, seed=1)
         self.loader = DataLoader(data, batch_sampler=self.sampler, num_workers=case.num_workers)
-        self.net = Net(case.kind)
+        self.net = Net(case.kind).double() if case.double else Net(case.kind)
         inner = torch.compile(self.net, backend="eager") if case.compiled == "inside" else self.net
-        self.ddp = DDP(inner, **case.ddp)
-        self.model: Any = torch.compile(self.ddp, backend="eager") if case.compiled == "around" else self.ddp
+        whole = _sharded(self.net, case.reshard) if case.sharded else DDP(inner, **case.ddp)
+        self.model: Any = torch.compile(whole, backend="eager") if case.compiled == "around" else whole
         self.optimizer = OPTIMIZERS[case.optimizer](self.net.parameters())
 
     def wrap(self, **options: Any) -> None:
@@ -186,8 +196,12 @@ class Job:
         self.seen.losses.append(float(loss.detach()))
         if self.controller.met:
             self.seen.apart.append(apart)
-            state = (t.detach().flatten().double() for t in self.net.state_dict().values())
-            self.seen.weights.append(torch.cat([*state]))
+            self.seen.weights.append(flat(self.net))
+
+    def keep(self, value: float) -> bool:
+        """Note it with the losses; false, so that a loop goes on."""
+        self.seen.losses.append(value)
+        return False
 
     def evaluate(self) -> float:
         """Of this rank alone: the loss over some samples."""
@@ -198,6 +212,19 @@ class Job:
             found = float(F.cross_entropy(self.net(x[:32]), y[:32])) + float(self.model(x[:4]).sum()) * 0
         self.model.train(was)
         return found
+
+
+def flat(net: nn.Module) -> Tensor:
+    """All that it holds; a collective call if it is sharded."""
+    held = (t.full_tensor() if isinstance(t, DTensor) else t for t in net.state_dict().values())
+    return torch.cat([t.detach().flatten().double() for t in held])
+
+
+def _sharded(net: Net, reshard: bool | None) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (net.first, net.middle, net.last, net):
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+    return net
 
 
 Loop = Callable[[Job], None]
