@@ -1,0 +1,69 @@
+"""Twelve loops that training scripts have, under every way of meeting: exact, or ended with the line to write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.runtime import common_loops as loops
+from tests.runtime.one_loop import WAYS, Case, Loop, compared, ends_of
+
+pytestmark = pytest.mark.multiproc
+
+LIKE_STEPS = (
+    loops.logs_every_batch,
+    loops.logs_before_its_step,
+    loops.logs_in_a_group_of_its_own,
+    loops.waits_every_few_batches,
+    loops.evaluates_together,
+    loops.logs_on_unlike_batches,
+    loops.saves_every_few_batches,
+    loops.leaves_after_so_many_batches,
+    loops.stops_early_by_its_own_count,
+)
+APART = "parameters", "auto"
+SOON_S = 10.0
+
+
+@pytest.mark.parametrize("meet", WAYS)
+def test_loops_that_ask_where_all_meet_train_the_same_bits_as_under_piece(meet: str) -> None:
+    asked = {name: (loop, Case(meet=meet, optimizer="adamw", epochs=2)) for name, loop in loops.SERVED.items()}
+    if meet == "gradients":
+        asked |= {loop.__name__: (loop, Case(meet=meet)) for loop in LIKE_STEPS}
+        accumulating = Case(meet=meet, options={"accumulate": 2}, within=1e-5)
+        asked["accumulates"] = loops.accumulates_as_the_controller_knows, accumulating
+    for told in run_ranks(compared, 2, asked, timeout_s=100):
+        assert {name: differs for name, (differs, _, _) in told.items() if differs} == {}
+        assert [*told] == [*asked]
+
+
+def _end_soon(loop: Loop, case: Case, words: Sequence[str]) -> None:
+    for said, seconds in ends_of(loop, case):
+        assert all(word in said for word in words), said
+        assert seconds < SOON_S, said
+
+
+@pytest.mark.parametrize("meet", APART)
+@pytest.mark.parametrize("loop", LIKE_STEPS[:6], ids=lambda loop: loop.__name__)
+def test_collectives_between_meetings_end_all_ranks_with_the_line_to_write(loop: Loop, meet: str) -> None:
+    _end_soon(loop, Case(meet=meet), ["if controller.met"])
+
+
+@pytest.mark.parametrize("meet", APART)
+@pytest.mark.parametrize("loop", LIKE_STEPS[6:], ids=lambda loop: loop.__name__)
+def test_what_is_counted_in_batches_ends_all_ranks_with_the_line_to_write(loop: Loop, meet: str) -> None:
+    _end_soon(loop, Case(meet=meet), ["controller.checkpoint_due(every="])
+
+
+@pytest.mark.parametrize(
+    ("meet", "words"),
+    [
+        ("gradients", "accumulate="),
+        ("parameters", "every piece has an optimizer step"),
+        ("auto", "optimizer.zero_grad()"),
+    ],
+)
+def test_batches_that_accumulate_by_hand_end_all_ranks_with_the_line_to_write(meet: str, words: str) -> None:
+    _end_soon(loops.accumulates_by_hand, Case(meet=meet), [words])

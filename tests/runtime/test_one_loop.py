@@ -1,0 +1,119 @@
+"""The loop of the README serves every way of meeting: it trains what the loop of `controller.piece()` trains."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.ranks import run_ranks
+from tests.runtime.one_loop import OPTIMIZERS, WAYS, Case, Job, Net, compared, the_loop
+
+pytestmark = pytest.mark.multiproc
+SWITCHES = 11
+PIECES = {"micro_batch": 4, "max_batch_size": 64}
+
+ALIKE = {
+    "sgd": Case(),
+    "adamw": Case(optimizer="adamw"),
+    "batchnorm": Case(kind="batchnorm", optimizer="adamw"),
+    "batchnorm in eval mode": Case(kind="batchnorm", in_eval=True),
+    "loader workers": Case(num_workers=2, epochs=7),
+    "bucket views": Case(ddp={"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4}),
+    "two forwards": Case(forwards=2),
+    "two losses": Case(kind="twin"),
+    "reentrant checkpoint": Case(kind="reentrant", optimizer="adamw"),
+    "checkpoint": Case(kind="recomputed"),
+    "evaluation in between": Case(evaluates=True, kind="batchnorm"),
+    "no share": Case(shares=((16, 0), (10, 6)), options={"min_batch_size": 0}),
+}
+UNUSED = {
+    f"layers unused, bucket views {views}": Case(
+        kind="sometimes", optimizer="adamw", ddp={"find_unused_parameters": True, "gradient_as_bucket_view": views}
+    )
+    for views in (False, True)
+}
+SHARDED = {
+    f"sharded, {how}": Case("gradients", optimizer="adamw", sharded=True, reshard=reshard, epochs=1, options=PIECES)
+    for how, reshard in (("as it is", None), ("resharded", True), ("not resharded", False))
+}
+COMPILED = {"compiled inside": Case(compiled="inside"), "compiled around": Case(compiled="around")}
+
+
+@pytest.mark.parametrize("cases", [ALIKE, UNUSED, COMPILED], ids=["alike", "unused", "compiled"])
+def test_the_plain_loop_trains_the_same_bits_over_many_changes_of_way(cases: dict[str, Case]) -> None:
+    asked = {name: (the_loop, case) for name, case in cases.items()}
+    for told in run_ranks(compared, 2, asked, timeout_s=100):
+        assert {name: differs for name, (differs, _, _) in told.items() if differs} == {}
+        assert [*told] == [*cases]
+        assert min(switches for _, _, switches in told.values()) >= SWITCHES
+
+
+@pytest.mark.parametrize("meet", WAYS[:2])
+def test_the_plain_loop_trains_the_same_bits_in_one_way(meet: str) -> None:
+    kept = {name: case for name, case in ALIKE.items() if name != "loader workers"}
+    asked = {name: (the_loop, dataclasses.replace(case, meet=meet, epochs=1)) for name, case in kept.items()}
+    if meet == "gradients":
+        cut = {name: dataclasses.replace(case, options=case.options | PIECES) for name, (_, case) in asked.items()}
+        asked |= {f"{name}, in pieces": (the_loop, case) for name, case in (cut | SHARDED).items()}
+    for told in run_ranks(compared, 2, asked, timeout_s=100):
+        assert {name: differs for name, (differs, _, _) in told.items() if differs} == {}
+        assert [*told] == [*asked]
+        assert min(rounds for _, rounds, _ in told.values()) >= 12
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+def _dealt(rank: int, meet: str) -> tuple[list[bool], list[list[Batch]], list[Tensor]]:
+    """By round: its way, what this rank trained in it, and the model after it."""
+    job = Job(Case(meet=meet, double=True, epochs=2, options={"lr_rule": "none"}))
+    rounds: list[list[Batch]] = [[]]
+    job.wrap()
+    for x, y in job.batches():
+        mine = job.sampler.piece().samples
+        loss = job.backward(x, y)
+        job.update()
+        job.step(loss)
+        rounds[-1] += [(x, y)] if mine else []
+        if job.controller.met:
+            rounds.append([])
+    job.controller.close()
+    return job.seen.apart, rounds[:-1], job.seen.weights
+
+
+@pytest.mark.parametrize("meet", WAYS)
+def test_the_plain_loop_trains_what_plain_words_say(meet: str) -> None:
+    """In one process: the union batch's gradient, or steps of each worker's own and then the mean by samples."""
+    ranks = run_ranks(_dealt, 2, meet)
+    models = [Net("plain").double() for _ in ranks]
+    optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
+    for number, apart in enumerate(ranks[0][0]):
+        dealt = [rounds[number] for _, rounds, _ in ranks]
+        union = tuple(torch.cat(part) for part in zip(*(batch for of_rank in dealt for batch in of_rank), strict=True))
+        for model, optimizer, own in zip(models, optimizers, dealt, strict=True):
+            for x, y in own if apart else [union]:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        if apart:
+            _average(models, optimizers, [sum(len(y) for _, y in own) for own in dealt])
+        for _, _, weights in ranks:
+            own = torch.cat([p.detach().flatten() for p in models[0].parameters()])
+            torch.testing.assert_close(weights[number], own, rtol=0, atol=1e-12)
+
+
+def _average(models: list[Net], optimizers: list[torch.optim.Optimizer], samples: list[int]) -> None:
+    weights = np.array(samples) / sum(samples)
+    with torch.no_grad():
+        for same in zip(*(model.parameters() for model in models), strict=True):
+            held = [same, [of.state[p].get("momentum_buffer") for of, p in zip(optimizers, same, strict=True)]]
+            for tensors in held:
+                mean = sum(w * t for w, t in zip(weights, tensors, strict=True) if t is not None)
+                for tensor in tensors:
+                    if tensor is not None:
+                        tensor.copy_(torch.as_tensor(mean))
