@@ -212,9 +212,8 @@ def _loops() -> list[tuple[Callable[[Any], None], str]]:
     """
     chosen = [*test_loop_passes.LOOPS.of_wrong, *test_pieces_loops.LOOPS.of_wrong, *test_loop_batches.LOOPS.of_wrong]
     by_name = {loop.__name__: (loop, says) for loop, says in chosen}
-    for name in ("_past_the_ddp_module_on_one_rank", "_gradients_set_by_hand", "_two_optimizer_steps_of_one_gradient"):
+    for name in ("_past_the_ddp_module_on_one_rank", "_gradients_set_by_hand", "_two_losses_of_one_forward"):
         del by_name[name]
-    by_name["_two_losses_of_one_forward"] = test_loop_passes._two_losses_of_one_forward, "2 synchronised backward"
     return [*by_name.values(), (_a_second_model_with_its_own_optimizer, "once for each model")]
 
 
