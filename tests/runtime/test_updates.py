@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from tests.ranks import run_ranks
+from tests.runtime.sharded_jobs import full
 from tests.union import Script, larger
 
 pytestmark = pytest.mark.multiproc
@@ -319,6 +322,19 @@ def two_losses_that_both_cross(net: nn.Module) -> tuple[list[Optimizer], Train]:
     return [optimizer], train
 
 
+def two_passes_of_one_forward(net: nn.Module) -> tuple[list[Optimizer], Train]:
+    optimizer = SGD(net.parameters(), lr=0.1)
+
+    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
+        optimizer.zero_grad()
+        logits = model(x)
+        F.cross_entropy(logits, y).backward(retain_graph=True)
+        logits.square().mean().backward()
+        optimizer.step()
+
+    return [optimizer], train
+
+
 def a_loss_for_each_update(net: nn.Module) -> tuple[list[Optimizer], Train]:
     optimizer = SGD(net.parameters(), lr=0.1)
 
@@ -443,13 +459,21 @@ RECIPES: tuple[Recipe, ...] = (
     two_updates_after_an_accumulation,
 )
 ACCUMULATED = (two_losses_accumulated, two_updates_after_an_accumulation)
+# Under FSDP2, where a second backward pass of one forward pass crosses ranks, too.
+SHARDED = (
+    sharpness_aware,
+    two_losses_that_both_cross,
+    two_passes_of_one_forward,
+    a_loss_for_each_update,
+    one_optimizer_twice,
+)
 # Losses that accumulate have one count for each batch.
 CASES = [
     (recipe, weighting)
     for recipe in RECIPES
     for weighting in WEIGHTINGS
     if not (recipe in ACCUMULATED and weighting == "counts")
-]
+] + [(recipe, "sharded") for recipe in SHARDED]
 
 
 def _accumulated_unlike(rank: int) -> float | str:
@@ -494,10 +518,14 @@ def _trained(recipe: Recipe, weighting: str, group: Any, fewer: int = 0) -> floa
         process_group=group,
     )
     sampler = controller.batch_sampler(dataset, shuffle=False)
+    if weighting == "sharded":
+        for part in (net[0], net):
+            fully_shard(part, mesh=DeviceMesh.from_group(group, "cpu"))
     optimizers, train = recipe(net)
-    model = DDP(net, process_group=group, find_unused_parameters=recipe is against_each_other)
+    unused = recipe is against_each_other
+    model = net if weighting == "sharded" else DDP(net, process_group=group, find_unused_parameters=unused)
     for optimizer in optimizers:
-        controller.wrap(model, optimizer, weighting="hook" if weighting == "hook" else "loss")
+        controller.wrap(model, optimizer, weighting="loss" if weighting in ("loss", "counts") else "hook")
     job, alone, worst = Shared(controller, weighting), Alone(), 0.0
     for number, (x, y) in enumerate(DataLoader(dataset, batch_sampler=sampler)):
         job.own, job.due = len(x), controller.optimizer_due
@@ -506,7 +534,7 @@ def _trained(recipe: Recipe, weighting: str, group: Any, fewer: int = 0) -> floa
         controller.step()
         train_whole(whole, *dataset[TOTAL * number : TOTAL * (number + 1)], alone)
         for mine, theirs in zip(net.parameters(), whole.parameters(), strict=True):
-            worst = larger(worst, float((mine - theirs).detach().norm() / theirs.detach().norm()))
+            worst = larger(worst, float((full(mine.detach()) - theirs.detach()).norm() / theirs.detach().norm()))
     assert number == BATCHES - 1
     controller.close()
     return worst

@@ -26,7 +26,7 @@ SHORT = (
 )
 BY_HAND = (
     "loss.backward(), through the DDP module, makes a gradient that every rank weighs and adds; torch.autograd.grad, "
-    "torch.func and a gradient set by hand stay on the rank. Call optimizer.step() once for each backward pass"
+    "torch.func and a gradient set by hand stay on the rank. One that is applied again is left in `.grad` as it is"
 )
 REPEATED = (
     "the loader's epoch is over and its batches come again: itertools.cycle(loader), or a list of batches, gives what "
