@@ -120,7 +120,7 @@ def _a_second_sampler(job: Job) -> None:
         job.train(x, y)
 
 
-@wrong("weight() was called twice for one batch")
+@wrong("weight() was given a loss that it has weighted already")
 def _weighted_twice(job: Job) -> None:
     job.controller.wrap(job.ddp, job.optimizer, weighting="loss")
     for x, y in job.loader:

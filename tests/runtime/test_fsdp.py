@@ -208,14 +208,14 @@ def _a_second_model_with_its_own_optimizer(job: Job) -> None:
 def _loops() -> list[tuple[Callable[[Any], None], str]]:
     """Wrong loops for DDP, and what they are told; passes beside its module cannot be under FSDP2.
 
-    Nor are gradients there that could be set, or kept, without a backward pass through it.
+    Nor are gradients there that could be set without a backward pass through it, and each of several passes crosses.
     """
     chosen = [*test_loop_passes.LOOPS.of_wrong, *test_pieces_loops.LOOPS.of_wrong, *test_loop_batches.LOOPS.of_wrong]
     by_name = {loop.__name__: (loop, says) for loop, says in chosen}
-    others = ("_past_the_ddp_module_on_one_rank", "_gradients_set_by_hand", "_two_optimizer_steps_of_one_gradient")
-    for name in (*others, "_a_pass_that_records_gradients_has_no_backward_pass"):
+    beside = ("_past_the_ddp_module_on_one_rank", "_a_second_update_past_the_ddp_module_on_one_rank")
+    kept = ("_gradients_set_by_hand", "_a_second_update_by_hand", "_two_losses_of_one_forward")
+    for name in (*beside, *kept, "_a_pass_that_records_gradients_has_no_backward_pass"):
         del by_name[name]
-    by_name["_two_losses_of_one_forward"] = test_loop_passes._two_losses_of_one_forward, "2 synchronised backward"
     return [*by_name.values(), (_a_second_model_with_its_own_optimizer, "once for each model")]
 
 

@@ -74,6 +74,15 @@ def _last_batch_never_stepped(job: Job) -> None:
                 job.step()
 
 
+@wrong("of its batches never stepped: call controller.step() once for every batch")
+def _a_list_of_batches_never_stepped(job: Job) -> None:
+    job.wrap()
+    for _ in range(2):
+        for x, y in list(job.loader):
+            job.loss(x, y).backward()
+            job.update()
+
+
 @wrong("call controller.step() for a batch that is passed over", num_workers=1)
 def _dropped_on_one_rank(job: Job) -> None:
     job.wrap()

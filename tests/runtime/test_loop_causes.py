@@ -137,7 +137,7 @@ def _a_list_of_batches(job: Job) -> None:
             job.train(x, y)
 
 
-@wrong("train each batch once, before its controller.step(), and several updates of it in optimizer.step(closure)")
+@wrong("train each batch before its controller.step(), in as many updates as you like")
 def _one_batch_again_and_again(job: Job) -> None:
     job.wrap()
     x, y = next(iter(job.loader))

@@ -74,15 +74,6 @@ def _synchronised_first_and_local_last(job: Job) -> None:
         job.step()
 
 
-@wrong("(loss1 + loss2).backward()")
-def _two_losses_that_both_synchronise(job: Job) -> None:
-    for x, y in job.batches():
-        job.loss(x, y).backward()
-        job.loss(x, y).backward()
-        job.update()
-        job.step()
-
-
 @wrong("or a second time")
 def _two_losses_of_one_forward(job: Job) -> None:
     for x, y in job.batches():
@@ -104,12 +95,51 @@ def _gradients_set_by_hand(job: Job) -> None:
         job.step()
 
 
-@wrong("Call optimizer.step() once for each backward pass")
-def _two_optimizer_steps_of_one_gradient(job: Job) -> None:
+# ------------------------------------------------------------ a second update of a batch
+
+
+@wrong("Leave no_sync() out")
+def _a_second_update_that_stays_local(job: Job) -> None:
     for x, y in job.batches():
         job.loss(x, y).backward()
-        job.optimizer.step()
         job.update()
+        with job.ddp.no_sync():
+            job.loss(x, y).backward()
+        job.update()
+        job.step()
+
+
+@wrong("past the DDP module")
+def _a_second_update_past_the_ddp_module_on_one_rank(job: Job) -> None:
+    for x, y in job.batches():
+        job.loss(x, y).backward()
+        job.update()
+        F.cross_entropy(job.ddp.module(x) if job.rank == 1 and job.steps == 2 else job.ddp(x), y).backward()
+        job.update()
+        job.step()
+
+
+@wrong("loss.backward(), through the DDP module")
+def _a_second_update_by_hand(job: Job) -> None:
+    job.wrap()
+    parameters = list(job.net.parameters())
+    for x, y in job.loader:
+        job.loss(x, y).backward()
+        job.optimizer.step()
+        for parameter, gradient in zip(parameters, torch.autograd.grad(job.loss(x, y), parameters), strict=True):
+            parameter.grad.copy_(gradient)  # type: ignore[union-attr]
+        job.update()
+        job.step()
+
+
+@wrong("on all ranks or on none")
+def _updates_broken_off_on_one_rank(job: Job) -> None:
+    for x, y in job.batches(2):
+        for update in range(3):
+            if job.rank == 1 and job.steps == 2 and update:  # as where a loss of one rank's own says so
+                break
+            job.loss(x, y).backward()
+            job.update()
         job.step()
 
 

@@ -1,4 +1,4 @@
-"""The noise scale of loops that reduce once, at every micro-batch, or twice into one gradient, against brute force."""
+"""The noise scale of loops that reduce once, at every micro-batch, or twice in a batch, against brute force."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ LOOPS = {
     "synchronised": (3, False, 1, None),
     "two losses": (1, True, 2, None),
     "two losses, no_sync": (3, True, 2, None),
+    "two updates": (1, True, 1, None),
 }
 
 
@@ -55,6 +56,7 @@ def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
     for inputs, target in job.loader:
         batches.append([inputs, target])
         due = controller.optimizer_due
+        own = _gradient(net, *(torch.cat(values) for values in zip(*batches, strict=True)))
         with controller.piece() if micro_batch else contextlib.nullcontext():
             factor = controller.weight(torch.ones(())) if weighting == "loss" else 1.0
             for i, part in enumerate(_halves(losses)):
@@ -63,10 +65,12 @@ def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
                     loss = F.mse_loss(job.model(inputs)[:, part], target[:, part]) / losses
                     (loss / accumulate * factor).backward()
         if due:
-            own = _gradient(net, *(torch.cat(values) for values in zip(*batches, strict=True)))
             if coordinator.progress.steps % NORMS_EVERY == 0:
                 true.append(noise_of(own, accumulate * np.array(SIZES)))
             batches = []
+        if loop == "two updates":
+            job.update()
+            (F.mse_loss(job.model(inputs), target) * factor).backward()
         job.finish(loss=loss)
     controller.close()
     if rank:

@@ -237,7 +237,7 @@ class TrainingJob:
             self.recorder.timer.gradients_ready()
             self.recorder.timer.reduced()
         if own := piece.samples if piece.round.apart else piece.round.samples:
-            self.pairs.observe([p for g in optimizer.param_groups for p in g["params"]], own)
+            self.pairs.observe([p for g in optimizer.param_groups for p in g["params"]], own, piece)
 
     def step(self, loss: Any, logits: Any, target: Any, count: int | None) -> None:
         """`Controller.step`: the batch in hand is done."""

@@ -294,7 +294,7 @@ class VirtualCluster:
                 seen = self._union(shares, placeholder=placeholder, norms=norms)
                 global_sq = self._union.norm_sq() if norms else None
                 if self._workers.count == 1:
-                    job.pairs.observe(self._union.parameters, coming.samples)
+                    job.pairs.observe(self._union.parameters, coming.samples, coming)
                 if self._replicas is not None:
                     self._replicas.together()
                 self.optimizer.step()

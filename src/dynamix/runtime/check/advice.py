@@ -12,10 +12,6 @@ LOCAL = (
 )
 DUE = "call it where `controller.optimizer_due` says so: `if controller.optimizer_due: optimizer.step()`"
 EARLY = "leave a loop early only where controller.optimizer_due, after the same optimizer step on all ranks"
-SUM = (
-    "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync(); for "
-    "several passes or updates of one optimizer put them into its closure, optimizer.step(closure)"
-)
 ORDER = (
     "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
     "the sampler shuffles already"
@@ -30,7 +26,7 @@ SHORT = (
 )
 BY_HAND = (
     "loss.backward(), through the DDP module, makes a gradient that every rank weighs and adds; torch.autograd.grad, "
-    "torch.func and a gradient set by hand stay on the rank. Call optimizer.step() once for each backward pass"
+    "torch.func and a gradient set by hand stay on the rank. One that is applied again is left in `.grad` as it is"
 )
 REPEATED = (
     "the loader's epoch is over and its batches come again: itertools.cycle(loader), or a list of batches, gives what "
@@ -40,5 +36,5 @@ FOREIGN = (
     "the loop's batches do not come from this controller, so their gradients have no weights: iterate "
     "controller.loader(loader), or DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset))"
 )
-ONCE = "train each batch once, before its controller.step(), and several updates of it in optimizer.step(closure)"
+ONCE = "train each batch before its controller.step(), in as many updates as you like"
 WRAP_ONCE = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"

@@ -193,7 +193,7 @@ class LoopCheck(Loop, Part):
         if source is None or not source.exhausted or source.batches_consumed >= source.batches_issued:
             return
         left = source.batches_issued - source.batches_consumed
-        if self._turns.all_forwarded(source):
+        if self._turns.all_forwarded(source) or self.updates >= left:
             self.fail(f"the epoch ended with {left} of its batches never stepped: {STEP}")
 
     def look_at(self, piece: Piece, inputs: tuple[Any, ...]) -> None:
@@ -214,7 +214,7 @@ class LoopCheck(Loop, Part):
         for check in self._checks:
             check.piece_done(round_over=piece.last and not apart)
         self._turns.piece_done(piece, seen.loss, counted=seen.count is not None or seen.given)
-        self.forwards, self.piece, self.stepped = 0, None, piece
+        self.forwards, self.updates, self.piece, self.stepped = 0, 0, None, piece
         self.group += piece.last or apart
 
 

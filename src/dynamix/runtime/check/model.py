@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.check.advice import ACCUMULATE, BY_HAND, DUE, EARLY, FOREIGN, LOCAL, ONCE, REPEATED, STEP, SUM
+from dynamix.runtime.check.advice import ACCUMULATE, BY_HAND, DUE, EARLY, FOREIGN, LOCAL, ONCE, REPEATED, STEP
 from dynamix.runtime.check.unreached import IN_BACKWARD, unreached
 from dynamix.runtime.check.unreduced import Unreduced
 from dynamix.runtime.measure.recorder import Recorder
@@ -30,7 +31,7 @@ class Loop:
     gather       what every rank tells in a collective call, which is named
     reduced      `id` of the parameters whose gradients some connected model reduces
     piece        of the passes since the last `step()`; `stepped` is the batch that was consumed last
-    forwards     passes of the batch in hand
+    forwards     passes of the batch in hand; `updates`: its optimizer steps
     models       that train, by now
     group        optimizer steps
     """
@@ -46,6 +47,7 @@ class Loop:
     piece: Piece | None = None
     stepped: Piece | None = None
     forwards: int = 0
+    updates: int = 0
     group: int = 0
 
     def fail(self, message: str) -> NoReturn:
@@ -88,8 +90,19 @@ class Loop:
         return None
 
 
+class Held(Enum):
+    """What backward passes have left in `.grad` since the optimizer's last step."""
+
+    NOTHING = auto()
+    LOCAL = auto()  # some of it has not crossed ranks
+    CROSSED = auto()
+
+
 class ModelCheck:
-    """One connected model and one optimizer of it.
+    """One connected model and one optimizer of it, whose step ends an update. A batch may have any number of updates.
+
+    Nor are the passes of an update counted. Of what has crossed ranks already, a further reduction takes a mean over
+    like values, so that several passes give the sum of their unions' gradients.
 
     reduces    whether its gradients cross ranks in DDP's hook, or in FSDP2's reduce-scatter
     shards     what FSDP2 holds of it, which then says where gradients are
@@ -104,13 +117,10 @@ class ModelCheck:
         self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
         self.model = weakref.ref(model)  # DDP keeps this object, in C++
         KNOWN.add(optimizer)
-        self.reductions = 0
-        self._local = False  # some of what is in `.grad` has not crossed ranks
-        self._made = False  # a pass has made gradients since the optimizer's last step
-        self._crossed = False  # a pass of this batch was reduced
-        self._held_since: int | None = None  # optimizer step in which what is in `.grad` was made
-        self.inside = False  # `optimizer.step()` runs: a closure may go through the model again
-        self._closure = False  # the optimizer's step under way makes gradients itself
+        self._held = Held.NOTHING
+        self._held_since: int | None = None  # round in which that was made
+        self._applied: tuple[weakref.ref[Tensor], int] | None = None  # the probe's gradient, and its version
+        self.inside = False  # `optimizer.step()` runs
         self.probe = None if is_fully_sharded(model) else self._one_of(model, parameters_of(optimizer))
         self._stale = False
         self._hooks: list[Any] = [] if self.probe is None else self._watch(self.probe)
@@ -154,7 +164,7 @@ class ModelCheck:
     def _added(self) -> None:
         """The probe's gradient was added to its `.grad`."""
         if not self.loop.recorder.muted:
-            self._local, self._held_since, self._made = True, self.loop.group, True
+            self._held, self._held_since = Held.LOCAL, self.loop.group
             if self._stale:
                 self._fail_stale()
 
@@ -177,10 +187,6 @@ class ModelCheck:
         if piece is not None and (piece.round.apart or (piece.by_size and not piece.last and not self.inside)):
             crossed = "backward() of a batch that is to stay on its rank crossed ranks, which have unlike numbers of it"
             loop.fail(f"{crossed}: {LOCAL}")
-        self.reductions += 1
-        if self.reductions > 1 and len(loop.models) == 1 and not self.inside:
-            found = f"{self.reductions} synchronised backward passes before controller.step()"
-            loop.fail(f"{found}, where one batch has one: {STEP}; {SUM}; {ACCUMULATE}")
         if self.shards is not None:
             older = self._held_since is not None and self._held_since < loop.group
             stale = older and any(map(_nonzero, self.shards.reduced()))
@@ -190,7 +196,7 @@ class ModelCheck:
 
     def reduced(self) -> None:
         """All gradients of a synchronised backward pass are on their way: nothing is local any more."""
-        self._local, self._made, self._crossed = False, True, True
+        self._held = Held.CROSSED
         for check in self.partners:
             check.reduced()
 
@@ -207,7 +213,6 @@ class ModelCheck:
         if loop.recorder.muted:
             return None
         self.inside, self._held_since = True, None
-        made, self._made = self._made, False
         piece = loop.piece if loop.forwards else loop.piece_of_optimizer()
         if apart := piece is not None and piece.round.apart:
             if loop.too_late() and self.probe is not None and _nonzero(self.probe.grad):
@@ -226,11 +231,9 @@ class ModelCheck:
                         own.append(parameter)
             if own:
                 self._look_at(own)
-        self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)
-        if not apart and not self._closure and self.reduces:
-            if self._local or self.shards is not None:
-                self.require_crossed("optimizer.step()")
-            if not made and self.probe is not None:
+        if self.reduces and not apart and not _makes_gradients(args, kwargs):
+            self.require_crossed("optimizer.step()")
+            if self._held is Held.NOTHING and self.probe is not None:
                 self._require_made(self.probe)
         return None
 
@@ -252,23 +255,32 @@ class ModelCheck:
             self.loop.fail(why)
 
     def _require_made(self, probe: nn.Parameter) -> None:
-        """No backward pass was reduced since the optimizer's last step: raise if it has gradients all the same."""
+        """No backward pass was reduced since the optimizer's last step: raise if it has other gradients than then."""
+        applied, version = self._applied or (lambda: None, 0)
+        if probe.grad is not None and probe.grad is applied() and probe.grad._version == version:
+            return
         if _nonzero(probe.grad):
             self.fail(f"optimizer.step() with a gradient that no backward pass has made since the last: {BY_HAND}")
-        if probe.grad is None and not self._crossed and (model := self.model()) is not None:
+        if probe.grad is None and (model := self.model()) is not None:
             held = any(_nonzero(p.grad) for group in self.optimizer.param_groups for p in group["params"])
             if held and (why := unreached(model)) is not None:
                 self.fail(f"optimizer.step() with gradients that have not crossed ranks: {why}")
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.inside = False
-        if self._closure and not self.loop.recorder.muted:  # its pass was the last of those that accumulate
-            self._closure = False
+        if self.loop.recorder.muted:
+            return
+        apart = self.loop.steps_apart()
+        if not apart and _makes_gradients(args, kwargs):  # its pass was the last of those that accumulate
             self.require_crossed("optimizer.step(closure)")
+        self.loop.updates += 1
+        self._held, self._held_since = Held.NOTHING, None
+        gradient = None if apart or self.probe is None else self.probe.grad
+        self._applied = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def require_crossed(self, where: str) -> None:
         """Raise if a gradient of this rank alone is left."""
-        if not self.reduces or (self.shards is None and not self._local):
+        if not self.reduces or (self.shards is None and self._held is not Held.LOCAL):
             return
         held = [None if self.probe is None else self.probe.grad] if self.shards is None else self.shards.kept_back()
         if not any(map(_nonzero, held)):
@@ -287,14 +299,19 @@ class ModelCheck:
 
     def piece_done(self, *, round_over: bool) -> None:
         """`controller.step()`: this batch is over, and its round perhaps."""
-        if round_over and len(self.loop.models) == 1 and (self._local or self.shards is not None):
+        if round_over and len(self.loop.models) == 1:
             self.require_crossed("controller.step()")
-        self.reductions, self.inside, self._crossed = 0, False, False
+        self.inside = False
 
 
 def parameters_of(optimizer: Optimizer) -> set[int]:
     """`id` of what it updates."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _makes_gradients(args: Any, kwargs: Any) -> bool:
+    """Whether an optimizer's step got a closure."""
+    return len(args) > 1 or kwargs.get("closure") is not None
 
 
 def _nonzero(gradient: Tensor | None) -> bool:

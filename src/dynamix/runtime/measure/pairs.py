@@ -46,9 +46,13 @@ class PairNoise:
 
     def __init__(self, recorder: Recorder, every: int) -> None:
         self._recorder, self._pairs = recorder, ConsecutiveNoise(every)
+        self._batch: object = None
 
-    def observe(self, parameters: list[nn.Parameter], samples: int) -> None:
-        """Gradients of so many samples are there."""
+    def observe(self, parameters: list[nn.Parameter], samples: int, batch: object) -> None:
+        """Gradients of so many samples, of `batch`, are there. Of its several updates the first counts."""
+        if batch is self._batch:
+            return
+        self._batch = batch
         gradients = [None if p.grad is None or p.grad.is_sparse else p.grad for p in parameters]
         if all(g is None for g in gradients):  # a closure makes them inside the step
             return

@@ -1,6 +1,7 @@
 """Weighting on the loss side: what carries a weight, who puts it there, and what N is where only the loop knows it."""
 
 import functools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +17,25 @@ from dynamix.runtime.ranks.process_groups import new_gloo_group
 from dynamix.runtime.ranks.ranks import ALONE, Ranks
 from dynamix.runtime.sync.shards import gradients_of
 
+_WEIGHED = "weighed by dynamix"  # in the metadata of a loss's node
+_NODES = 100  # of a loss's graph that are looked at
+
 
 class LossWeight:
     """The loss side: loss * n_i * W / N, with N from the sample plan or, for given counts, from an all-reduce.
 
     For counts, N is not known when backward starts. The loss then carries n_i * W / N_ref, N_ref being the last step's;
     when backward has ended, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
+
+    A batch may have several losses, one after the other or in one sum. Those after the first wait for their own N, and
+    the first loss's gradient then enters its backward pass times N_ref / N, alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, accumulate: int, ranks: Ranks = ALONE) -> None:
         self.group, self.accumulate, self._ranks = group, accumulate, ranks
         self.workers = 1 if group is None else dist.get_world_size(group)
-        self.applied: float | Tensor | None = None
+        self.applied: float | Tensor | None = None  # to the first loss of the batch in hand
+        self._several = False  # and others of it have counts of their own
         self.weighting = "hook"
         self.required = False  # the loop weights its losses by `Controller.weight`
         self.given = False  # losses carry their weights without the controller
@@ -44,10 +52,10 @@ class LossWeight:
         self.required, self.given = weighting == "loss", weighting == "given"
 
     def in_gradient(self, piece: Piece) -> float | Tensor | None:
-        """This rank's gradient of the round so far over its mean; None where the hook is to weight it."""
+        """This rank's gradient of the round so far over its mean; NaN: nobody knows; None: the hook is to weight it."""
         if self.given:
             return piece.share * (piece.number + 1) / piece.of * self.workers / piece.round.samples
-        return None if self.applied is None else self.held
+        return None if self.applied is None else math.nan if self._several else self.held
 
     def require_fit(self, piece: Piece, placeholder: Any, named: dict[str, Any], fail: Callable[[str], Any]) -> None:
         """A forward pass of `piece` begins, with these `named` arguments: let `fail` raise what is wrong with it.
@@ -82,30 +90,48 @@ class LossWeight:
         return SimpleNamespace(wait=functools.partial(self._ranks.wait, work, "the ranks could not add their counts"))
 
     def apply(self, loss: Tensor, piece: Piece, count: float | Tensor | None) -> Tensor:
-        """The weighted loss of this micro-batch; see `Controller.weight`."""
+        """The weighted loss of this micro-batch, or one of its losses; see `Controller.weight`."""
         if self.given:
             twice = "wrap(weighting='given') says that losses carry their weights, so weight() would weight them twice"
             raise UsageError(f"{twice}: call loss.backward(), or wrap(..., weighting='loss')")
-        if self.applied is not None:
-            raise UsageError("weight() was called twice for one batch: call controller.step() after each batch")
+        first = self.applied is None
+        if not first and _carries_weight(loss):
+            raise UsageError("weight() was given a loss that it has weighted already: weigh each loss of a batch once")
         if count is not None:
             if not isinstance(count, Tensor) and not count >= 0:
                 raise ConfigError("count", count, "0 or more", "pass the divisor of this mean loss")
             given = torch.as_tensor(count, dtype=torch.float64)  # on the device it came on, also on an idle rank
             given = given if piece.samples else torch.zeros_like(given)
-            reference = self._sum_of_counts(piece, given)
-            share: Tensor = given * self.workers / reference
+            share = self._weight_of(loss, piece, given) if first else self._further_weight(piece, given)
             weight: float | Tensor = share
             weighted = loss * share.to(loss.dtype).to(loss.device)
-            if piece.last:
-                counted, self._counted = self._counted, []
-                self._correct_after(loss, reference, counted)
         else:
             weight = piece.samples * self.workers * self.accumulate / piece.round.samples
             weighted = loss * weight
-        self.applied = weight if piece.samples else 0.0
-        self.held = self.applied + self.held if piece.by_size and piece.number else self.applied
+        node: Any = weighted.grad_fn
+        if node is not None:
+            node.metadata[_WEIGHED] = True
+        if first:
+            self.applied = weight if piece.samples else 0.0
+            self.held = self.applied + self.held if piece.by_size and piece.number else self.applied
         return weighted
+
+    def _weight_of(self, loss: Tensor, piece: Piece, given: Tensor) -> Tensor:
+        """The weight of a batch's first loss, by what N is expected to be."""
+        reference = self._sum_of_counts(piece, given)
+        if piece.last:
+            counted, self._counted = self._counted, []
+            self._correct_after(loss, reference, counted)
+        return given * self.workers / reference
+
+    def _further_weight(self, piece: Piece, given: Tensor) -> Tensor:
+        """The weight of a further loss of a batch."""
+        if piece.of > 1:
+            one = "weight(count=...) is called once for each batch whose gradient accumulates with others'"
+            raise UsageError(f"{one}: add its losses up first, or leave accumulate= and micro_batch= out")
+        self._several, total = True, given.detach().clone()
+        self.sum_async(total).wait()
+        return given * self.workers / torch.where(total > 0, total, 1.0)
 
     def _sum_of_counts(self, piece: Piece, count: Tensor) -> Tensor:
         """Begin to sum `count` over workers; what the sum is expected to be, which the gradient is corrected from."""
@@ -133,20 +159,28 @@ class LossWeight:
             # Queued once more, so that it runs after DDP's and FSDP's own callbacks have finished the gradients.
             Variable._execution_engine.queue_callback(lambda: self._correct(reference, counted))
 
-        loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(at_end))
+        def begin(gradient: Tensor) -> Tensor | None:
+            if self._several:
+                return gradient * self._correction(reference, counted).to(gradient.dtype).to(gradient.device)
+            Variable._execution_engine.queue_callback(at_end)
+            return None
+
+        loss.register_hook(begin)
 
     def _correct(self, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
+        factor = self._correction(reference, counted)
+        with torch.no_grad():
+            for gradient in gradients_of(self._model) if self._model is not None else ():
+                gradient.mul_(factor.to(gradient.dtype).to(gradient.device))
+
+    def _correction(self, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> Tensor:
+        """N_ref / N, once N is known."""
         for _, handle in counted:
             handle.wait()
         total = torch.stack([value for value, _ in counted]).mean()
         total = torch.where(total > 0, total, reference)  # nothing was counted anywhere: gradients are zeros
         self._reference = total
-        if self._model is None:
-            return
-        factor = reference / total
-        with torch.no_grad():
-            for gradient in gradients_of(self._model):
-                gradient.mul_(factor.to(gradient.dtype).to(gradient.device))
+        return reference / total
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the group that counts travel in, and return it."""
@@ -159,5 +193,17 @@ class LossWeight:
         if self.required and self.applied is None:
             fix = "call controller.weight(loss).backward() instead of loss.backward()"
             raise UsageError(f"wrap(weighting='loss') was chosen, but this batch's loss was not weighted: {fix}")
-        applied, self.applied = self.applied, None
+        applied, self.applied, self._several = self.applied, None, False
         return 1.0 if self.given else applied
+
+
+def _carries_weight(loss: Tensor) -> bool:
+    """Whether `loss` is made of one that `LossWeight` has weighted, as far as is seen near its end."""
+    nodes: list[Any] = [loss.grad_fn]
+    for node in nodes:
+        if node is not None:
+            if _WEIGHED in node.metadata:
+                return True
+            nodes += [before for before, _ in node.next_functions if before not in nodes]
+            del nodes[_NODES:]
+    return False
