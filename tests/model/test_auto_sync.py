@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.model.auto_sync import AutoSync
-from dynamix.model.sync_schedule import Moment
+from dynamix.model.sync_schedule import Conditions
 from dynamix.projection import project
 from dynamix.runtime.limits import fixed_at
 from dynamix.window import Bounds, Ints, Window
@@ -46,7 +46,7 @@ class Job:
         def wish(step: Window, bounds: Bounds) -> Ints:
             return project(step.batch_size, bounds, total=total or step.batch_size.sum())
 
-        now = Moment(self.piece, rate, payload, samples)
+        now = Conditions(self.piece, rate, payload, samples)
         self.sizes, self.piece = self.ways.decide(wish, window, self.bounds, now)
         return self
 
@@ -106,7 +106,7 @@ def test_a_slow_worker_is_foreseen_at_its_pieces_and_not_at_its_small_share() ->
         shares = np.array(sizes)
         compute = (0.020 + 0.001 * shares) / speeds
         window = Window.of(shares, compute=compute, communication=1e-3, wait=compute.max() - compute)
-        job.ways.decide(lambda *_, answer=shares: answer, window, job.bounds, Moment())
+        job.ways.decide(lambda *_, answer=shares: answer, window, job.bounds, Conditions())
         promised.append(job.ways.parameters)
     assert promised[-1] == pytest.approx(promised[0], rel=0.03)
 

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.model.auto_sync import AutoSync
-from dynamix.model.sync_schedule import Ask, Moment
+from dynamix.model.sync_schedule import Ask, Conditions
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Ints, Window
 from tests.ranks import refusal, run_ranks
@@ -48,7 +48,7 @@ def in_turns(controller: dynamix.Controller) -> None:
     ways = controller._job.facts.sync_schedule
     assert isinstance(ways, AutoSync)
 
-    def decide(ask: Ask, window: Window, bounds: Bounds, now: Moment) -> tuple[Ints, int]:
+    def decide(ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
         sizes = ask(ways.as_step(window, now.piece), bounds)
         after = ways._piece(int(sizes.sum()), bounds, 0)
         return (sizes, 0) if now.piece else (ways._shares(sizes, after, STEPS * after * len(sizes)), after)

@@ -13,7 +13,7 @@ from dynamix.model.costs import WorkerCosts, even_share
 from dynamix.model.measured import base_total, exposed_seconds, noise_scale, slowest_seconds
 from dynamix.model.noise import NoiseByBatch
 from dynamix.model.rounds import MOST, RoundSize, samples_a_second, steps_apart
-from dynamix.model.sync_schedule import Ask, Moment, SyncSchedule
+from dynamix.model.sync_schedule import Ask, Conditions, SyncSchedule
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -143,7 +143,7 @@ class AutoSync(SyncSchedule):
         known |= {name: getattr(window, name) * steps for name in ("steps", "age")}
         return dataclasses.replace(window, batch_size=sizes, **known)
 
-    def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Moment) -> tuple[Ints, int]:
+    def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
         """The policy is asked for steps of all workers, of which `bounds` are."""
         piece, rate, payload, samples = now
         sizes = ask(self.as_step(window, piece), bounds)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dynamix.model.measured import busy_seconds, exposed_seconds
-from dynamix.model.sync_schedule import Ask, Moment, SyncSchedule
+from dynamix.model.sync_schedule import Ask, Conditions, SyncSchedule
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -71,7 +71,7 @@ class RoundSize(LocalSteps):
     meeting_s: float = field(default=float("nan"), init=False)
     piece_s: float = field(default=float("nan"), init=False)
 
-    def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Moment) -> tuple[Ints, int]:
+    def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
         return ask(window, self.within(bounds, window, now.rate)), 0
 
     def limit_to(self, samples: int) -> None:

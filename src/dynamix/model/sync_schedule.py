@@ -10,7 +10,7 @@ from dynamix.window import Bounds, Ints, Window
 Ask = Callable[[Window, Bounds], Ints]  # a policy: sizes (W,) within bounds, after a window
 
 
-class Moment(NamedTuple):
+class Conditions(NamedTuple):
     """What is known beside a window.
 
     piece     of its rounds
@@ -37,7 +37,7 @@ class SyncSchedule:
     steps_apart: ClassVar[bool] = False
     mixed: ClassVar[bool] = False
 
-    def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Moment) -> tuple[Ints, int]:
+    def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
         """After `window`, of one job, shape (W,), as it was measured: the sizes (W,) of a round, and its `piece`.
 
         ask      gives the policy's sizes

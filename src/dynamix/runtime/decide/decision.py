@@ -12,7 +12,7 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.events.background import BackgroundLog
 from dynamix.events.records import EventLog
-from dynamix.model.sync_schedule import Moment
+from dynamix.model.sync_schedule import Conditions
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, report_of, window_length_of
 from dynamix.projection import project
@@ -72,7 +72,7 @@ class Decider:
     def _answer(self, window: Window, closing: ClosedWindow) -> tuple[Ints, int]:
         """The sizes (W,) after `window`, and the piece of workers that step apart; 0 where none is to be said."""
         schedule = self.job.sync_schedule
-        now = Moment(closing.piece, closing.rate, closing.payload, float(closing.samples))
+        now = Conditions(closing.piece, closing.rate, closing.payload, float(closing.samples))
         answer, piece = schedule.decide(self._asked_of_policy, window, self.job.bounds, now)
         if bool(piece) != bool(closing.piece):
             _log.info("after %d samples: %s", closing.samples, schedule.report["why"])
