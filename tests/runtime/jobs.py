@@ -74,7 +74,7 @@ class Training:
         self.sampler = controller.batch_sampler(data, **(sampling or {}))
         self.loader = DataLoader(data, batch_sampler=self.sampler, num_workers=num_workers)
         coordinator = controller._job
-        steps_apart = coordinator.facts.apart  # and never over gradients
+        steps_apart = coordinator.facts.sync_schedule.local(0)[0]  # and never over gradients
         alone = controller.world_size == 1 or steps_apart or isinstance(net, FSDPModule)
         model = self.net if alone else DDP(self.net, process_group=controller.group, **(ddp or {}))
         self.model: Any = controller.wrap(model, self.optimizer, **wrap)

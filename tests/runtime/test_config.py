@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import dynamix
 from dynamix.errors import ConfigError, StateError
-from dynamix.model.rounds import RoundSize
-from dynamix.model.ways import Ways
+from dynamix.model.auto_sync import AutoSync
+from dynamix.model.rounds import LocalSteps, RoundSize
+from dynamix.model.sync_schedule import SyncSchedule
 from dynamix.policies import make_policy
 from dynamix.policies.guard import Guard
 from dynamix.policies.paced import FIRST, Paced
@@ -125,19 +126,18 @@ def test_a_policy_is_asked_under_a_guard_and_a_pace_where_that_was_said() -> Non
 @pytest.mark.parametrize(
     ("told", "kind"),
     [
-        ({}, type(None)),
-        ({"meet": "parameters", "micro_batch": 4}, type(None)),
+        ({}, SyncSchedule),
+        ({"meet": "parameters", "micro_batch": 4}, LocalSteps),
         ({"meet": "parameters", "micro_batch": 4, **ADAPTIVE}, RoundSize),
-        ({"meet": "auto"}, Ways),
-        ({"meet": "auto", **ADAPTIVE}, Ways),
+        ({"meet": "auto"}, AutoSync),
+        ({"meet": "auto", **ADAPTIVE}, AutoSync),
     ],
 )
 def test_who_chooses_a_round_learns_for_one_job_only(told: dict[str, Any], kind: type) -> None:
     config = JobConfig(2, "lb_bsp", 32, **told)
-    one, other = config.rounds(), config.rounds()
-    assert isinstance(one, kind)
-    assert one is None or one is not other
-    assert config.apart == (config.meet == "parameters")
+    one, other = config.sync_schedule(), config.sync_schedule()
+    assert type(one) is kind
+    assert one is not other
     assert config.fixed == (config.global_batch == "fixed")
 
 

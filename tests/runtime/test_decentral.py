@@ -201,6 +201,6 @@ def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:
             ]
         )
         for i, own in enumerate(owns):
-            ranks[i].way = ranks[i].moved(own.size, own.load, chosen[i : i + 1])[0]
+            ranks[i].go(own, chosen[i : i + 1])
         assert together.decide(window, bounds).tolist() == chosen.tolist()
         sizes = chosen

@@ -18,6 +18,8 @@ from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
+from dynamix.model.auto_sync import AutoSync
+from dynamix.model.sync_schedule import Ask, Conditions
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Ints, Window
 from tests.ranks import refusal, run_ranks
@@ -43,14 +45,15 @@ def dataset() -> TensorDataset:
 
 def in_turns(controller: dynamix.Controller) -> None:
     """Let workers meet otherwise after every window."""
-    ways = controller._job.facts.ways
-    assert ways is not None
+    ways = controller._job.facts.sync_schedule
+    assert isinstance(ways, AutoSync)
 
-    def round_of(sizes: Ints, bounds: Bounds, window: Window, piece: int, **_: Any) -> tuple[Ints, int]:
+    def decide(ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
+        sizes = ask(ways.as_step(window, now.piece), bounds)
         after = ways._piece(int(sizes.sum()), bounds, 0)
-        return (sizes, 0) if piece else (ways._shares(sizes, after, STEPS * after * len(sizes)), after)
+        return (sizes, 0) if now.piece else (ways._shares(sizes, after, STEPS * after * len(sizes)), after)
 
-    ways.round_of = round_of  # type: ignore[method-assign]
+    ways.decide = decide  # type: ignore[method-assign]
 
 
 def made(case: dict[str, Any]) -> Training:
@@ -261,8 +264,8 @@ def at_cost(rank: int, events: str) -> list[tuple[int, float]]:
     """A link that is slow in the middle of the job; times are given, not measured."""
     job, seen = made({"more": {"events": events}}), Seen()
     controller = job.controller
-    ways = controller._job.facts.ways
-    as_step, round_of, boundary = ways.as_step, ways.round_of, controller._job.boundary
+    ways = controller._job.facts.sync_schedule
+    decide, boundary = ways.decide, controller._job.boundary
 
     def told_of(window: Window, piece: int) -> Window:
         link_s = 0.05 if 4 <= controller._job.progress.window < 6 else 1e-5
@@ -272,10 +275,7 @@ def at_cost(rank: int, events: str) -> list[tuple[int, float]]:
         times = {"compute": compute, "communication": np.full(2, seen_s), "wait": compute.max() - compute}
         return dataclasses.replace(window, **times)
 
-    ways.as_step = lambda window, piece: as_step(told_of(window, piece), piece)
-    ways.round_of = lambda sizes, bounds, window, piece, **known: round_of(
-        sizes, bounds, told_of(window, piece), piece, **known
-    )
+    ways.decide = lambda ask, window, bounds, now: decide(ask, told_of(window, now.piece), bounds, now)
     told = []
     for _ in range(4):
         train(job, seen, epochs=2)

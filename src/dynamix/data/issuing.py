@@ -140,7 +140,6 @@ class Issuable(Consumption, ABC):
     rank: int
     accumulate: int
     micro_batch: int | None
-    apart: bool
     goes_on_ahead: bool
     owner: SourceOwner
 
@@ -149,8 +148,8 @@ class Issuable(Consumption, ABC):
         """The optimizer step that begins at `now`; None when the epoch turns out to be empty."""
 
     @abstractmethod
-    def most_of_piece(self, apart: int) -> int | None:
-        """Most samples of this rank's pieces where the allocation says `apart` of a step; None: its share is one."""
+    def most_of_piece(self, piece: int) -> int | None:
+        """Most samples of this rank's pieces in a round of which the ledger says `piece`; None: its share is one."""
 
     @abstractmethod
     def read(self, piece: Piece, before: Cursor) -> Any:
@@ -323,7 +322,7 @@ class Issuer:
             regular=group.regular[-1],
             first=now.position == 0,
             last=group.final,
-            apart=self._of.apart or group.piece > 0,
+            apart=group.apart,
             piece=group.piece,
             work=group.work,
         )

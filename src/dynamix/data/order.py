@@ -12,7 +12,7 @@ from dynamix.data.computed_order import COMPUTED
 from dynamix.data.cutting import NO_LIMIT
 from dynamix.data.issuing import Issuable, Issuer
 from dynamix.data.owner import Nobody, SourceOwner
-from dynamix.data.plan import Cursor, Piece
+from dynamix.data.plan import Cursor, Group, Piece
 from dynamix.data.reader import Asking
 from dynamix.errors import ConfigError, StateError
 from dynamix.window import Ints
@@ -24,8 +24,6 @@ class SampleOrder(Issuable):
     allocations    the ledger that all ranks share; of rounds, which are `accumulate` micro-steps each
     low, high      (W,) bounds per micro-step
     micro_batch    most samples of a piece; None: a share of a micro-step is one
-    apart          ranks step apart in every round; else where the allocation says so
-    either         the allocation says how ranks meet: shares are cut only where they step apart
     placeholder    what the loop gets in place of a batch that is none
     owner          whom the source belongs to
     draws_alike    whether ranks' samples are as if drawn from the same
@@ -42,8 +40,6 @@ class SampleOrder(Issuable):
         low: ArrayLike,
         high: ArrayLike | None,
         micro_batch: int | None,
-        apart: bool,
-        either: bool,
         placeholder: Callable[[Any], Any] | None,
         owner: SourceOwner | None,
         draws_alike: bool = True,
@@ -65,7 +61,7 @@ class SampleOrder(Issuable):
         self.limit(NO_LIMIT if high is None else high)
         if (self.low > self.high).any():
             raise ConfigError("low", self.low.tolist(), f"at most high={self.high.tolist()}", "swap the bounds")
-        self.micro_batch, self.apart, self.either, self.placeholder = micro_batch, apart, either, placeholder
+        self.micro_batch, self.placeholder = micro_batch, placeholder
         self.owner: SourceOwner = Nobody() if owner is None else owner
         self.draws_alike, self.goes_on_ahead = draws_alike, goes_on_ahead
         self._told = set[int]()  # batches of an epoch, as somebody was told who asked at the beginning of one
@@ -83,10 +79,13 @@ class SampleOrder(Issuable):
         """Cut no piece of this rank's larger; None: a share of a micro-step is one piece."""
         self.micro_batch = samples
 
-    def most_of_piece(self, apart: int) -> int | None:
-        if self.micro_batch is None or not apart:
-            return None if self.either else self.micro_batch
-        return min(apart, self.micro_batch)
+    def most_of_piece(self, piece: int) -> int | None:
+        return None if self.micro_batch is None else self.owner.meeting.most(piece, self.micro_batch)
+
+    def planned(self, number: int, counts: Ints, sizes: Ints, *, final: bool) -> Group:
+        """Round `number`, of shares `counts` that are dealt as they are."""
+        apart, piece = self.owner.meeting.local(self.allocations.piece_at(number))
+        return Group.of(counts, sizes, apart=apart, piece=piece, final=final)
 
     def sizes_at(self, index: int) -> Ints:
         """Samples of each rank (W,) in micro-step `index`, as the ledger says."""

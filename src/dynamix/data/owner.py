@@ -8,6 +8,16 @@ from typing import Any, Protocol
 from dynamix.errors import DynamixError
 
 
+class Meeting(Protocol):
+    """How ranks meet after a round, of which the ledger says the `piece`: see `Allocations`."""
+
+    def local(self, piece: int) -> tuple[bool, int]:
+        """Whether ranks step apart in the round, and samples of such a step; 0: it is a rank's share, or none."""
+
+    def most(self, piece: int, limit: int) -> int | None:
+        """Most samples of a rank's pieces, if it holds `limit`; None: its share is one."""
+
+
 class SourceOwner(Protocol):
     """What a source tells, and asks, while it issues batches. It is called by the source only, never calls back.
 
@@ -17,6 +27,9 @@ class SourceOwner(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
+
+    @property
+    def meeting(self) -> Meeting: ...
 
     @property
     def horizon(self) -> float:
@@ -35,11 +48,21 @@ class SourceOwner(Protocol):
         """Gets every error of an iteration before it is raised, and says what to raise."""
 
 
+class EveryStep:
+    """Gradients meet after every round."""
+
+    def local(self, piece: int) -> tuple[bool, int]:
+        return False, 0
+
+    def most(self, piece: int, limit: int) -> int | None:
+        return limit
+
+
 class Nobody:
     """The owner of a source that is made without a controller: nothing is decided, and nobody is told."""
 
     def __init__(self) -> None:
-        self.lock, self.horizon = threading.Lock(), math.inf
+        self.lock, self.horizon, self.meeting = threading.Lock(), math.inf, EveryStep()
 
     def settle(self) -> None: ...
 

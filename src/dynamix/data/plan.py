@@ -14,7 +14,7 @@ from dynamix.window import Floats, Ints
 class Group:
     """One optimizer step as planned: counts (A, W), the allocation (W,) they come from, whether the epoch ends.
 
-    piece     samples of a rank's own step, where the allocation says that ranks step apart; else 0
+    apart, piece   as of its `Round`
     samples   of all micro-steps and ranks
     total     samples of a micro-step (A,)
     regular   whether what is dealt in a micro-step equals the allocation (A,)
@@ -24,6 +24,7 @@ class Group:
 
     counts: Ints
     sizes: Ints
+    apart: bool
     piece: int
     final: bool
     samples: int
@@ -33,10 +34,10 @@ class Group:
     work: Floats | None = None
 
     @classmethod
-    def of(cls, counts: Ints, sizes: Ints, piece: int, *, final: bool) -> Group:
+    def of(cls, counts: Ints, sizes: Ints, *, apart: bool, piece: int, final: bool) -> Group:
         """Shares `counts` that are dealt as they are."""
         total, regular = counts.sum(1).tolist(), (counts == sizes).all(1).tolist()
-        return cls(counts, sizes, piece, final, sum(total), tuple(total), tuple(regular))
+        return cls(counts, sizes, apart, piece, final, sum(total), tuple(total), tuple(regular))
 
     def cut(self, cuts: list[CutRound]) -> Group:
         """The same samples, cut otherwise."""
@@ -57,7 +58,7 @@ class Round:
     first     it is its epoch's first
     last      it is its epoch's last
     apart     every piece of it is an optimizer step of its rank's own, and ranks meet over parameters after it
-    piece     samples of such a step, where the allocation says so; 0: it does not
+    piece     samples of such a step; 0: a rank's share is one, or gradients meet
     work      (A, W) what the samples of `counts` cost, in samples of mean cost; None where that is not known
     """
 

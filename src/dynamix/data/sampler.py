@@ -70,7 +70,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     size_now       says how many samples the data set has; asked at the beginning of every epoch, in which it must be
                    `dataset_size` still
     selection      which samples an epoch has, where that is not each of the data set once
-    micro_batch, apart, either, placeholder, owner   as in `SampleOrder`
+    micro_batch, placeholder, owner   as in `SampleOrder`
 
     Iterating again in the middle of an epoch goes on from the last consumed step; after a finished epoch it begins
     the next one, with or without `set_epoch`. Only `consume` (that is, `controller.step`) moves the saved position.
@@ -98,8 +98,6 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         size_now: Callable[[], int] | None = None,
         selection: Selection | None = None,
         micro_batch: int | None = None,
-        apart: bool = False,
-        either: bool = False,
         placeholder: Callable[[Any], Any] | None = None,
         owner: SourceOwner | None = None,
     ) -> None:
@@ -111,8 +109,6 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             low=low,
             high=high,
             micro_batch=micro_batch,
-            apart=apart,
-            either=either,
             placeholder=placeholder,
             owner=owner,
             draws_alike=costs is None or not costs.padded,
@@ -325,7 +321,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         """The optimizer step that begins at `now`, by numbers of samples."""
         left = self.dataset_size - now.position
         ledger, entries, number = self.allocations, self.allocations.entries, now.index // self.accumulate
-        sizes, piece = self.sizes_at(now.index), ledger.piece_at(number)
+        sizes = self.sizes_at(now.index)
         if self.partition == "contiguous":
             if self._regions is None:
                 _, lengths = self._whole_epoch(now.position, sizes)
@@ -333,7 +329,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             sizes = self._regions.sizes
         first = now.position == 0
         counts = next_group(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=first)
-        group = Group.of(counts, sizes, piece, final=int(counts.sum()) == left)
+        group = self.planned(number, counts, sizes, final=int(counts.sum()) == left)
         if self.costs is None and self._regions is None and all(group.regular) and not group.final:
             self._usual = Usual(group, entries, ledger.span(number), enough(group.total[0], self.accumulate))
         return group

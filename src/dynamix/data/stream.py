@@ -70,8 +70,6 @@ class Stream(SampleOrder):
         low: ArrayLike = 1,
         high: ArrayLike | None = None,
         micro_batch: int | None = None,
-        apart: bool = False,
-        either: bool = False,
         placeholder: Callable[[Any], Any] | None = None,
         owner: SourceOwner | None = None,
         agree: Callable[[Tensor], Handle] | None = None,
@@ -84,8 +82,6 @@ class Stream(SampleOrder):
             low=low,
             high=high,
             micro_batch=micro_batch,
-            apart=apart,
-            either=either,
             placeholder=placeholder,
             owner=owner,
         )
@@ -189,7 +185,7 @@ class Stream(SampleOrder):
             left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=now.position == 0
         )
         final = self._source.dry and int(counts.sum()) == left
-        return Group.of(counts, sizes, self.allocations.piece_at(now.index // self.accumulate), final=final)
+        return self.planned(now.index // self.accumulate, counts, sizes, final=final)
 
     # ------------------------------------------------------------ sharded
 
@@ -213,7 +209,7 @@ class Stream(SampleOrder):
         final = bool(dry.all() and (held == taken).all())
         if not final:
             self._post(self._own(now) + int(taken[self.rank]), now.index)
-        return Group.of(counts, sizes, self.allocations.piece_at(now.index // self.accumulate), final=final)
+        return self.planned(now.index // self.accumulate, counts, sizes, final=final)
 
     def _own_groups(self, held: Ints, dry: NDArray[np.bool_], sizes: Ints, first: NDArray[np.bool_]) -> Ints:
         """Counts (A, W) where each rank serves itself: the rules of `next_group`, rank by rank."""

@@ -1,16 +1,18 @@
-"""How often workers that step apart should meet: the samples of a round, from what a meeting and a piece take."""
+"""Workers that meet over parameters: after rounds as bounds say, or of the size that a meeting and a piece ask for."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dynamix.model.measured import busy_seconds, exposed_seconds
+from dynamix.model.sync_schedule import Ask, Conditions, SyncSchedule
 from dynamix.projection import project
-from dynamix.window import Bounds, Floats, Window
+from dynamix.window import Bounds, Floats, Ints, Window
 
 FACTOR, MOST = 8.0, 64.0
 NEAR = 1.25  # samples needed hardly change within this factor of the number of steps
@@ -37,7 +39,25 @@ def steps_apart(meeting_s: float, piece_s: float, *, rate: float = 1.0) -> float
 
 
 @dataclass
-class RoundSize:
+class LocalSteps(SyncSchedule):
+    """Workers meet over parameters after rounds as the job's bounds say.
+
+    piece   samples of a worker's own step; 0: its share of a round is one
+    """
+
+    steps_apart: ClassVar[bool] = True
+
+    piece: float = 0
+
+    def local(self, piece: int) -> tuple[bool, int]:
+        return True, int(self.piece)
+
+    def at_once(self, samples: int, workers: int) -> int:
+        return workers * int(self.piece) or samples
+
+
+@dataclass
+class RoundSize(LocalSteps):
     """Chooses the samples of a round, of all workers, window by window.
 
     piece   samples of a piece (mean over workers)
@@ -46,14 +66,15 @@ class RoundSize:
     `steps`, `meeting_s` and `piece_s` are those of the last choice, NaN before one.
     """
 
-    piece: float
     epoch: float = math.inf
     steps: float = field(default=float("nan"), init=False)
     meeting_s: float = field(default=float("nan"), init=False)
     piece_s: float = field(default=float("nan"), init=False)
 
+    def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
+        return ask(window, self.within(bounds, window, now.rate)), 0
+
     def limit_to(self, samples: int) -> None:
-        """An epoch has so many samples."""
         self.epoch = float(samples)
 
     def within(self, bounds: Bounds, window: Window, rate: float = 1.0) -> Bounds:
@@ -104,8 +125,7 @@ class RoundSize:
         return (now, float(pace[-1])) if stays else (int(totals[best]), float(pace[best]))
 
     @property
-    def report(self) -> dict[str, float]:
-        """For the events: why rounds are as they are."""
+    def report(self) -> dict[str, Any]:
         return {"steps": self.steps, "meeting_s": self.meeting_s, "piece_s": self.piece_s}
 
 

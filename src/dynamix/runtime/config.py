@@ -14,8 +14,9 @@ import torch
 
 from dynamix.errors import ConfigError, spelling
 from dynamix.events.replay import recorded
-from dynamix.model.rounds import MOST, RoundSize
-from dynamix.model.ways import Ways
+from dynamix.model.auto_sync import AutoSync
+from dynamix.model.rounds import MOST, LocalSteps, RoundSize
+from dynamix.model.sync_schedule import SyncSchedule
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.protocol import boundary
 from dynamix.policies.wrappers import peers_of
@@ -87,11 +88,6 @@ class JobConfig:
     # ------------------------------------------------------------ what follows
 
     @property
-    def apart(self) -> bool:
-        """Every piece is an optimizer step of its worker's own, and workers meet over parameters."""
-        return self.meet == "parameters"
-
-    @property
     def base_batch(self) -> int:
         """Samples per round of all workers at the start."""
         return int(self.start.sum())
@@ -127,14 +123,11 @@ class JobConfig:
             "shape of the policy's state": shape_of(self.own_policy.state_dict()),
         }
 
-    def rounds(self) -> RoundSize | Ways | None:
-        """What chooses the samples of a round where workers step apart, and whether they do; it learns: one for a job.
-
-        None: nothing does, as rounds are of a fixed size, or all meet over gradients.
-        """
-        if self.meet == "auto":
-            return Ways(self.workers)
-        return RoundSize(float(self.micro_batch)) if self.micro_batch and self._sizes_rounds else None
+    def sync_schedule(self) -> SyncSchedule:
+        """What chooses how workers meet; it learns: one for a job."""
+        if self.meet != "parameters":
+            return AutoSync(self.workers) if self.meet == "auto" else SyncSchedule()
+        return (LocalSteps if self.fixed else RoundSize)(self.micro_batch or 0)
 
     @property
     def _watched(self) -> bool:
@@ -145,7 +138,7 @@ class JobConfig:
     @property
     def _sizes_rounds(self) -> bool:
         """Whether something else than the policy chooses the samples of a round."""
-        return self.meet == "auto" or (not self.fixed and self.apart)
+        return self.meet == "auto" or (not self.fixed and self.meet == "parameters")
 
     # ------------------------------------------------------------ what is possible
 
@@ -197,7 +190,9 @@ class JobConfig:
         limits, pieces = self.limits, self.accumulate
         quantum, least, most = limits.quantum, 1, 8 * self.batch_size
         if self.micro_batch is not None:
-            moves = self.apart and not self.fixed  # the number of pieces, up to the most that are of any use
+            moves = (
+                self.meet == "parameters" and not self.fixed
+            )  # the number of pieces, up to the most that are of any use
             # Rounds that may grow are made such that whole pieces fit the workers' speeds.
             usual = self.micro_batch if moves else grain(self.batch_size, self.micro_batch)
             quantum = quantum if quantum > 1 else usual

@@ -34,7 +34,7 @@ def connect(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: O
     group = job.loss_weight.group
     refuse_fsdp1(model)
     require_pair(model, optimizer, group)
-    apart = job.facts.steps_apart
+    apart = job.facts.sync_schedule.steps_apart
     if isinstance(model, DistributedDataParallel):
         require_own_reduction(model, options.weighting, apart=apart)
     if options.averaging is not None and not apart:
@@ -77,9 +77,9 @@ def _attach(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: O
     watch = functools.partial(job.loop.connect, model, optimizer)
     in_pieces = job.most_of_piece is not None
     around = Around(job.loss_weight.group, job.ranks, job.recorder, first, job.loss_weight, watch, in_pieces=in_pieces)
-    if job.facts.ways is not None:
+    if job.facts.sync_schedule.mixed:
         return attach_both(model, options, around)
-    if job.facts.apart:
+    if job.facts.sync_schedule.steps_apart:
         return attach_apart(model, options, around)
     return (attach_sharded if is_fully_sharded(model) else attach)(model, options, around)
 
@@ -153,7 +153,7 @@ def find_limits(job: TrainingJob, step_fn: Callable[[Any], Any], example: Any, *
         facts.narrow(within(facts.bounds, facts.accumulate * caps))
         if source is not None:
             source.limit(facts.in_pieces().high)
-        now, bounds = windows.batch_sizes, facts.bounds_of(windows.piece_apart)
+        now, bounds = windows.batch_sizes, facts.sync_schedule.bounds_of(windows.piece_apart, facts.bounds)
         if (now > bounds.high).any():
             windows.put_in_force(project(now, bounds, total=now.sum()))
     return [int(cap) for cap in caps]

@@ -73,7 +73,8 @@ class Feeding(ControllerStatus):
                 raise ConfigError("shuffle", False, "True with weights, whose samples are drawn", "leave shuffle out")
             size = len(dataset) if chosen is None else chosen.size
             job.facts.limit_to(size)
-            costs = costs_by_length(lengths, padded, len(dataset), apart=job.facts.steps_apart, fixed=job.facts.fixed)
+            apart, fixed = job.facts.sync_schedule.steps_apart, job.facts.fixed
+            costs = costs_by_length(lengths, padded, len(dataset), apart=apart, fixed=fixed)
             own = job.of_source() | {"size_now": (lambda: len(dataset)) if chosen is None else None}
             sampler = BatchSampler(
                 size, job.allocations, seed=seed, shuffle=shuffle, selection=chosen, costs=costs, **others, **own

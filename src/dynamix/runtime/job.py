@@ -24,7 +24,7 @@ from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.channel import DRAIN_S, DecisionChannel
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel
+from dynamix.runtime.decide.peer_channel import open_channel
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.measure.pairs import PairNoise
@@ -68,7 +68,7 @@ class TrainingJob:
         self,
         config: JobConfig,
         facts: JobFacts,
-        channel: DecisionChannel | PeerChannel,
+        channel: DecisionChannel,
         loss_weight: LossWeight,
         ranks: Ranks,
         *,
@@ -79,14 +79,14 @@ class TrainingJob:
         self.facts, self.ranks, self.loss_weight = facts, ranks, loss_weight
         self.recorder, self._decider = recorder or Recorder(torch.device("cpu")), decider
         self.allocations, self.progress = Allocations(config.start), Progress()
-        self.most_of_piece = facts.piece if facts.ways is None else NO_LIMIT  # of this rank's
+        self.most_of_piece = NO_LIMIT if facts.sync_schedule.mixed else facts.piece  # of this rank's
         self.rates = Rates(facts, config.lr_rule, self.allocations, self.progress)
         self.models: list[Sync] = []
         self.memory: Memory | None = None  # of the first of them
         self.source: BatchSampler | Stream | None = None
         division = Division(ranks.rank, facts, self.allocations)
-        peers = isinstance(channel, PeerChannel)
-        self.state = JobState(division, config.served, self.progress, self.recorder, peers=peers)
+        each = channel.each_decides
+        self.state = JobState(division, config.served, self.progress, self.recorder, peers=each)
         self.windows = WindowCloser(
             facts,
             channel,
@@ -102,7 +102,7 @@ class TrainingJob:
         )
         fail = self.windows.fail
         self.loop = LoopCheck(facts.accumulate, self.recorder, fail, self.gather, ranks.workers, models=self.models)
-        apart = facts.steps_apart
+        apart = facts.sync_schedule.steps_apart
         strays = StrayCollectives(loss_weight.group if apart else None)
         ranks.also_look(strays.look_beside)
         self.averagings: list[ParameterAveraging] = []
@@ -114,7 +114,7 @@ class TrainingJob:
 
     def _listen(self) -> None:
         """Find out once who hears which event, in the order in which they do."""
-        parts: list[Part] = [self.boundary] if self.facts.steps_apart else []
+        parts: list[Part] = [self.boundary] if self.facts.sync_schedule.steps_apart else []
         parts += [part for model in self.models for part in (*model.owners, model)]
         self._heard = {event: heard([*parts, self.rates, self.windows], event) for event in EVENTS}
 
@@ -126,8 +126,7 @@ class TrainingJob:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
         facts, bounds = self.facts, self.facts.in_pieces()
         own = {"rank": self.ranks.rank, "world_size": self.allocations.workers, "accumulate": facts.accumulate}
-        meets = {"micro_batch": self.most_of_piece, "apart": facts.apart, "either": facts.ways is not None}
-        return own | {"low": bounds.low, "high": bounds.high, "owner": self.windows} | meets
+        return own | {"low": bounds.low, "high": bounds.high, "owner": self.windows, "micro_batch": self.most_of_piece}
 
     def feed(self, source: BatchSampler | Stream) -> None:
         """The loop's batches come from `source`, which was made with `of_source`."""
@@ -167,7 +166,8 @@ class TrainingJob:
         for averaging in model.averagings:
             averaging.add_optimizer(optimizer)
         self.rates.add(optimizer)
-        if not self.facts.steps_apart:  # then they have taken unlike numbers of steps, which they may count
+        # If workers step apart, they have taken unlike numbers of steps, which they may count.
+        if not self.facts.sync_schedule.steps_apart:
             self.facts.parting.watch(optimizer)
 
     def _hear_passes(self, model: Sync) -> None:
@@ -275,7 +275,7 @@ class TrainingJob:
     def round_done(self, piece: Piece) -> None:
         """A round is over, of which `piece` was the last."""
         progress = self.progress
-        progress.count(piece.round, self.facts.at_once)
+        progress.count(piece.round)
         for hears in self._heard["round_done"]:
             hears(piece.round)
         self.stopping = self.ranks.stop_after(progress.steps)
@@ -283,7 +283,7 @@ class TrainingJob:
     def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float, float]:
         """What a window's row says of the exchange: see `WindowCloser`."""
         crossed = sum(model.crossed for model in self.models)
-        moved = payload() if payload else 1.0 if self.facts.ways is None else self.boundary.payload
+        moved = payload() if payload else self.boundary.payload
         return crossed, moved, self.rates.relative()
 
     # ------------------------------------------------------------ of all ranks
@@ -313,7 +313,7 @@ class TrainingJob:
         known |= {**self.boundary.alike(), "weighting": self.loss_weight.weighting}
         known |= settings_of([rate.optimizer for rate in self.rates.learning_rates])
         for number, model in enumerate(self.models):
-            if isinstance(model.model, DistributedDataParallel) and not self.facts.steps_apart:
+            if isinstance(model.model, DistributedDataParallel) and not self.facts.sync_schedule.steps_apart:
                 known |= sketches_of(model.model, number)
         known |= self.windows.alike()
         known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
@@ -364,7 +364,7 @@ class TrainingJob:
             self.end_events()
             groups += ranks.release()
             destroy_groups(groups, patience_s=patience_s)  # nobody else may have them by then, this frame included
-            ranks.leave(LEFT if self.facts.steps_apart else CLOSED)
+            ranks.leave(LEFT if self.facts.sync_schedule.steps_apart else CLOSED)
 
     def end_events(self) -> None:
         """Write the steps after the last window, and close the events file. A rank does it alone; twice does no harm.

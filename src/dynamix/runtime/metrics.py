@@ -31,8 +31,7 @@ def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
     nan = float("nan")
     progress, source, recorder, windows = job.progress, job.source, job.recorder, job.windows
     sizes, rate = windows.batch_sizes, next(iter(job.rates.learning_rates), None)
-    of_job, of_round = job.facts.at_once or int(sizes.sum()), windows.piece_apart * job.allocations.workers
-    at_once = of_job if job.facts.apart else of_round
+    apart, piece = windows.meeting.local(windows.piece_apart)
     noise, signal = progress.noise_at(windows.next_round)
     found = recorder.last | {
         "step": progress.steps,
@@ -41,7 +40,7 @@ def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
         "progress": nan if source is None else source.progress,
         "batch_size": sizes[job.ranks.rank],
         "global_batch": sizes.sum(),
-        "steps_apart": sizes.sum() / at_once if at_once else 0.0,
+        "steps_apart": (sizes.sum() / (piece * sizes.size) if piece else 1.0) if apart else 0.0,
         "lr_factor": 1.0 if rate is None else rate.factor,
         "noise_scale": noise / signal if signal > 0 else nan,
         "windows": progress.window,

@@ -20,6 +20,7 @@ import dynamix
 from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
+from dynamix.model.sync_schedule import Ask, Conditions
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Ints, Window
 from dynamix_lab.simulator import Clusters, sample_clusters
@@ -99,13 +100,14 @@ def live(rank: int, events: str, case: dict[str, Any]) -> dict[str, Any]:
 
 def in_turns(controller: dynamix.Controller) -> None:
     """Let workers meet otherwise after every window, in rounds apart of three steps in the mean."""
-    ways = controller._job.facts.ways
+    ways = controller._job.facts.sync_schedule
 
-    def round_of(sizes: Ints, bounds: Bounds, window: Window, piece: int, **_: Any) -> tuple[Ints, int]:
+    def decide(ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
+        sizes = ask(ways.as_step(window, now.piece), bounds)
         after = ways._piece(int(sizes.sum()), bounds, 0)
-        return (sizes, 0) if piece else (ways._shares(sizes, after, 3 * after * len(sizes)), after)
+        return (sizes, 0) if now.piece else (ways._shares(sizes, after, 3 * after * len(sizes)), after)
 
-    ways.round_of = round_of  # type: ignore[method-assign]
+    ways.decide = decide  # type: ignore[method-assign]
 
 
 CASES: list[dict[str, Any]] = [

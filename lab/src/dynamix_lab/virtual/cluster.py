@@ -21,7 +21,7 @@ from dynamix.errors import ConfigError
 from dynamix.events.records import EventLog
 from dynamix.policies import Policy
 from dynamix.runtime.config import JobConfig
-from dynamix.runtime.decide.channel import DecisionChannel
+from dynamix.runtime.decide.channel import InPlace
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Message
 from dynamix.runtime.job import TrainingJob
@@ -147,7 +147,7 @@ class VirtualCluster:
         self._sample_costs = None if sample_costs is None else costs_of(sample_costs, len(dataset))
         self._workers = VirtualWorkers(self.world)
         self.model, self.optimizer, self.interval = model, optimizer, interval
-        load, self._piece = loader_of(dataset, collate_fn), config.micro_batch or batch_size
+        load = loader_of(dataset, collate_fn)
         self._union = None if apart else UnionGradient(model, loss, load, micro_batch=micro_batch)
         self._replicas: Replicas | None = None
         if meet != "gradients":
@@ -172,7 +172,7 @@ class VirtualCluster:
         self._job = TrainingJob(
             config,
             facts,
-            DecisionChannel(alone, decider),
+            InPlace(alone, decider),
             LossWeight(None, 1),
             alone,
             recorder=self._recorder,
@@ -284,11 +284,10 @@ class VirtualCluster:
         shares = self._sampler.shares()
         apart: RoundApart | None = None
         global_sq: float | None = None
-        piece = (coming.piece or self._piece) if coming.apart else 0
         with self._own_random():
             if coming.apart and self._replicas is not None:
-                most = self._workers.most(piece)
-                seen, apart = self._replicas(shares, most=most, whole=piece, follow=job.rates.follow_piece)
+                most = self._workers.most(coming.piece)
+                seen, apart = self._replicas(shares, most=most, whole=coming.piece, follow=job.rates.follow_piece)
             elif self._union is not None:
                 norms = self._workers.norms_due()
                 seen = self._union(shares, placeholder=placeholder, norms=norms)
@@ -308,7 +307,7 @@ class VirtualCluster:
         if job.windows.pending:  # this step closed a window
             self.world.decided()
         loss = sum(piece.loss * piece.samples for pieces in seen for piece in pieces) / float(coming.samples)
-        return Step(self.time_s, whole_s, busy_s, coming.counts[0], loss, piece)
+        return Step(self.time_s, whole_s, busy_s, coming.counts[0], loss, coming.piece)
 
     def _snapshot(self, score: Callable[[nn.Module], float] | None) -> Snapshot:
         value = float("nan")
@@ -365,7 +364,7 @@ class _AllRecorders(Recorder):
 
 
 class _ForAll(Decider):
-    """Decides in place: the one row that a `DecisionChannel` without a group stacks is everyone's, (1, W, n)."""
+    """Decides in place: the one row that `InPlace` stacks is everyone's, (1, W, n)."""
 
     def decide(self, rows: Floats, closing: ClosedWindow | None = None) -> Message:
         return super().decide(rows[0], closing)

@@ -243,9 +243,13 @@ class StigmergicPolicy:
         if self.shared:
             smelt, new = smelt[..., None, :], new[..., None, :]
         sizes = in_range(self.choose(own, sense, smelt, new, bounds), bounds, current=window.batch_size)
+        self.go(own, sizes)
+        return sizes
+
+    def go(self, own: Own, sizes: Ints) -> None:
+        """The sizes become `sizes` (..., W): the field takes in with the next window what is left about that."""
         moved = self.moved(own.size, own.load, sizes)
         self.way = moved.sum(-2) if self.shared else moved
-        return sizes
 
     def state_dict(self) -> dict[str, Any]:
         field = None if self.field is None else {k: v.tolist() for k, v in self.field.state_dict().items()}

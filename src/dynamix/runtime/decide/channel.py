@@ -8,11 +8,14 @@ nobody's training step to go on, so no such wait can be circular.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -36,18 +39,35 @@ NOT_AGREED = "the ranks could not agree on the next allocation"
 _log = logging.getLogger("dynamix")
 
 
-class Channel:
-    """What windows are sent to and answered by, over the group of `ranks`.
+class DecisionChannel(ABC):
+    """What windows are sent to and answered by, one at a time, over the group of `ranks`.
 
     It has a thread of its own, so that no training step waits for what decides. The thread begins with the first work.
+
+    each_decides   every rank has a policy of its own, which decides for it
     """
 
+    each_decides: ClassVar[bool] = False
+
     def __init__(self, ranks: Ranks, thread: str) -> None:
-        self.ranks = ranks
-        self.group: ControlGroup | None = ranks.group
-        self._name = thread
+        self.ranks, self._name, self._closed = ranks, thread, False
         self._thread: threading.Thread | None = None
         self._given: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    @abstractmethod
+    def send(self, row: Floats, closing: ClosedWindow) -> None:
+        """Post this rank's row of a window. Rows have the same length on every rank. Returns at once."""
+
+    @abstractmethod
+    def receive(self) -> Message:
+        """Wait for the message (normally it is there) and take it. Raises `WorkerLostError` or what deciding raised."""
+
+    @property
+    def group(self) -> ControlGroup:
+        """What carries messages. Raises `ValueError` once the channel is closed."""
+        if self._closed or self.ranks.group is None:
+            raise ValueError("the channel was closed")
+        return self.ranks.group
 
     def in_turn(self, work: Callable[[], None]) -> None:
         """Let the thread run `work` once all before it has."""
@@ -69,7 +89,7 @@ class Channel:
         if thread is not None:
             self._given.put(None)
             thread.join(timeout_s)
-        self.group = None
+        self._closed = True
 
     def _serve(self) -> None:
         while (work := self._given.get()) is not None:
@@ -77,8 +97,24 @@ class Channel:
             del work  # or an idle thread would hold a process group's work
 
 
-class DecisionChannel(Channel):
-    """One decision at a time. If the ranks have no group it is made in place.
+class InPlace(DecisionChannel):
+    """Of a process without other ranks: `decider` decides when a window is sent."""
+
+    def __init__(self, ranks: Ranks, decider: Decider) -> None:
+        super().__init__(ranks, "")
+        self._decider = decider
+        self._message: Message
+
+    def send(self, row: Floats, closing: ClosedWindow) -> None:
+        self._message = message = self._decider.decide(row[None], closing)
+        write_down(lambda: self._decider.write_event(message))
+
+    def receive(self) -> Message:
+        return self._message
+
+
+class CentralChannel(DecisionChannel):
+    """One decision at a time, on rank 0.
 
     decider   on rank 0, None on the others. `decide` and what writes events runs in the thread; `JobFacts.keep`, which
               answers a window for which that is late or failed, does not
@@ -87,30 +123,21 @@ class DecisionChannel(Channel):
     def __init__(self, ranks: Ranks, decider: Decider | None, *, patience_s: float = PATIENCE_S) -> None:
         super().__init__(ranks, "dynamix-decide")  # one round after the other: a late policy is never asked twice
         self._decider, self.patience_s = decider, patience_s
-        self.failed: DynamixError | None = None
+        self.failed: list[DynamixError] = []  # of the policy: raised at once, or at the next window if this is answered
         self._pending: tuple[Tensor, Callable[[], None]] | None = None  # the message, and what waits until it is there
 
     def send(self, row: Floats, closing: ClosedWindow) -> None:
-        """Post this rank's row. Rows have the same length on every rank. Returns at once."""
-        decider, group = self._decider, self.group
-        if group is None:
-            assert decider is not None
-            message = decider.decide(row[None], closing)
-            self._pending = message.pack(), lambda: None
-            write_down(lambda: decider.write_event(message))
-            return
         packed = torch.from_numpy(np.ascontiguousarray(row, dtype=np.float64))
         out = torch.zeros(HEAD + self.ranks.workers, dtype=torch.float64)
-        if decider is None:
-            self._pending = out, functools.partial(self.ranks.wait, group.send(packed, out), NOT_AGREED)
+        if self._decider is None:
+            self._pending = out, functools.partial(self.ranks.wait, self.group.send(packed, out), NOT_AGREED)
             return
         rows = torch.zeros(self.ranks.workers, len(packed), dtype=torch.float64)
-        deciding = _Round(self, decider, group.collect(packed, rows), rows, closing, out)
+        deciding = _Round(self, self._decider, self.group.collect(packed, rows), rows, closing, out)
         self.in_turn(deciding.run)
         self._pending = out, deciding.finish
 
     def receive(self) -> Message:
-        """Wait for the message (normally it is there) and take it. Raises `WorkerLostError` or the policy's error."""
         assert self._pending is not None
         (packed, arrive), self._pending = self._pending, None
         arrive()
@@ -119,16 +146,12 @@ class DecisionChannel(Channel):
             raise DynamixError("the policy failed on rank 0; its own error is in that rank's output")
         return message
 
-    def fails(self, error: DynamixError) -> None:
-        """The policy has failed: `error` is raised here, or at the next window if this one was answered already."""
-        self.failed = error
-
 
 class _Round:
     """Rank 0's side of one decision."""
 
     def __init__(
-        self, channel: DecisionChannel, decider: Decider, gather: Work, rows: Tensor, closing: ClosedWindow, out: Tensor
+        self, channel: CentralChannel, decider: Decider, gather: Work, rows: Tensor, closing: ClosedWindow, out: Tensor
     ) -> None:
         self.channel, self.decider, self.gather = channel, decider, gather
         self.rows, self.closing, self.out = rows, closing, out
@@ -151,14 +174,11 @@ class _Round:
             # scale and the events see it.
             decider.witness(decider.assemble(self.rows.numpy(), self.closing), self.closing, Message.unpack(self.out))
             return
-        try:
-            if channel.failed is not None:
-                raise channel.failed
-            message = decider.decide(self.rows.numpy(), self.closing)
-        except Exception as error:  # whatever the policy raised is raised again, in the training thread
-            self.error = error if isinstance(error, DynamixError) else caused_by(error, f"the policy failed: {error!r}")
-            channel.fails(self.error)
-            message = decider.job.keep(Kind.FAILED)
+        if not channel.failed:
+            with noting(channel.failed, "the policy"):
+                message = decider.decide(self.rows.numpy(), self.closing)
+        if channel.failed:  # raised again in the training thread
+            self.error, message = channel.failed[0], decider.job.keep(Kind.FAILED)
         try:
             sent = self._publish(message)
         except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
@@ -170,8 +190,6 @@ class _Round:
         with self.lock:
             if self.work is None:
                 self.out.copy_(message.pack())
-                if self.channel.group is None:
-                    raise ValueError("the channel was closed")
                 self.work = self.channel.group.answer(self.out)
                 self.published.set()
             return Message.unpack(self.out)
@@ -195,8 +213,15 @@ def write_down(write: Callable[[], None]) -> None:
         _log.warning("what follows a decision has failed; training goes on", exc_info=True)
 
 
-def caused_by(error: Exception, said: str) -> DynamixError:
-    """An error of ours that says so, caused by one of whatever kind."""
-    ours = DynamixError(said)
-    ours.__cause__ = error
-    return ours
+@contextlib.contextmanager
+def noting(failed: list[Any], what: str) -> Iterator[None]:
+    """What the body raises, of whatever kind, is added to `failed`; if it is no error of ours, it caused one."""
+    try:
+        try:
+            yield
+        except DynamixError:
+            raise
+        except Exception as error:
+            raise DynamixError(f"{what} failed: {error!r}") from error
+    except DynamixError as ours:
+        failed.append(ours)

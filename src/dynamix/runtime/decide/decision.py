@@ -12,7 +12,7 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.events.background import BackgroundLog
 from dynamix.events.records import EventLog
-from dynamix.model.ways import Ways
+from dynamix.model.sync_schedule import Conditions
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, report_of, window_length_of
 from dynamix.projection import project
@@ -71,14 +71,11 @@ class Decider:
 
     def _answer(self, window: Window, closing: ClosedWindow) -> tuple[Ints, int]:
         """The sizes (W,) after `window`, and the piece of workers that step apart; 0 where none is to be said."""
-        ways, bounds = self.job.rounds, self.job.bounds
-        if not isinstance(ways, Ways):
-            return self._asked_of_policy(window, self.job.bounds_after(window, closing)), 0
-        step = self._asked_of_policy(ways.as_step(window, closing.piece), bounds)
-        known = {"rate": closing.rate, "payload": closing.payload, "samples": float(closing.samples)}
-        answer, piece = ways.round_of(step, bounds, window, closing.piece, **known)
+        schedule = self.job.sync_schedule
+        now = Conditions(closing.piece, closing.rate, closing.payload, float(closing.samples))
+        answer, piece = schedule.decide(self._asked_of_policy, window, self.job.bounds, now)
         if bool(piece) != bool(closing.piece):
-            _log.info("after %d samples: %s", closing.samples, ways.report["why"])
+            _log.info("after %d samples: %s", closing.samples, schedule.report["why"])
         return answer, piece
 
     def _asked_of_policy(self, window: Window, bounds: Bounds) -> Ints:
@@ -98,8 +95,8 @@ class Decider:
         if self.events is not None and self._decided is not None:
             closing, window = self._decided  # training has gone on: `self.job.closing` may be the next one already
             about = report_of(self.policy, asked=closing.window_index == self._asked)
-            if self.job.rounds is not None:
-                about = {**about, "rounds": self.job.rounds.report}
+            if report := self.job.sync_schedule.report:
+                about = {**about, "rounds": report}
             self._write(closing, window, message, self._clock(), **about)
         after_answer(self.policy)  # the answer is out: no step waits for this
 
@@ -155,7 +152,8 @@ class Decider:
                 here = str(self.job.closing.sizes.size)
                 raise ConfigError("replay", f"{sizes.size} workers", here, "replay with as many workers as the run had")
             piece = event.get("piece", 0)
-            told = self.job.message(Kind.NEW, event["from_step"], project(sizes, self.job.bounds_of(piece)), piece)
+            bounds = self.job.sync_schedule.bounds_of(piece, self.job.bounds)
+            told = self.job.message(Kind.NEW, event["from_step"], project(sizes, bounds), piece)
         # The noise scale too is the recorded run's: a late answer there carried that of an earlier window, and the
         # learning rate may follow it.
         noise, signal = (float("nan") if event[name] is None else float(event[name]) for name in ("noise", "signal"))

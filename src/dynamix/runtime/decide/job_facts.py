@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import UsageError
-from dynamix.model.rounds import RoundSize
-from dynamix.model.ways import Ways
 from dynamix.policies.protocol import boundary
 from dynamix.runtime.check.losses import WeightTest
 from dynamix.runtime.check.parting import Parting
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.limits import fixed_at
 from dynamix.runtime.measure.noise import NoiseScale
-from dynamix.window import Bounds, Floats, Ints, Window
+from dynamix.window import Bounds, Floats, Ints
 
 HEAD = 7  # numbers of a message before its sizes
 
@@ -87,8 +85,7 @@ class JobFacts:
     slack        rounds that may still be issued under the old allocation after a window closed; None: a live job's
     ahead        rounds that a simulated loader has issued beyond those that its sampler has
     fixed        the global batch stays at `base_batch`
-    apart        every piece is an optimizer step of its worker's own, and workers meet over parameters
-    rounds       chooses rounds where workers step apart, and whether they do
+    sync_schedule   chooses how workers meet
     piece        most samples of a piece, as the user said; a rank's memory may hold less
     per_epoch    a window is an epoch
     hosts        of every rank; empty where they are not known
@@ -97,7 +94,7 @@ class JobFacts:
     weight_test  None: losses tell nothing of their weights
     unlike       what ranks were seen to do that others did not, where this rank learns of it
     closing      the newest window that closed
-    at_once      samples of all workers' optimizer steps that are taken at the same time, if that is not a round
+    at_once      samples of the steps that all workers took at the same time at the start
     """
 
     def __init__(
@@ -105,31 +102,16 @@ class JobFacts:
     ) -> None:
         self.bounds, self.base_batch, self.accumulate = config.bounds, config.base_batch, config.accumulate
         self.slack, self.ahead = config.slack if slack is None else slack, ahead
-        self.fixed, self.apart, self.piece = config.fixed, config.apart, config.micro_batch
-        self.rounds, self.per_epoch = config.rounds(), boundary(config.own_policy) == "epoch"
+        self.fixed, self.piece, self.sync_schedule = config.fixed, config.micro_batch, config.sync_schedule()
+        self.per_epoch = boundary(config.own_policy) == "epoch"
         self.hosts, self.shares = hosts, dict[str, float]()
         self.noise_scale, self.parting = NoiseScale(), Parting()
         self.weight_test: WeightTest | None = None
         self.unlike: str | None = None
-        self.closing, self.at_once = self._none_closed(), self._at_once()
+        self.closing, self.at_once = self._none_closed(), self.sync_schedule.at_once(self.base_batch, config.workers)
 
     def _none_closed(self, step: int = 0, samples: int = 0) -> ClosedWindow:
         return ClosedWindow(0, self.bounds.low, 0, 0, 0.0, step, samples)
-
-    @property
-    def ways(self) -> Ways | None:
-        """Who chooses how workers meet; None where that does not change."""
-        return self.rounds if isinstance(self.rounds, Ways) else None
-
-    @property
-    def steps_apart(self) -> bool:
-        """Whether workers step apart in any round."""
-        return self.apart or isinstance(self.rounds, Ways)
-
-    def _at_once(self) -> int | None:
-        if isinstance(self.rounds, Ways):
-            return self.base_batch
-        return self.bounds.low.size * self.piece if self.apart and self.piece else None
 
     def window_closed(self, closing: ClosedWindow) -> None:
         """A window closed."""
@@ -165,25 +147,12 @@ class JobFacts:
         self.parting.look(held)
         self.unlike = self.unlike or unlike or self.parting.wrong
 
-    def bounds_after(self, window: Window, closing: ClosedWindow) -> Bounds:
-        """What the answer to `window` is kept within, where workers meet in one way."""
-        size = self.rounds
-        return size.within(self.bounds, window, closing.rate) if isinstance(size, RoundSize) else self.bounds
-
-    def bounds_of(self, piece: int, bounds: Bounds | None = None) -> Bounds:
-        """What rounds are kept within in which workers step apart by so many samples; 0: over gradients.
-
-        bounds   of rounds over gradients, if they are not the job's
-        """
-        return self.rounds.apart_bounds(piece) if piece and isinstance(self.rounds, Ways) else bounds or self.bounds
-
     def limit_to(self, samples: int) -> None:
         """No round may outgrow a data set: every one would be a tail, and no window would ever close."""
         bounds = self.bounds
         most = max(samples // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
         self.bounds = dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
-        if self.rounds is not None:
-            self.rounds.limit_to(samples)
+        self.sync_schedule.limit_to(samples)
 
     def facts(self, closing: ClosedWindow) -> dict[str, float]:
         """What a `Window` says of the job itself, by field."""
@@ -209,9 +178,8 @@ class JobFacts:
         """
         self.bounds, self.base_batch, self.shares = self.bounds_from(base_batch), base_batch, shares
         self.closing, self.parting = self._none_closed(step, samples), self.parting.begun_anew()
-        self.at_once = self._at_once()
-        if isinstance(self.rounds, Ways):
-            self.rounds = self.rounds.begun_anew()
+        self.at_once = self.sync_schedule.at_once(base_batch, self.bounds.low.size)
+        self.sync_schedule.begin_anew()
 
     def bounds_from(self, base_batch: int) -> Bounds:
         """`bounds` of a job that began with `base_batch`. Raises `ConfigError` where a fixed one is out of bounds."""

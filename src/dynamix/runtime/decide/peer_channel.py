@@ -9,8 +9,7 @@ go on, so no wait for it can be circular.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,7 +23,14 @@ from dynamix.policies.stigmergic.traces import TRACES, Own, noise_part
 from dynamix.policies.stigmergic.worker import Sense
 from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.config import JobConfig
-from dynamix.runtime.decide.channel import PATIENCE_S, REPLAY_PATIENCE_S, Channel, DecisionChannel, caused_by
+from dynamix.runtime.decide.channel import (
+    PATIENCE_S,
+    REPLAY_PATIENCE_S,
+    CentralChannel,
+    DecisionChannel,
+    InPlace,
+    noting,
+)
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Kind, Message
 from dynamix.runtime.measure.row import HELD, ROW
@@ -33,12 +39,13 @@ from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.window import Floats, Window
 
 _EXCHANGE = "the ranks could not exchange their batch sizes"
+_CHOOSING = "choosing a batch size"
 _FAILED = -1  # sent in place of a size
 
 
 def open_channel(
     ranks: Ranks, config: JobConfig, job: JobFacts, decider: Decider | None, *, patience_s: float | None = None
-) -> DecisionChannel | PeerChannel:
+) -> DecisionChannel:
     """The way in which `ranks` agree: a `PeerChannel` if every rank is to decide for itself.
 
     A recorded run that is replayed has decided already; a single rank has nobody to agree with. `decider` decides, or
@@ -46,9 +53,11 @@ def open_channel(
     """
     replays = config.replayed is not None
     rule = None if ranks.workers < 2 or replays else peers_of(config.served)
+    if ranks.group is None and decider is not None:
+        return InPlace(ranks, decider)
     if rule is None:
         usual_s = PATIENCE_S if patience_s is None else patience_s  # read now: scripts/same sets another
-        return DecisionChannel(ranks, decider, patience_s=REPLAY_PATIENCE_S if replays else usual_s)
+        return CentralChannel(ranks, decider, patience_s=REPLAY_PATIENCE_S if replays else usual_s)
     return PeerChannel(ranks, job, rule, decider, share_noise=config.lr_rule == "adascale")
 
 
@@ -66,29 +75,28 @@ class _Choice:
     made: Work = field(default_factory=Future)
 
 
-class PeerChannel(Channel):
-    """`DecisionChannel` for ranks that each decide for themselves: one exchange at a time over the controller's groups.
+class PeerChannel(DecisionChannel):
+    """Of ranks that each decide for themselves: one exchange at a time over the controller's groups.
 
     share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale
                   everywhere. The rule never sees it
     """
+
+    each_decides = True
 
     def __init__(
         self, ranks: Ranks, job: JobFacts, policy: StigmergicPolicy, decider: Decider | None, *, share_noise: bool
     ) -> None:
         super().__init__(ranks, "dynamix-choose")
         self.job, self.policy, self.decider, self.share_noise = job, policy, decider, share_noise
-        self._failed: Exception | None = None  # in the newest window
         self._pending: _Choice | None = None
 
     def send(self, row: Floats, closing: ClosedWindow) -> None:
-        """Choose by this rank's `row` (of `observation.ROW`), and send the choice. Returns at once."""
         told = (4 if self.share_noise else 2) + len(HELD)
         self._pending = choice = _Choice(row, closing, torch.zeros(self.ranks.workers, told, dtype=torch.float64))
         self.in_turn(lambda: self._take_part(choice))
 
     def receive(self) -> Message:
-        """Wait for all sizes (normally they are there) and take them. Raises `WorkerLostError` or the rule's error."""
         assert self._pending is not None
         choice, self._pending = self._pending, None
         self.ranks.wait(choice.made, _EXCHANGE)
@@ -103,28 +111,21 @@ class PeerChannel(Channel):
 
     def _take_part(self, choice: _Choice) -> None:
         """In the rank's own thread. A rank whose rule fails takes part all the same, and says so in place of a size."""
-        size, left, self._failed = _FAILED, np.zeros(len(TRACES)), None
+        size, left, failed = _FAILED, np.zeros(len(TRACES)), list[Exception]()
         try:
-            with self._failing():
+            with noting(failed, _CHOOSING):
                 own, sense, left = self.observe(choice.row, choice.closing)
             told = self.exchange(left)
-            if self._failed is None:
-                with self._failing():
+            if not failed:
+                with noting(failed, _CHOOSING):
                     size = self.choose(own, sense, *told)
             self._share(size, choice).wait()
-        except Exception as error:  # of any kind: `receive` raises it, and no sizes are taken
-            self._failed = self._failed or error
-        if self._failed is None:
-            choice.made.set_result(None)
+        except Exception as error:  # of any kind
+            failed.append(error)
+        if failed:  # `receive` raises the first, and no sizes are taken
+            choice.made.set_exception(failed[0])
         else:
-            choice.made.set_exception(self._failed)
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # raised again in the training thread, here and by what it sends on the others
-            self._failed = caused_by(error, f"choosing a batch size failed: {error!r}")
+            choice.made.set_result(None)
 
     def _share(self, size: int, choice: _Choice) -> Work:
         row, told = choice.row, [float(size), float(choice.closing.issued)]
@@ -132,8 +133,6 @@ class PeerChannel(Channel):
             known = dict(zip(ROW, row, strict=False))
             told += [own_noise(known, self.ranks.workers), known["global_norm_sq"]]
         mine = torch.tensor([*told, *row[len(ROW) - len(HELD) : len(ROW)]], dtype=torch.float64)
-        if self.group is None:
-            raise ValueError("the channel was closed")
         return self.group.all_gather(mine, choice.every)
 
     def observe(self, row: Floats, closing: ClosedWindow) -> tuple[Own, Sense, Floats]:
@@ -151,8 +150,6 @@ class PeerChannel(Channel):
         policy, n = self.policy, len(TRACES)
         way = policy.way if policy.way.shape == left.shape else np.zeros(n)
         mine, total = torch.from_numpy(np.concatenate([left, way])), torch.zeros(2 * n, dtype=torch.float64)
-        if self.group is None:
-            raise ValueError("the channel was closed")
         self.group.all_sum(mine, total).wait()
         return total[:n].numpy(), total[n:].numpy()
 
@@ -162,7 +159,7 @@ class PeerChannel(Channel):
         alone = replace(bounds, low=bounds.low[mine], high=bounds.high[mine])
         smelt, new = self.policy.smell(left, way)
         size = self.policy.choose(own, sense, smelt[None], new[None], alone)
-        self.policy.way = self.policy.moved(own.size, own.load, size)[0]
+        self.policy.go(own, size)
         return int(size[0])
 
     def _message(self, closing: ClosedWindow, told: Floats) -> Message:
@@ -172,9 +169,9 @@ class PeerChannel(Channel):
             job.noise_scale.update(*noise_of(told[:, 2], told[:, 3], float(closing.sizes.sum())))
         job.look(told[:, -len(HELD) :])
         answer = in_range(told[:, 0].astype(np.int64), job.bounds, current=closing.sizes)
-        if np.array_equal(answer, closing.sizes):
-            return replace(job.keep(Kind.KEEP), differ=job.parting.differ())
-        return replace(job.change(answer, int(told[:, 1].max())), differ=job.parting.differ())
+        same = np.array_equal(answer, closing.sizes)
+        message = job.keep(Kind.KEEP) if same else job.change(answer, int(told[:, 1].max()))
+        return replace(message, differ=job.parting.differ())
 
     def _write_event(self, decider: Decider, choice: _Choice, message: Message) -> None:
         closing, known = choice.closing, dict(zip(ROW, choice.row, strict=False))

@@ -45,11 +45,11 @@ class Progress(Part):
             self._due[every] = self.here
         return self._due.get(every) == self.here
 
-    def count(self, done: Round, at_once: int | None) -> None:
-        """A round is over; where workers step apart, `at_once` samples of it are taken at the same time."""
+    def count(self, done: Round) -> None:
+        """A round is over."""
         self.steps += 1
         self.samples += done.samples
-        self.here += done.samples / (done.at_once or at_once or 1) if done.apart else 1.0
+        self.here += done.samples / done.at_once if done.piece else 1.0
 
     def told(self, from_step: int, noise: float, signal: float, *, interval: int = 0, opens: int | None = None) -> None:
         """A window was answered; its noise scale counts from round `from_step` on.

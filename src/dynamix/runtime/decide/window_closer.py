@@ -14,7 +14,6 @@ from dynamix.data import Allocations, BatchSampler, Piece, Round, Stream
 from dynamix.errors import DynamixError, StateError
 from dynamix.runtime.decide.channel import DecisionChannel
 from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Kind, Message
-from dynamix.runtime.decide.peer_channel import PeerChannel
 from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Part
@@ -42,7 +41,7 @@ class WindowCloser(Part):
     def __init__(
         self,
         job: JobFacts,
-        channel: DecisionChannel | PeerChannel,
+        channel: DecisionChannel,
         ranks: Ranks,
         allocations: Allocations,
         progress: Progress,
@@ -54,7 +53,7 @@ class WindowCloser(Part):
         begins: Callable[[], None],
         resumed: Callable[[], None],
     ) -> None:
-        self.job, self.channel, self.ranks = job, channel, ranks
+        self.job, self.meeting, self.channel, self.ranks = job, job.sync_schedule, channel, ranks
         self.allocations, self.progress, self.recorder = allocations, progress, recorder
         self._interval, self._paced, self._told = interval, paced, told
         self.iteration_begins, self.resumed = begins, resumed
@@ -125,12 +124,9 @@ class WindowCloser(Part):
     def _rounds_of_window(self, done: Round) -> int:
         """Rounds that make a window, the same on all ranks: `interval` optimizer steps, at least one round; where their
         number follows what changes, it is that of rounds."""
-        at_once = self.job.at_once
-        if at_once is None or self._paced:
+        if self._paced or not done.piece:
             return self._interval
-        total = int(self.allocations.at(done.index).sum())
-        at_once = done.at_once or (at_once if done.apart else total)
-        return max(1, round(self._interval * at_once / total))
+        return max(1, round(self._interval * done.at_once / int(self.allocations.at(done.index).sum())))
 
     def _close(self, done: Round) -> None:
         job, source, at = self.job, self.source, done.index
@@ -140,7 +136,8 @@ class WindowCloser(Part):
         known = self._window(at, at + 1, issued)
         closing = replace(known, rate=rate, payload=payload, comparable=compares)
         job.window_closed(closing)
-        self._warn_of_lag(issued - known.consumed)
+        if not done.piece:
+            self._warn_of_lag(issued - known.consumed)
         mine, place = float(closing.sizes[self.ranks.rank]), self._place(done)
         weight = mine / float(closing.sizes.sum())
         held = job.parting.row(place) if self.ranks.workers > 1 else ()
@@ -175,7 +172,7 @@ class WindowCloser(Part):
     def _warn_of_lag(self, rounds: int) -> None:
         """The loader has issued so many rounds ahead: a decision waits for them."""
         job, interval = self.job, self._interval
-        if rounds <= 2 * interval or self._paced or job.per_epoch or self._lag_said or job.at_once is not None:
+        if rounds <= 2 * interval or self._paced or job.per_epoch or self._lag_said:
             return
         self._lag_said = True
         late = f"the loader of rank {self.ranks.rank} reads {rounds} rounds ahead, more than two windows of {interval}"

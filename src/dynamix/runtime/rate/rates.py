@@ -24,7 +24,7 @@ class Rates(Part):
     def __init__(self, job: JobFacts, lr_rule: str, allocations: Allocations, progress: Progress) -> None:
         self.job, self.allocations, self.progress = job, allocations, progress
         # A global batch that stays as it is asks for no other rate, but its pieces may be of several sizes.
-        self.lr_rule = "none" if lr_rule == AUTO and job.fixed and job.at_once is None else lr_rule
+        self.lr_rule = "none" if lr_rule == AUTO and job.fixed and not job.sync_schedule.steps_apart else lr_rule
         self.learning_rates: list[LearningRate] = []
         self.schedules: list[SampleSchedule] = []
         self._watch: SchedulerWatch | None = None
@@ -37,12 +37,12 @@ class Rates(Part):
 
     def watch(self, optimizer: Optimizer) -> None:
         """Warn of a scheduler of `optimizer` that counts steps where these are no measure: see `SchedulerWatch`."""
-        if (apart := self.job.steps_apart) or not self.job.fixed:
+        if (apart := self.job.sync_schedule.steps_apart) or not self.job.fixed:
             self._watch = SchedulerWatch(optimizer, self.job.base_batch, apart=apart)
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every round."""
-        nominal = nominal_batch_size or self.job.at_once or self.job.base_batch
+        nominal = nominal_batch_size or self.job.at_once
         self.schedules.append(SampleSchedule(scheduler, nominal_batch_size=nominal))
         return self.schedules[-1]
 
@@ -70,15 +70,15 @@ class Rates(Part):
         if coming.apart:
             if coming.piece:
                 self._follow(coming.at_once, *self.progress.noise_at(coming.index))
-            if samples and (whole := coming.piece or self.job.piece):
-                self.follow_piece(samples / whole)
+                if samples:
+                    self.follow_piece(samples / coming.piece)
         elif self.lr_rule != "none" and self.learning_rates:
             sizes = coming.samples if coming.regular else int(self.allocations.at(coming.index).sum())
             self._follow(sizes, *self.progress.noise_at(coming.index))
 
     def _follow(self, samples: int, noise: float, signal: float) -> None:
         """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
-        base = self.job.base_batch
+        base = self.job.at_once
         self._whole = [rate.rule(samples / base, noise, signal, base_batch=base) for rate in self.learning_rates]
         for learning_rate, factor in zip(self.learning_rates, self._whole, strict=True):
             learning_rate.set_factor(factor)

@@ -11,7 +11,6 @@ import numpy as np
 from dynamix.data import Allocations, BatchSampler, Stream
 from dynamix.data.selection import SELECTED
 from dynamix.errors import StateError, shown
-from dynamix.model.ways import Ways
 from dynamix.projection import project
 from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.part import MOST, Part, fields, of_type, whole, wholes, wrong
@@ -213,11 +212,10 @@ class Division(Part):
         now, rounds = saved["source"]["rounds"], saved["ledger_rounds"]
         first = max(i for i, begin in enumerate(rounds) if begin <= max(now, rounds[0]))
         sizes = [np.asarray(row[:before], dtype=np.int64) for row in saved["ledger_sizes"]]
-        apart = isinstance(job.rounds, Ways)
-        pieces = [row[before] if apart and len(row) > before else 0 for row in saved["ledger_sizes"]]
+        pieces = [row[before] if job.sync_schedule.mixed and len(row) > before else 0 for row in saved["ledger_sizes"]]
         if same:
             ahead = zip(sizes[first:], pieces[first:], strict=True)
-            to_come = [project(of, job.bounds_of(piece, bounds)) for of, piece in ahead]
+            to_come = [project(of, job.sync_schedule.bounds_of(piece, bounds)) for of, piece in ahead]
             fits = all(map(np.array_equal, to_come, sizes[first:]))
             if fits and not np.remainder(sizes, job.accumulate).any():
                 return Resumed(same, saved["progress"]["opens"], {"steps": rounds, "sizes": sizes, "pieces": pieces})
@@ -226,7 +224,7 @@ class Division(Part):
             known = job.hosts or ("",) * workers
             shares, total = shares_of(saved["hosts"]["shares"], workers_of(known)), sizes[first].sum()
             piece = max(round(pieces[first] * before / workers), 1) if pieces[first] else 0
-            within = project(shares * total / shares.sum(), job.bounds_of(piece, bounds), total=total)
+            within = project(shares * total / shares.sum(), job.sync_schedule.bounds_of(piece, bounds), total=total)
         return Resumed(same, now, {"steps": [now], "sizes": [within], "pieces": [piece]})
 
     def go_on(self, saved: Mapping[str, Any], resumed: Resumed) -> None:

@@ -1,11 +1,11 @@
-"""Which way workers meet where both are open: over gradients after every step, or over parameters after several."""
+"""How workers meet where both ways are open: over gradients after every step, or over parameters after several."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from dynamix.model.costs import WorkerCosts, even_share
 from dynamix.model.measured import base_total, exposed_seconds, noise_scale, slowest_seconds
 from dynamix.model.noise import NoiseByBatch
 from dynamix.model.rounds import MOST, RoundSize, samples_a_second, steps_apart
+from dynamix.model.sync_schedule import Ask, Conditions, SyncSchedule
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -28,11 +29,12 @@ HARM = 0.1  # of the loss when gradients met last: a rise apart by more is held 
 NEWEST = 0.5  # weight of a window's figure over those before it
 LATEST = 3.0  # times what workers would take whose shares fit their speeds, at most
 NO_LIMIT = 2**40  # samples
+Pair = tuple[float, float]
 NEAR = 2.0 ** (np.arange(-4, 5) / 4)  # times the batch in force: those at which the ways are compared
 
 
 @dataclass
-class Ways:
+class AutoSync(SyncSchedule):
     """Chooses way and size of a round, window by window, for most progress a second.
 
     A policy decides on steps of all workers, as if gradients met. Apart, every worker takes steps of its part of such a
@@ -63,6 +65,9 @@ class Ways:
     `why` says how the last choice was made; the figures are NaN before one.
     """
 
+    steps_apart: ClassVar[bool] = True
+    mixed: ClassVar[bool] = True
+
     workers: int
     epoch: float = math.inf
     hidden_s: float = field(default=0.0, init=False)
@@ -82,13 +87,20 @@ class Ways:
     _windows: int = field(default=0, init=False)
     _apart: bool = field(default=False, init=False)  # the last choice
 
+    def bounds_of(self, piece: int, bounds: Bounds) -> Bounds:
+        return self.apart_bounds(piece) if piece else bounds
+
+    def local(self, piece: int) -> tuple[bool, int]:
+        return piece > 0, piece
+
+    def most(self, piece: int, limit: int) -> int | None:
+        return min(piece, limit) if piece else None
+
     def limit_to(self, samples: int) -> None:
-        """An epoch has so many samples."""
         self.epoch = float(samples)
 
-    def begun_anew(self) -> Ways:
-        """The same, nothing being measured yet."""
-        return Ways(self.workers, self.epoch)
+    def begin_anew(self) -> None:
+        vars(self).update(vars(AutoSync(self.workers, self.epoch)))
 
     def apart_bounds(self, piece: int) -> Bounds:
         """Of rounds apart: whole pieces, one at least, so that everybody's speed is seen."""
@@ -131,37 +143,19 @@ class Ways:
         known |= {name: getattr(window, name) * steps for name in ("steps", "age")}
         return dataclasses.replace(window, batch_size=sizes, **known)
 
-    def round_of(
-        self,
-        sizes: Ints,
-        bounds: Bounds,
-        window: Window,
-        piece: int,
-        *,
-        rate: float = 1.0,
-        payload: float = 1.0,
-        samples: float = 0.0,
-    ) -> tuple[Ints, int]:
-        """After `window`: the sizes (W,) of a round, and the pieces in which workers then step apart; 0: they do not.
-
-        sizes     of a step of all workers, by the policy
-        bounds    of such steps
-        window    of one job, shape (W,), as it was measured
-        piece     samples of a worker's own step in it, 0 where gradients met
-        rate      learning rate over its largest so far
-        payload   bytes that a meeting moves, over those of a gradient
-        samples   trained by then
-        """
-        self.size.epoch = self.epoch
+    def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
+        """The policy is asked for steps of all workers, of which `bounds` are."""
+        piece, rate, payload, samples = now
+        sizes = ask(self.as_step(window, piece), bounds)
         after = self._piece(int(sizes.sum()), bounds, piece)
         speeds, seen_s = self._speeds(window, after), float(exposed_seconds(window))
         if speeds is None or not np.isfinite(seen_s) or LEAST_STEPS * self.workers * after > self._most(after):
             return (sizes, 0) if not piece else (self._shares(sizes, piece, int(window.batch_size.sum())), piece)
         exposed_s, meeting_s = self._exchanges(window, piece > 0, seen_s, max(payload, 1e-9))
         self._exposed_s = exposed_s
-        now = round(int(window.batch_size.sum()) / piece) * after if piece else 0
-        self.size.piece = float(after)
-        total, pace = self.size.best(self.apart_bounds(after), speeds, meeting_s, now=now, rate=rate)
+        in_force = round(int(window.batch_size.sum()) / piece) * after if piece else 0
+        self.size = RoundSize(float(after), self.epoch)
+        total, pace = self.size.best(self.apart_bounds(after), speeds, meeting_s, now=in_force, rate=rate)
         self._learn_lag(window, piece)
         computing_s = total / pace - meeting_s
         pace = total / (self.lags[1] * computing_s + meeting_s)
@@ -203,14 +197,7 @@ class Ways:
         return self._costs.seconds(each, even_share(window))
 
     def _compare(
-        self,
-        window: Window,
-        bounds: Bounds,
-        speeds: Floats,
-        piece: int,
-        exchanges: tuple[float, float],
-        pace: float,
-        rate: float,
+        self, window: Window, bounds: Bounds, speeds: Floats, piece: int, exchanges: Pair, pace: float, rate: float
     ) -> None:
         """What either way promises: samples of the base batch a second, at the batch that suits it best.
 
@@ -270,7 +257,7 @@ class Ways:
         pieces = totals / self.workers
         return np.asarray((pieces[:, None] / self._seconds(window, pieces)).sum(-1))
 
-    def _exchanges(self, window: Window, apart: bool, seen_s: float, payload: float) -> tuple[float, float]:
+    def _exchanges(self, window: Window, apart: bool, seen_s: float, payload: float) -> Pair:
         """Seconds that the exchange adds to a step over gradients, and those of a meeting."""
         if not apart:
             self._unseen = True

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.model.ways import Ways
+from dynamix.model.auto_sync import AutoSync
+from dynamix.model.sync_schedule import Conditions
 from dynamix.projection import project
 from dynamix.runtime.limits import fixed_at
 from dynamix.window import Bounds, Ints, Window
@@ -22,7 +23,7 @@ class Job:
     """A chooser and what is in force: sizes, and the piece of workers that step apart; its policy keeps the shares."""
 
     def __init__(self, workers: int = 4, samples: float = math.inf, *, moves: bool = False) -> None:
-        self.ways = Ways(workers, samples)
+        self.ways = AutoSync(workers, samples)
         self.base, self.sizes, self.piece = workers * PIECE, np.full(workers, PIECE), 0
         free = Bounds.of(workers, 1, 8 * PIECE)
         self.bounds = free if moves else fixed_at(free, self.base)
@@ -41,10 +42,12 @@ class Job:
         samples: float = 1000.0,
     ) -> Job:
         """Take in a window; `total` is what the policy wishes a step to have."""
-        step = self.ways.as_step(window, self.piece)
-        answer = project(step.batch_size, self.bounds, total=total or step.batch_size.sum())
-        known = {"rate": rate, "payload": payload, "samples": samples}
-        self.sizes, self.piece = self.ways.round_of(answer, self.bounds, window, self.piece, **known)
+
+        def wish(step: Window, bounds: Bounds) -> Ints:
+            return project(step.batch_size, bounds, total=total or step.batch_size.sum())
+
+        now = Conditions(self.piece, rate, payload, samples)
+        self.sizes, self.piece = self.ways.decide(wish, window, self.bounds, now)
         return self
 
     def seen(self, exchange_s: float, **known: Any) -> Window:
@@ -103,7 +106,7 @@ def test_a_slow_worker_is_foreseen_at_its_pieces_and_not_at_its_small_share() ->
         shares = np.array(sizes)
         compute = (0.020 + 0.001 * shares) / speeds
         window = Window.of(shares, compute=compute, communication=1e-3, wait=compute.max() - compute)
-        job.ways.round_of(shares, job.bounds, job.ways.as_step(window, 0), 0)
+        job.ways.decide(lambda *_, answer=shares: answer, window, job.bounds, Conditions())
         promised.append(job.ways.parameters)
     assert promised[-1] == pytest.approx(promised[0], rel=0.03)
 
