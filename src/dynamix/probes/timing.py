@@ -45,8 +45,7 @@ class Clock(Protocol):
 class CpuClock:
     """Marks are readings of the monotonic CPU clock."""
 
-    def mark(self) -> Mark:
-        return time.perf_counter()
+    mark = staticmethod(time.perf_counter)  # no frame of Python's
 
     def passed(self, *marks: Mark) -> bool:
         return True
@@ -117,8 +116,12 @@ class _Micro:
 
     def marks(self) -> list[Mark]:
         """All marks but `before`, the one most likely to be outstanding first."""
-        marks = [self.end, self.ready, self.start, *self.reduced, *itertools.chain(*self.exchanged)]
-        return [mark for mark in marks if mark is not None]
+        marks = [self.end, *self.reduced, *itertools.chain(*self.exchanged)]
+        if self.ready is not None:
+            marks.append(self.ready)
+        if self.start is not None:
+            marks.append(self.start)
+        return marks
 
 
 class StepTimer:
@@ -141,6 +144,7 @@ class StepTimer:
     def __init__(self, device: torch.device, *, first_step: int = 0, clock: Clock | None = None) -> None:
         self.step = first_step
         self._clock: Clock = clock or (CudaClock(device) if device.type == "cuda" else CpuClock())
+        self._now = self._clock.mark
         self._micro = _Micro(before=None)
         self._open: list[_Micro] = []
         self._closed: deque[tuple[int, list[_Micro], Any]] = deque()
@@ -148,26 +152,26 @@ class StepTimer:
     def forward_started(self) -> None:
         """A training forward pass begins. Only the first of a (micro-)step counts: it ends `data`."""
         if self._micro.start is None:
-            self._micro.start = self._clock.mark()
+            self._micro.start = self._now()
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Inside, buffers cross ranks as a training forward pass begins: a wait and a transfer, not computing."""
         micro = self._micro
-        begun = None if micro.start is None else self._clock.mark()
+        begun = None if micro.start is None else self._now()
         yield
         if begun is not None:
-            micro.exchanged.append((begun, self._clock.mark()))
+            micro.exchanged.append((begun, self._now()))
 
     def gradients_ready(self) -> None:
         """A bucket of local gradients is ready. The last call of a (micro-)step starts `comm`."""
         if self._micro.ready is not None:
             self._clock.recycle(self._micro.ready)
-        self._micro.ready = self._clock.mark()
+        self._micro.ready = self._now()
 
     def reduced(self, *_: object) -> None:
         """A bucket's reduction is over. The latest of a (micro-)step ends `comm`. Fit for a future's callback."""
-        self._micro.reduced.append(self._clock.mark())
+        self._micro.reduced.append(self._now())
 
     def interrupted(self) -> None:
         """Something that is no part of training happened: evaluation, a checkpoint. Between steps it makes this
@@ -180,7 +184,7 @@ class StepTimer:
     def micro_done(self) -> None:
         """An earlier micro-step of an accumulation group is over."""
         micro = self._micro
-        micro.end = self._clock.mark()
+        micro.end = self._now()
         self._open.append(micro)
         self._micro = _Micro(before=micro.end)
 
@@ -216,25 +220,28 @@ class StepTimer:
         return taken
 
     def _read(self, step: int, micros: list[_Micro], told: Any) -> StepTimes:
-        compute, comm, data, known = list[float](), list[float](), list[float](), True
+        compute = comm = data = 0.0
+        met, known = False, True
         for micro in micros:
             waited = self._comm(micro)
             # Also right when every reduction ended before the last gradient was ready, and comm is cut at zero.
-            compute.append(self._between(micro.start, micro.end) - waited if micro.compute_known else np.nan)
-            data.append(self._between(micro.before, micro.start) if micro.data_known else np.nan)
+            compute += self._between(micro.start, micro.end) - waited if micro.compute_known else np.nan
+            data += self._between(micro.before, micro.start) if micro.data_known else np.nan
             # Passes under no_sync have no communication at all; only when none had any is it unknown.
             if micro.ready is not None or micro.exchanged:
-                comm.append(waited)
+                comm, met = comm + waited, True
             known = known and micro.data_known and micro.compute_known
         total = self._between(micros[0].before, micros[-1].end) if known else np.nan
-        return StepTimes(step, sum(compute), sum(comm) if comm else np.nan, sum(data), total, told)
+        return StepTimes(step, compute, comm if met else np.nan, data, total, told)
 
     def _comm(self, micro: _Micro) -> float:
-        exchange = sum(itertools.starmap(self._between, micro.exchanged))
+        exchange = sum(itertools.starmap(self._clock.seconds, micro.exchanged)) if micro.exchanged else 0.0
         if micro.ready is None:
             return exchange
-        ends = [self._between(micro.ready, mark) for mark in micro.reduced]
-        return max(0.0, *ends) + exchange if ends else np.nan
+        waited = 0.0
+        for mark in micro.reduced:
+            waited = max(waited, self._clock.seconds(micro.ready, mark))
+        return waited + exchange if micro.reduced else np.nan
 
     def _between(self, start: Mark | None, end: Mark | None) -> float:
         return np.nan if start is None or end is None else self._clock.seconds(start, end)

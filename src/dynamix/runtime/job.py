@@ -177,6 +177,7 @@ class TrainingJob:
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every round."""
         schedule = self.rates.schedule(scheduler, nominal_batch_size)
+        self._listen()
         self.state.schedules.add(schedule)
         return schedule
 

@@ -37,8 +37,8 @@ class Observation:
 class Part:
     """A part of a job. It hears events in the order in which parts were added to the job, and owns its state.
 
-    Every event has a default that does nothing, and only parts that override one are called. A part knows no other
-    part: what it needs it is given in its constructor.
+    Every event has a default that does nothing, and only parts that hear one are called. A part knows no other part:
+    what it needs it is given in its constructor.
 
     name   of its state in a checkpoint; empty: it has none
     own    every rank has another state, so that a checkpoint holds one for each; None is loaded if it lacks this rank's
@@ -46,6 +46,10 @@ class Part:
 
     name = ""
     own = False
+
+    def hears(self, event: str) -> bool:
+        """Whether it is to be called for that one: if it overrides the default."""
+        return getattr(type(self), event) is not getattr(Part, event)
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         """`controller.step()`: the batch in hand is done."""
@@ -68,15 +72,14 @@ class Part:
 
 
 def heard(parts: Iterable[Part], event: str) -> tuple[Callable[..., None], ...]:
-    """The methods of `parts` for `event`, in order, of those that override its default.
+    """The methods of `parts` for `event`, in order, of those that hear it.
 
     >>> class Counts(Part):
     ...     def round_done(self, done: Round) -> None: ...
     >>> len(heard([Part(), Counts()], "round_done")), len(heard([Part(), Counts()], "job_ends"))
     (1, 0)
     """
-    default = getattr(Part, event)
-    return tuple(getattr(part, event) for part in parts if getattr(type(part), event) is not default)
+    return tuple(getattr(part, event) for part in parts if part.hears(event))
 
 
 def wrong(name: str, value: Any, allowed: str) -> NoReturn:

@@ -36,6 +36,7 @@ NORMS_EVERY = 5
 MOST_STEPS = 4096  # of a window that are kept: an epoch can be long
 _FIELDS = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}  # of a row, of series of another name
 _SERIES = (*_FIELDS, "loss", "accuracy", "pair_noise", "pair_signal")
+_NOT_KNOWN = (math.nan, math.nan)
 
 
 class Recorder(Part):
@@ -111,13 +112,14 @@ class Recorder(Part):
         over   what the loss is over the mean over the samples
         """
         # A number on the CPU is nearly always what comes.
-        plain = type(loss) is Tensor and not loss.dim() and loss.is_floating_point() and loss.device.type == "cpu"
+        plain = type(loss) is Tensor and loss.is_cpu and not loss.dim() and loss.is_floating_point()
         value = loss if plain else self.reader.loss(loss)
         if value is not None:
             value = value if over == 1.0 else value / over
             self.add("loss", value, weight=samples)
-        due = self.steps % ACCURACY_EVERY == 0 or len(self._kept.get("accuracy", ())) < 2
-        if logits is None or target is None or not due:
+        if logits is None or target is None:
+            return
+        if self.steps % ACCURACY_EVERY and len(self._kept.get("accuracy", ())) >= 2:
             return
         if (accuracy := self.reader.accuracy(logits, target, value)) is not None:
             self.add("accuracy", accuracy, weight=samples)
@@ -127,21 +129,31 @@ class Recorder(Part):
 
         dealt   samples of this rank's share and what they cost, in samples of mean cost, where that is known
         """
-        self.timer.step_done((first_of_epoch, *(dealt or (math.nan, math.nan))) if keep else None)
+        timer = self.timer
+        timer.step_done((first_of_epoch, *(dealt or _NOT_KNOWN)) if keep else None)
         with self._lock:
             measured, self._open = self._open, {}
-        if self.timer.step % READ_EVERY == 0:
-            self.times.read(self.timer)
+        if timer.step % READ_EVERY == 0:
+            self.times.read(timer)
         if not keep:
             return
         self.steps += 1
-        squares = {name: _by_part(measured.pop(name)) for name in _FIELDS if name in measured}
-        of_step = _squares(squares.get("local_sq", {}), squares.get("global_sq", {}))
-        of_step |= {name: _mean(values) for name, values in measured.items()}
-        for name, value in of_step.items():
-            series = self._kept.setdefault(name, [])
-            series.append(value)
-            del series[:-MOST_STEPS]
+        if "local_sq" in measured or "global_sq" in measured:
+            self._keep_squares(measured)
+        for name, values in measured.items():
+            self._keep(name, values[0][1] if len(values) == 1 else _mean(values))
+
+    def _keep_squares(self, measured: dict[str, list[tuple[int, Value, float]]]) -> None:
+        """Of a step in which they were `measured`; they are taken out of that."""
+        local, reduced = (_by_part(measured.pop(name, [])) for name in _FIELDS)
+        for name, value in _squares(local, reduced).items():
+            self._keep(name, value)
+
+    def _keep(self, name: str, value: Value) -> None:
+        series = self._kept.setdefault(name, [])
+        series.append(value)
+        if len(series) > MOST_STEPS:
+            del series[0]
 
     def row(
         self, *, issued: int, count: float, weight: float, epoch: int = 0, crossed: int = 0, held: Sequence[float] = ()

@@ -90,6 +90,10 @@ class Rates(Part):
             part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
             learning_rate.set_factor(factor * part)
 
+    def hears(self, event: str) -> bool:
+        """Nothing of rounds without a schedule to advance or to watch."""
+        return super().hears(event) and (event != "round_done" or bool(self.schedules or self._watch))
+
     def round_done(self, done: Round) -> None:
         if self._watch is not None:
             self._watch.look()

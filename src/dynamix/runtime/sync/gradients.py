@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllreduceOptions
 from torch._C._distributed_c10d import GradBucket as Bucket
 from torch.autograd import Variable
 from torch.futures import Future
@@ -28,6 +30,8 @@ from dynamix.runtime.sync.loss_weight import LossWeight
 
 _ANEW = "train on with a new DistributedDataParallel around its module"
 ADDED = "the ranks could not add their gradients"
+_ADD = AllreduceOptions()
+_ADD.asyncOp = True
 # A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
 DENSE_EVERY = 50
 
@@ -166,7 +170,8 @@ class GradientHook(Part):
         part, buffer = bucket.index(), bucket.buffer()
         if part == 0:
             self._under_way, self._awaited = [], False
-        self.buckets_seen = max(self.buckets_seen, part + 1)
+        if part >= self.buckets_seen:
+            self.buckets_seen = part + 1
         if self.crossed <= 1:
             self.loop.covers(bucket.parameters())
         weight = None if self.recorder.muted else self.begin(part, buffer, first=part == 0)
@@ -214,10 +219,10 @@ class GradientHook(Part):
         """Torch's all-reduce on CPUs, as a sum of gradients times n_i / N; None where it could not be waited for."""
         buffer, part, measure = bucket.buffer(), bucket.index(), self._measuring
         future: Future[Tensor] = Future()
-        begun: list[dist.Work] = []
+        work: Any = None
 
         def arrive() -> None:
-            self.ranks.wait_here(begun.pop(), ADDED)
+            self.ranks.wait_here(work, ADDED)
             self.recorder.timer.reduced()
             if measure:
                 self._tell_norm("global_sq", buffer, 1.0, part)
@@ -226,13 +231,15 @@ class GradientHook(Part):
         # One for each bucket: where a checkpointed part of the model has a backward pass of its own, they end apart.
         if not at_end_of_backward(arrive):
             return None
-        weight.enter(buffer, 1)
-        if weight.applied is not None:
-            buffer.mul_(1.0 / self.group.size())
+        if weight.applied is None and weight.count:
+            buffer.mul_(weight.count / weight.total)
+        else:
+            weight.enter(buffer, 1)
+            if weight.applied is not None:
+                buffer.mul_(1.0 / self.group.size())
         self.recorder.timer.gradients_ready()
-        work = dist.all_reduce(buffer, group=self.group, async_op=True)
-        assert work is not None
-        begun.append(work)
+        # `dist.all_reduce` looks up what is known here, in every step.
+        work = self.group.allreduce([torch.view_as_real(buffer) if buffer.is_complex() else buffer], _ADD)
         if bucket.is_last():
             self.loop.reduced()
         return future
@@ -309,10 +316,16 @@ class GradientHook(Part):
         if values.is_sparse:
             values = values.coalesce().values()
         wide = torch.promote_types(values.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(values, dtype=wide) / weight
+        norm = torch.linalg.vector_norm(values, dtype=wide)
         scale = getattr(self._scaler, "_scale", None)  # get_scale() would synchronise the device
-        square = torch.square(norm if scale is None else norm / scale.to(norm.device))
-        self.recorder.add(name, square, part=part)
+        if norm.is_cpu and scale is None and isinstance(weight, float):
+            kind = np.float64 if norm.dtype is torch.float64 else np.float32  # whose arithmetic is that of torch
+            with np.errstate(all="ignore"):
+                share = kind(norm.item()) / kind(weight)
+                self.recorder.add(name, float(share * share), part=part)
+            return
+        norm = norm / weight
+        self.recorder.add(name, torch.square(norm if scale is None else norm / scale.to(norm.device)), part=part)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:
