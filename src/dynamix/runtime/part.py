@@ -6,8 +6,7 @@ And the checks by which a part's state names the first value that is none it cou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from dynamix.data.plan import Piece, Round
 from dynamix.errors import StateError, shown
@@ -16,8 +15,7 @@ FIX = "Load a state that controller.state_dict() returned, unchanged"
 MOST = 2**53  # of a counter
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """What the loop told of a batch that is done.
 
     loss, logits, target   as `Controller.step` got them
@@ -29,7 +27,7 @@ class Observation:
     loss: Any = None
     logits: Any = None
     target: Any = None
-    count: int | None = None
+    count: int | None = None  # type: ignore[assignment]  # a tuple has a method of that name
     applied: Any = None
     given: bool = False
 

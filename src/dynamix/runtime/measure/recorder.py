@@ -139,21 +139,13 @@ class Recorder(Part):
             return
         self.steps += 1
         if "local_sq" in measured or "global_sq" in measured:
-            self._keep_squares(measured)
+            squares = [_by_part(measured.pop(name, [])) for name in _FIELDS]
+            measured = {name: [(0, value, 1.0)] for name, value in _squares(*squares).items()} | measured
         for name, values in measured.items():
-            self._keep(name, values[0][1] if len(values) == 1 else _mean(values))
-
-    def _keep_squares(self, measured: dict[str, list[tuple[int, Value, float]]]) -> None:
-        """Of a step in which they were `measured`; they are taken out of that."""
-        local, reduced = (_by_part(measured.pop(name, [])) for name in _FIELDS)
-        for name, value in _squares(local, reduced).items():
-            self._keep(name, value)
-
-    def _keep(self, name: str, value: Value) -> None:
-        series = self._kept.setdefault(name, [])
-        series.append(value)
-        if len(series) > MOST_STEPS:
-            del series[0]
+            series = self._kept.setdefault(name, [])
+            series.append(values[0][1] if len(values) == 1 else _mean(values))
+            if len(series) > MOST_STEPS:
+                del series[0]
 
     def row(
         self, *, issued: int, count: float, weight: float, epoch: int = 0, crossed: int = 0, held: Sequence[float] = ()
@@ -190,7 +182,7 @@ class Recorder(Part):
         self.last |= {name: known[name] for name in ("loss", "accuracy")}
         comm += [math.nan] * (steps - len(comm))
         self.reset()
-        return np.array([*(known.get(name, math.nan) for name in ROW), *comm])
+        return np.array([*[known.get(name, math.nan) for name in ROW], *comm])
 
     def _newest(self, of_window: dict[str, float]) -> tuple[dict[str, list[Any]], dict[str, float]]:
         """Statistics of the window that closes, and what is known of it; on CUDA of the newest that have arrived."""
@@ -386,8 +378,8 @@ def _mean_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and sample deviation of what is finite. A window is a few steps: plain Python is ten times faster there."""
     known = [v for v in values if math.isfinite(v)]
     if not known:
-        return float("nan"), float("nan")
+        return _NOT_KNOWN
     mean = math.fsum(known) / len(known)
     if len(known) < 2:
-        return mean, float("nan")
-    return mean, math.sqrt(math.fsum((v - mean) * (v - mean) for v in known) / (len(known) - 1))
+        return mean, math.nan
+    return mean, math.sqrt(math.fsum([(v - mean) * (v - mean) for v in known]) / (len(known) - 1))
