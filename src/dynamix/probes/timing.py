@@ -116,12 +116,8 @@ class _Micro:
 
     def marks(self) -> list[Mark]:
         """All marks but `before`, the one most likely to be outstanding first."""
-        marks = [self.end, *self.reduced, *itertools.chain(*self.exchanged)]
-        if self.ready is not None:
-            marks.append(self.ready)
-        if self.start is not None:
-            marks.append(self.start)
-        return marks
+        marks = [self.end, self.ready, self.start, *self.reduced, *itertools.chain(*self.exchanged)]
+        return [mark for mark in marks if mark is not None]
 
 
 class StepTimer:
@@ -220,28 +216,25 @@ class StepTimer:
         return taken
 
     def _read(self, step: int, micros: list[_Micro], told: Any) -> StepTimes:
-        compute = comm = data = 0.0
-        met, known = False, True
+        compute, comm, data, known = list[float](), list[float](), list[float](), True
         for micro in micros:
             waited = self._comm(micro)
             # Also right when every reduction ended before the last gradient was ready, and comm is cut at zero.
-            compute += self._between(micro.start, micro.end) - waited if micro.compute_known else np.nan
-            data += self._between(micro.before, micro.start) if micro.data_known else np.nan
+            compute.append(self._between(micro.start, micro.end) - waited if micro.compute_known else np.nan)
+            data.append(self._between(micro.before, micro.start) if micro.data_known else np.nan)
             # Passes under no_sync have no communication at all; only when none had any is it unknown.
             if micro.ready is not None or micro.exchanged:
-                comm, met = comm + waited, True
+                comm.append(waited)
             known = known and micro.data_known and micro.compute_known
         total = self._between(micros[0].before, micros[-1].end) if known else np.nan
-        return StepTimes(step, compute, comm if met else np.nan, data, total, told)
+        return StepTimes(step, sum(compute), sum(comm) if comm else np.nan, sum(data), total, told)
 
     def _comm(self, micro: _Micro) -> float:
-        exchange = sum(itertools.starmap(self._clock.seconds, micro.exchanged)) if micro.exchanged else 0.0
+        exchange = sum(itertools.starmap(self._between, micro.exchanged))
         if micro.ready is None:
             return exchange
-        waited = 0.0
-        for mark in micro.reduced:
-            waited = max(waited, self._clock.seconds(micro.ready, mark))
-        return waited + exchange if micro.reduced else np.nan
+        ends = [self._between(micro.ready, mark) for mark in micro.reduced]
+        return max(0.0, *ends) + exchange if ends else np.nan
 
     def _between(self, start: Mark | None, end: Mark | None) -> float:
         return np.nan if start is None or end is None else self._clock.seconds(start, end)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 Value = Tensor | float  # a float once it has cost nothing to read
-Array = np.ndarray[Any, np.dtype[Any]]
 
 # argmax over a large vocabulary costs more than it tells: 91 ms for 2048 x 32000 logits on a CPU
 ACCURACY_ROWS = 256
@@ -59,8 +58,13 @@ class Reader:
         None where it cannot be read; NaN where no target is a class.
         """
         try:
-            if (plain := _rows_of_classes(logits, target)) is not None:
-                return _right(*plain, 1)
+            if (
+                _plain(logits, target)
+                and logits.dim() == 2
+                and logits.shape[:1] == target.shape
+                and logits.shape[1] > 1
+            ):
+                return _share_right(*_sampled(logits.detach(), target, 1))  # nearly always
             with torch.no_grad():
                 return self._accuracy(_tensor(logits, _LOGITS), _tensor(target, _TARGET), loss)
         except Exception as error:
@@ -152,7 +156,8 @@ def _sampled(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tens
     if logits.dim() > 2:  # fewer samples, since each has positions to choose from as well
         rows = math.ceil(math.sqrt(rows))
     rows = min(ACCURACY_ROWS, rows)
-    logits, target = logits[:rows], target[:rows]
+    if len(logits) > rows:
+        logits, target = logits[:rows], target[:rows]
     too_many = -(-logits.numel() // ACCURACY_ELEMENTS)
     for dimension in range(1, logits.dim()):
         if dimension == classes or too_many <= 1:
@@ -169,33 +174,18 @@ def _every(dimension: int, step: int) -> tuple[slice, ...]:
     return (*[slice(None)] * dimension, slice((step - 1) // 2, None, step))
 
 
-def _known(logits: Any, target: Any) -> bool:
+def _plain(logits: Any, target: Any) -> bool:
     """Whether NumPy can look at both, without torch's cost per call."""
-    plain = type(logits) is type(target) is Tensor and logits.is_cpu and target.is_cpu
-    return plain and target.dtype is torch.int64 and logits.dtype in (torch.float32, torch.float64)
-
-
-def _rows_of_classes(logits: Any, target: Any) -> tuple[Array, Array] | None:
-    """Logits (B, C) and class indices (B,), of at most `ACCURACY_ROWS` samples, if they are that: nearly always."""
-    if not _known(logits, target) or logits.dim() != 2 or target.dim() != 1:
-        return None
-    samples, classes = logits.shape
-    if classes < 2 or len(target) != samples:
-        return None
-    rows = min(ACCURACY_ROWS, max(ACCURACY_ELEMENTS // classes, 1))
-    return logits.detach().numpy()[:rows], target.numpy()[:rows]
-
-
-def _right(logits: Array, target: Array, classes: int) -> float:
-    right = int(np.count_nonzero(logits.argmax(classes) == target))
-    seen = int(np.count_nonzero(target.view(np.uint64) < logits.shape[classes]))  # below 0 is very large
-    return right / seen if seen else math.nan
+    here = type(logits) is type(target) is Tensor and logits.is_cpu and target.is_cpu
+    return here and target.dtype is torch.int64 and logits.dtype in (torch.float32, torch.float64)
 
 
 def _share_right(logits: Tensor, target: Tensor, classes: int) -> Value:
     """Of class indices."""
-    if _known(logits, target):
-        return _right(logits.numpy(), target.numpy(), classes)
+    if _plain(logits, target):
+        right = int(np.count_nonzero(logits.numpy().argmax(classes) == target.numpy()))
+        seen = int(np.count_nonzero(target.numpy().view(np.uint64) < logits.shape[classes]))  # below 0 is very large
+        return right / seen if seen else math.nan
     valid = (target >= 0) & (target < logits.shape[classes])
     right_of = torch.count_nonzero((logits.argmax(classes) == target) & valid)
     return _read(right_of / torch.count_nonzero(valid))

@@ -25,15 +25,18 @@ class Rates(Part):
         self.job, self.allocations, self.progress = job, allocations, progress
         # A global batch that stays as it is asks for no other rate, but its pieces may be of several sizes.
         self.lr_rule = "none" if lr_rule == AUTO and job.fixed and job.at_once is None else lr_rule
-        self.learning_rates: list[LearningRate] = []
+        self.optimizers: list[Optimizer] = []
+        self.learning_rates: list[LearningRate] = []  # theirs, if they may move
         self.schedules: list[SampleSchedule] = []
         self._watch: SchedulerWatch | None = None
         self._whole: list[float] = []  # factors of a whole piece's step, where workers step apart
         self._largest = 0.0
 
     def add(self, optimizer: Optimizer) -> None:
-        """Let the learning rate of `optimizer` follow the batch."""
-        self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
+        """Let the learning rate of `optimizer` follow the batch, if a rule says how."""
+        self.optimizers.append(optimizer)
+        if self.lr_rule != "none":
+            self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
 
     def watch(self, optimizer: Optimizer) -> None:
         """Warn of a scheduler of `optimizer` that counts steps where these are no measure: see `SchedulerWatch`."""
@@ -51,7 +54,7 @@ class Rates(Part):
 
         1 where there is none, and where reading it would wait for a device.
         """
-        groups = self.learning_rates[0].optimizer.param_groups if self.learning_rates else []
+        groups = self.optimizers[0].param_groups if self.optimizers else []
         rate = rate_of(groups[0]) if groups else None
         if not isinstance(rate, (int, float)) or rate <= 0:
             return 1.0
@@ -72,7 +75,7 @@ class Rates(Part):
                 self._follow(coming.at_once, *self.progress.noise_at(coming.index))
             if samples and (whole := coming.piece or self.job.piece):
                 self.follow_piece(samples / whole)
-        elif self.lr_rule != "none" and self.learning_rates:
+        elif self.learning_rates:
             sizes = coming.samples if coming.regular else int(self.allocations.at(coming.index).sum())
             self._follow(sizes, *self.progress.noise_at(coming.index))
 

@@ -26,9 +26,8 @@ class LearningRate:
 
     Closures, schedules stepped in a later hook, and `state_dict()` see the user's rates; so does all code after a step
     that raised (torch then runs no post-hook, so `step` is wrapped on this one object as well). Tensor rates are
-    changed in place: captured graphs keep working. GradScaler and schedulers may be made before or after. With the rule
-    "none" the optimizer has no hooks, unless a factor is set that is not 1. Raises `ConfigError` for an unknown `rule`
-    or a factor that is not positive and finite.
+    changed in place: captured graphs keep working. GradScaler and schedulers may be made before or after. Raises
+    `ConfigError` for an unknown `rule` or a factor that is not positive and finite.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1)); weight.grad = torch.ones(1)
@@ -45,12 +44,6 @@ class LearningRate:
         self.factor = 1.0  # what the rates are multiplied by in the next steps
         # (group, rate as the user set it, tensor changed in place or None); empty unless a step is running
         self._users: list[tuple[dict[str, Any], Any, Tensor | None]] = []
-        self._handles: list[Any] = []
-        if rule != "none":
-            self._hook()
-
-    def _hook(self) -> None:
-        optimizer = self.optimizer
         post = optimizer.register_step_post_hook(self._restore)
         # Before the user's own hooks; torch offers no `prepend` here.
         if (hooks := getattr(optimizer, "_optimizer_step_post_hooks", None)) is not None:
@@ -64,13 +57,9 @@ class LearningRate:
         if not (math.isfinite(value) and value > 0):
             raise ConfigError("factor", value, "positive and finite", "check the batch sizes behind it")
         self.factor = float(value)
-        if value != 1.0 and not self._handles:
-            self._hook()
 
     def remove(self) -> None:
         """Take every hook off; the optimizer is as it was before."""
-        if not self._handles:
-            return
         self._restore()
         for handle in self._handles:
             handle.remove()

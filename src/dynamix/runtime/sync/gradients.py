@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,8 +29,7 @@ from dynamix.runtime.sync.loss_weight import LossWeight
 
 _ANEW = "train on with a new DistributedDataParallel around its module"
 ADDED = "the ranks could not add their gradients"
-_ADD = AllreduceOptions()
-_ADD.asyncOp = True
+_ADD = AllreduceOptions()  # asynchronous
 # A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
 DENSE_EVERY = 50
 
@@ -127,7 +125,7 @@ class GradientWeight:
         away what was already reduced, in a loop that synchronises every micro-batch.
         """
         if self.applied is None:
-            scale_([values], self.count * workers / self.total)
+            values.mul_(self.count * workers / self.total) if self.count else values.zero_()
         elif not self.count:
             wipe_nonfinite_(values)
 
@@ -231,12 +229,9 @@ class GradientHook(Part):
         # One for each bucket: where a checkpointed part of the model has a backward pass of its own, they end apart.
         if not at_end_of_backward(arrive):
             return None
-        if weight.applied is None and weight.count:
-            buffer.mul_(weight.count / weight.total)
-        else:
-            weight.enter(buffer, 1)
-            if weight.applied is not None:
-                buffer.mul_(1.0 / self.group.size())
+        weight.enter(buffer, 1)
+        if weight.applied is not None:
+            buffer.mul_(1.0 / self.group.size())
         self.recorder.timer.gradients_ready()
         # `dist.all_reduce` looks up what is known here, in every step.
         work = self.group.allreduce([torch.view_as_real(buffer) if buffer.is_complex() else buffer], _ADD)
@@ -316,16 +311,10 @@ class GradientHook(Part):
         if values.is_sparse:
             values = values.coalesce().values()
         wide = torch.promote_types(values.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(values, dtype=wide)
+        norm = torch.linalg.vector_norm(values, dtype=wide) / weight
         scale = getattr(self._scaler, "_scale", None)  # get_scale() would synchronise the device
-        if norm.is_cpu and scale is None and isinstance(weight, float):
-            kind = np.float64 if norm.dtype is torch.float64 else np.float32  # whose arithmetic is that of torch
-            with np.errstate(all="ignore"):
-                share = kind(norm.item()) / kind(weight)
-                self.recorder.add(name, float(share * share), part=part)
-            return
-        norm = norm / weight
-        self.recorder.add(name, torch.square(norm if scale is None else norm / scale.to(norm.device)), part=part)
+        square = torch.square(norm if scale is None else norm / scale.to(norm.device))
+        self.recorder.add(name, square, part=part)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:
