@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.events.records import read_events
+from dynamix.model.auto_sync import AutoSync
+from dynamix.model.sync_schedule import Ask, Conditions
 from dynamix.runtime.measure.noise import NoiseScale
-from dynamix.window import Ints
+from dynamix.window import Bounds, Ints, Window
 from tests.union import larger
 
 
@@ -143,3 +145,16 @@ def noise_of(own: Tensor, counts: Ints) -> tuple[float, float]:
     dist.all_gather(squares, own.square().sum())
     local = np.array([float(square) for square in squares])
     return NoiseScale.estimate(local, float(union.square().sum()), counts.astype(np.float64))
+
+
+def in_turns(controller: dynamix.Controller) -> None:
+    """Let workers meet otherwise after every window; apart they take 3 steps in the mean."""
+    ways = controller._job.facts.sync_schedule
+    assert isinstance(ways, AutoSync)
+
+    def decide(ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
+        sizes = ask(ways.as_step(window, now.piece), bounds)
+        after = ways._piece(int(sizes.sum()), bounds, 0)
+        return (sizes, 0) if now.piece else (ways._shares(sizes, after, 3 * after * len(sizes)), after)
+
+    ways.decide = decide  # type: ignore[method-assign]

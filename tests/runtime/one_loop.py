@@ -25,13 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.window import Bounds, Ints, Window
 from tests.ranks import run_ranks
+from tests.runtime.jobs import in_turns
 from tests.union import Script
 
 WAYS = ("gradients", "parameters", "auto")
 SAMPLES, BATCH, PIECE = 331, 8, 4
-STEPS = 3  # of a worker between meetings, in the mean, where ways take turns
 
 
 class Net(nn.Module):
@@ -96,18 +95,6 @@ class Case:
 def dataset() -> TensorDataset:
     x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(5))
     return TensorDataset(x, x[:, :3].argmax(1))
-
-
-def in_turns(controller: dynamix.Controller) -> None:
-    """Let workers meet otherwise after every window."""
-    ways = controller._job.facts.ways
-    assert ways is not None
-
-    def round_of(sizes: Ints, bounds: Bounds, window: Window, piece: int, **_: Any) -> tuple[Ints, int]:
-        after = ways._piece(int(sizes.sum()), bounds, 0)
-        return (sizes, 0) if piece else (ways._shares(sizes, after, STEPS * after * len(sizes)), after)
-
-    ways.round_of = round_of  # type: ignore[method-assign]
 
 
 @dataclass

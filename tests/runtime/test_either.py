@@ -18,12 +18,10 @@ from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
-from dynamix.model.auto_sync import AutoSync
-from dynamix.model.sync_schedule import Ask, Conditions
 from dynamix.runtime.sync.parameter_averaging import Averaging
-from dynamix.window import Bounds, Ints, Window
+from dynamix.window import Window
 from tests.ranks import refusal, run_ranks
-from tests.runtime.jobs import Training, decided, furthest, order_of
+from tests.runtime.jobs import Training, decided, furthest, in_turns, order_of
 from tests.runtime.test_apart import net
 from tests.runtime.test_apart_loops import nesterov
 from tests.union import Script, larger
@@ -34,26 +32,13 @@ GROWING = {
     3: [[10, 6, 8], [9, 9, 9]],
     4: [[10, 6, 8, 8], [16, 12, 12, 6], [9, 9, 9, 9]],
 }
-SAMPLES, BATCH, STEPS = 331, 8, 3  # of the data set, of a worker's step, between meetings in the mean
+SAMPLES, BATCH = 331, 8  # of the data set, of a worker's step
 
 
 def dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(torch.arange(SAMPLES), x, x[:, :3].argmax(1))
-
-
-def in_turns(controller: dynamix.Controller) -> None:
-    """Let workers meet otherwise after every window."""
-    ways = controller._job.facts.sync_schedule
-    assert isinstance(ways, AutoSync)
-
-    def decide(ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
-        sizes = ask(ways.as_step(window, now.piece), bounds)
-        after = ways._piece(int(sizes.sum()), bounds, 0)
-        return (sizes, 0) if now.piece else (ways._shares(sizes, after, STEPS * after * len(sizes)), after)
-
-    ways.decide = decide  # type: ignore[method-assign]
 
 
 def made(case: dict[str, Any]) -> Training:

@@ -342,9 +342,9 @@ def _parameters_of_two_models_in_one_optimizer(job: Job) -> None:
     second = nn.Linear(3, 3)
     other = DDP(second, process_group=job.group)
     job.wrap()
-    job.controller.wrap(other, torch.optim.SGD([second.bias], lr=0.1))
+    partner = torch.optim.SGD([second.bias], lr=0.1)
+    job.controller.wrap(other, partner)
     job.optimizer.add_param_group({"params": [second.weight]})
-    partner = job.controller._job.rates.learning_rates[1].optimizer
     for x, y in job.loader:
         F.cross_entropy(other(job.ddp(x)), y).backward()
         job.update()

@@ -4,7 +4,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from dynamix.data.owner import SourceOwner
 from dynamix.data.plan import Cursor, Group, Piece, Round, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of
 from dynamix.errors import DynamixError, UsageError
+from dynamix.window import Ints
 
 
 class Consumption:
@@ -176,6 +176,7 @@ class Issuer:
         self.reader = BatchReader()
         self.loaded = False  # a state, and no batch was asked for since
         self._refused: UsageError | None = None
+        self._dealt: tuple[Ints | None, list[tuple[int, int]]] = None, []
         self._hold = False  # a finished epoch that the user asked for by name is not run again
 
     def load(self, now: Cursor) -> None:
@@ -306,7 +307,7 @@ class Issuer:
                     break
             owner.settle()
         if (group := self._of.plan_group(now)) is None:
-            self._of.end_epoch(replace(now, finished=True))
+            self._of.end_epoch(now._replace(finished=True))
             self._go_back()
             return None
         return self._next_of(now, group, self._round_of(now, group))
@@ -314,55 +315,52 @@ class Issuer:
     def _round_of(self, now: Cursor, group: Group) -> Round:
         """The round that does `group`, which begins at `now`."""
         return Round(
-            index=now.index // self._of.accumulate,
-            epoch=now.epoch,
-            start=now.position,
-            counts=group.counts,
-            samples=group.samples,
-            regular=group.regular[-1],
-            first=now.position == 0,
-            last=group.final,
-            apart=group.apart,
-            piece=group.piece,
-            work=group.work,
+            now.index // self._of.accumulate,
+            now.epoch,
+            now.position,
+            group.counts,
+            group.samples,
+            group.regular[-1],
+            now.position == 0,
+            group.final,
+            group.apart,
+            group.piece,
+            group.work,
         )
 
     def _next_of(self, now: Cursor, group: Group, begun: Round) -> StepPlan:
         """The micro-step at `now` of the round `begun`, behind which the next begins."""
-        counts, done = group.counts[now.micro], now.micro == self._of.accumulate - 1
-        plan = StepPlan(
-            round=begun,
-            micro=now.micro,
-            start=now.position,
-            counts=counts,
-            regular=group.regular[now.micro],
-            last=done and group.final,
-            order=None if group.cuts is None else group.cuts[now.micro].samples,
-        )
-        self.ahead = Cursor(
-            epoch=now.epoch,
-            position=now.position + group.total[now.micro],
-            index=now.index + 1,
-            taken=now.taken + counts,
-            group=None if done else group,
-            round=None if done else begun,
-            micro=0 if done else now.micro + 1,
-            finished=plan.last,
-        )
+        micro, steps = now.micro, self._of.accumulate
+        counts, done = group.counts[micro], micro == steps - 1
+        order = None if group.cuts is None else group.cuts[micro].samples
+        plan = StepPlan(begun, micro, now.position, counts, group.regular[micro], done and group.final, order)
+        position, index, taken = now.position + group.total[micro], now.index + 1, now.taken + counts
+        if done:
+            self.ahead = Cursor(now.epoch, position, index, taken, finished=group.final)
+        else:
+            self.ahead = Cursor(now.epoch, position, index, taken, group, begun, micro + 1)
         return plan
+
+    def _dealt_by(self, counts: Ints) -> list[tuple[int, int]]:
+        """This rank's samples in each of a round's micro-steps, and those of the ranks before it."""
+        known, dealt = self._dealt
+        if known is not counts:
+            rank = self._of.rank
+            dealt = list(zip(counts[:, rank].tolist(), counts[:, :rank].sum(1).tolist(), strict=True))
+            self._dealt = counts, dealt
+        return dealt
 
     def _cut(self, plan: StepPlan) -> list[Piece]:
         """This rank's pieces of a micro-step."""
-        rank, steps = self._of.rank, self._of.accumulate
-        mine = int(plan.counts[rank])
-        if self._of.micro_batch is None or (most := self._of.most_of_piece(plan.round.piece)) is None:
-            micro, group = plan.micro, plan.round.counts[:, rank]
-            following = int(group[micro + 1]) if micro + 1 < steps else 0
-            share = mine if steps == 1 else int(group.sum())
-            return [Piece(plan.round, plan, micro, steps, micro + 1 == steps, mine, 0, following, share, by_size=False)]
+        begun, micro, dealt = plan.round, plan.micro, self._dealt_by(plan.round.counts)
+        mine, before = dealt[micro]
+        if self._of.micro_batch is None or (most := self._of.most_of_piece(begun.piece)) is None:
+            steps, last = len(dealt), micro + 1 == len(dealt)
+            following, share = 0 if last else dealt[micro + 1][0], mine if steps == 1 else sum(n for n, _ in dealt)
+            return [Piece(begun, plan, micro, steps, last, mine, before, 0, following, share, by_size=False)]
         sizes = pieces_of(mine, most)
         ends = np.cumsum(sizes).tolist()
         return [
-            Piece(plan.round, plan, k, len(sizes), k + 1 == len(sizes), n, end - n, more, mine, by_size=True)
+            Piece(begun, plan, k, len(sizes), k + 1 == len(sizes), n, before, end - n, more, mine, by_size=True)
             for k, (n, end, more) in enumerate(zip(sizes, ends, [*sizes[1:], 0], strict=True))
         ]

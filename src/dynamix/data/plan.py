@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,8 +46,7 @@ class Group:
         return replace(self, counts=counts, cuts=tuple(cuts), work=work)
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """What every rank does between two optimizer steps of all, or two meetings over parameters; alike on all ranks.
 
     index     rounds since the job began
@@ -62,7 +62,7 @@ class Round:
     work      (A, W) what the samples of `counts` cost, in samples of mean cost; None where that is not known
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of that name
     epoch: int
     start: int
     counts: Ints
@@ -86,8 +86,7 @@ class Round:
         return float(self.counts[:, rank].sum()), float(self.work[:, rank].sum())
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What every rank does in one micro-step of a round; identical on all ranks.
 
     round     that it belongs to
@@ -108,7 +107,7 @@ class StepPlan:
     order: Ints | None
 
     @property
-    def index(self) -> int:
+    def index(self) -> int:  # type: ignore[override]
         """Micro-steps since the job began."""
         return self.round.index * len(self.round.counts) + self.micro
 
@@ -123,8 +122,7 @@ class StepPlan:
         return self.round.samples
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One batch of this rank's loop: a part of its share of a round.
 
     round      that it belongs to
@@ -133,6 +131,7 @@ class Piece:
     of         how many those are; they differ by rank where shares are cut by size
     last       the round ends with it
     samples    really used; 0: a flagged placeholder batch
+    before     samples of the micro-step that are other ranks', before this rank's
     offset     samples of this rank's share of the micro-step before it
     following  samples of the next piece; 0 after the last
     share      samples of this rank in the round
@@ -145,19 +144,19 @@ class Piece:
     of: int
     last: bool
     samples: int
+    before: int
     offset: int
     following: int
     share: int
     by_size: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(NamedTuple):
     """Where the next micro-step begins. `group` and `round` are those under way, None between rounds."""
 
     epoch: int
     position: int
-    index: int
+    index: int  # type: ignore[assignment]
     taken: Ints  # (W,) samples per rank in the cut in force; matters where every rank has samples of its own
     group: Group | None = None
     round: Round | None = None

@@ -278,12 +278,11 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         self._cuts, self._regions, self._order = [], None, None
 
     def read(self, piece: Piece, before: Cursor) -> list[int]:
-        plan = piece.plan
-        order, first = self._dealt(plan)
+        order, first = self._dealt(piece.plan)
         if self._regions is not None:
             first = int(self._regions.starts[self.rank] + before.taken[self.rank])
         else:
-            first += int(plan.counts[: self.rank].sum())
+            first += piece.before
         first += piece.offset
         at = slice(first, first + piece.samples) if piece.samples else np.clip([first, first + 1], 0, order.size - 1)
         indices: list[int] = order[at].tolist()

@@ -163,7 +163,7 @@ class Stream(SampleOrder):
             raise self.owner.fail(UsageError(f"{kept}: {fix}"))
         first = self._own(before) + piece.offset
         if not self.sharded:
-            first += int(piece.plan.counts[: self.rank].sum())
+            first += piece.before
         return self.collate_fn(self._source.take(first, piece.samples) if piece.samples else self._placeholder(before))
 
     def _placeholder(self, before: Cursor) -> list[Any]:

@@ -183,6 +183,7 @@ class TrainingJob:
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every round."""
         schedule = self.rates.schedule(scheduler, nominal_batch_size)
+        self._listen()
         self.state.schedules.add(schedule)
         return schedule
 
@@ -311,7 +312,7 @@ class TrainingJob:
         names = dict.fromkeys(name for of_model in settings for name in of_model)
         known |= {f"exchange: {name}": [of_model.get(name) for of_model in settings] for name in names}
         known |= {**self.boundary.alike(), "weighting": self.loss_weight.weighting}
-        known |= settings_of([rate.optimizer for rate in self.rates.learning_rates])
+        known |= settings_of(self.rates.optimizers)
         for number, model in enumerate(self.models):
             if isinstance(model.model, DistributedDataParallel) and not self.facts.sync_schedule.steps_apart:
                 known |= sketches_of(model.model, number)

@@ -6,8 +6,7 @@ And the checks by which a part's state names the first value that is none it cou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from dynamix.data.plan import Piece, Round
 from dynamix.errors import StateError, shown
@@ -16,8 +15,7 @@ FIX = "Load a state that controller.state_dict() returned, unchanged"
 MOST = 2**53  # of a counter
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """What the loop told of a batch that is done.
 
     loss, logits, target   as `Controller.step` got them
@@ -29,7 +27,7 @@ class Observation:
     loss: Any = None
     logits: Any = None
     target: Any = None
-    count: int | None = None
+    count: int | None = None  # type: ignore[assignment]  # a tuple has a method of that name
     applied: Any = None
     given: bool = False
 
@@ -37,8 +35,8 @@ class Observation:
 class Part:
     """A part of a job. It hears events in the order in which parts were added to the job, and owns its state.
 
-    Every event has a default that does nothing, and only parts that override one are called. A part knows no other
-    part: what it needs it is given in its constructor.
+    Every event has a default that does nothing, and only parts that hear one are called. A part knows no other part:
+    what it needs it is given in its constructor.
 
     name   of its state in a checkpoint; empty: it has none
     own    every rank has another state, so that a checkpoint holds one for each; None is loaded if it lacks this rank's
@@ -46,6 +44,10 @@ class Part:
 
     name = ""
     own = False
+
+    def hears(self, event: str) -> bool:
+        """Whether it is to be called for that one: if it overrides the default."""
+        return getattr(type(self), event) is not getattr(Part, event)
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
         """A pass that records gradients begins of the batch in hand; `kept`: the open window keeps what is measured."""
@@ -71,15 +73,14 @@ class Part:
 
 
 def heard(parts: Iterable[Part], event: str) -> tuple[Callable[..., None], ...]:
-    """The methods of `parts` for `event`, in order, of those that override its default.
+    """The methods of `parts` for `event`, in order, of those that hear it.
 
     >>> class Counts(Part):
     ...     def round_done(self, done: Round) -> None: ...
     >>> len(heard([Part(), Counts()], "round_done")), len(heard([Part(), Counts()], "job_ends"))
     (1, 0)
     """
-    default = getattr(Part, event)
-    return tuple(getattr(part, event) for part in parts if getattr(type(part), event) is not default)
+    return tuple(getattr(part, event) for part in parts if part.hears(event))
 
 
 def wrong(name: str, value: Any, allowed: str) -> NoReturn:

@@ -207,7 +207,8 @@ class LoopCheck(Loop, Part):
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         """`controller.step()`: the batch in hand is done."""
         source = self.source
-        if source is not None and source.batches_consumed >= source.received()[0]:
+        # What had a forward pass was received.
+        if not self.forwards and source is not None and source.batches_consumed >= source.received()[0]:
             twice = "controller.step() was called twice for one batch, or before the first"
             self.fail(f"{twice}: {REPEATED if self.epoch_over() else STEP}")
         apart = piece.round.apart

@@ -7,7 +7,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from dynamix.data import Allocations, BatchSampler, Piece, Round, Stream
@@ -117,14 +116,15 @@ class WindowCloser(Part):
             job.require_right()
         if self._differ:
             self._compare(done)
-        if recorder.steps and (done.last if job.per_epoch else recorder.steps >= self._rounds_of_window(done)):
+        enough = self._rounds_of_window(done) if done.piece else self._interval
+        if recorder.steps and (done.last if job.per_epoch else recorder.steps >= enough):
             with self.lock:  # no further round is begun until the window waits for its answer
                 self._close(done)
 
     def _rounds_of_window(self, done: Round) -> int:
         """Rounds that make a window, the same on all ranks: `interval` optimizer steps, at least one round; where their
         number follows what changes, it is that of rounds."""
-        if self._paced or not done.piece:
+        if self._paced:
             return self._interval
         return max(1, round(self._interval * done.at_once / int(self.allocations.at(done.index).sum())))
 
@@ -133,11 +133,10 @@ class WindowCloser(Part):
         crossed, payload, rate = self._told()
         compares = isinstance(source, BatchSampler) and source.compares and not done.apart
         issued = (at + 1 if source is None else source.begun) + job.ahead
-        known = self._window(at, at + 1, issued)
-        closing = replace(known, rate=rate, payload=payload, comparable=compares)
+        closing = self._window(at, at + 1, issued, rate=rate, payload=payload, comparable=compares)
         job.window_closed(closing)
         if not done.piece:
-            self._warn_of_lag(issued - known.consumed)
+            self._warn_of_lag(issued - closing.consumed)
         mine, place = float(closing.sizes[self.ranks.rank]), self._place(done)
         weight = mine / float(closing.sizes.sum())
         held = job.parting.row(place) if self.ranks.workers > 1 else ()
@@ -154,11 +153,11 @@ class WindowCloser(Part):
         done = source.rounds
         return self._window(max(done - 1, self.allocations.begin), done, done)
 
-    def _window(self, at: int, done: int, issued: int) -> ClosedWindow:
-        """The open window as it is after `done` rounds, under the allocation of round `at`."""
+    def _window(self, at: int, done: int, issued: int, **about: Any) -> ClosedWindow:
+        """The open window as it is after `done` rounds, under the allocation of round `at`; `about`: what else."""
         now, ledger = self.progress, self.allocations
         sizes, age, piece = ledger.at(at).copy(), float(done - ledger.since(at)), ledger.piece_at(at)
-        return ClosedWindow(now.window, sizes, done, issued, age, now.steps, now.samples, piece=piece)
+        return ClosedWindow(now.window, sizes, done, issued, age, now.steps, now.samples, piece=piece, **about)
 
     def _place(self, done: Round) -> dict[str, int]:
         start = done.start + int(done.counts[:-1].sum())  # of its last micro-step

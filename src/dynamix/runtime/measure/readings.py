@@ -58,6 +58,13 @@ class Reader:
         None where it cannot be read; NaN where no target is a class.
         """
         try:
+            if (
+                _plain(logits, target)
+                and logits.dim() == 2
+                and logits.shape[:1] == target.shape
+                and logits.shape[1] > 1
+            ):
+                return _share_right(*_sampled(logits.detach(), target, 1))  # nearly always
             with torch.no_grad():
                 return self._accuracy(_tensor(logits, _LOGITS), _tensor(target, _TARGET), loss)
         except Exception as error:
@@ -149,7 +156,8 @@ def _sampled(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tens
     if logits.dim() > 2:  # fewer samples, since each has positions to choose from as well
         rows = math.ceil(math.sqrt(rows))
     rows = min(ACCURACY_ROWS, rows)
-    logits, target = logits[:rows], target[:rows]
+    if len(logits) > rows:
+        logits, target = logits[:rows], target[:rows]
     too_many = -(-logits.numel() // ACCURACY_ELEMENTS)
     for dimension in range(1, logits.dim()):
         if dimension == classes or too_many <= 1:
@@ -166,11 +174,15 @@ def _every(dimension: int, step: int) -> tuple[slice, ...]:
     return (*[slice(None)] * dimension, slice((step - 1) // 2, None, step))
 
 
+def _plain(logits: Any, target: Any) -> bool:
+    """Whether NumPy can look at both, without torch's cost per call."""
+    here = type(logits) is type(target) is Tensor and logits.is_cpu and target.is_cpu
+    return here and target.dtype is torch.int64 and logits.dtype in (torch.float32, torch.float64)
+
+
 def _share_right(logits: Tensor, target: Tensor, classes: int) -> Value:
     """Of class indices."""
-    known = type(logits) is type(target) is Tensor and logits.dtype in (torch.float32, torch.float64)
-    if known and logits.is_cpu and target.is_cpu and target.dtype is torch.int64:
-        # NumPy looks at them without torch's cost per call.
+    if _plain(logits, target):
         right = int(np.count_nonzero(logits.numpy().argmax(classes) == target.numpy()))
         seen = int(np.count_nonzero(target.numpy().view(np.uint64) < logits.shape[classes]))  # below 0 is very large
         return right / seen if seen else math.nan

@@ -36,6 +36,7 @@ NORMS_EVERY = 5
 MOST_STEPS = 4096  # of a window that are kept: an epoch can be long
 _FIELDS = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}  # of a row, of series of another name
 _SERIES = (*_FIELDS, "loss", "accuracy", "pair_noise", "pair_signal")
+_NOT_KNOWN = (math.nan, math.nan)
 
 
 class Recorder(Part):
@@ -111,13 +112,14 @@ class Recorder(Part):
         over   what the loss is over the mean over the samples
         """
         # A number on the CPU is nearly always what comes.
-        plain = type(loss) is Tensor and not loss.dim() and loss.is_floating_point() and loss.device.type == "cpu"
+        plain = type(loss) is Tensor and loss.is_cpu and not loss.dim() and loss.is_floating_point()
         value = loss if plain else self.reader.loss(loss)
         if value is not None:
             value = value if over == 1.0 else value / over
             self.add("loss", value, weight=samples)
-        due = self.steps % ACCURACY_EVERY == 0 or len(self._kept.get("accuracy", ())) < 2
-        if logits is None or target is None or not due:
+        if logits is None or target is None:
+            return
+        if self.steps % ACCURACY_EVERY and len(self._kept.get("accuracy", ())) >= 2:
             return
         if (accuracy := self.reader.accuracy(logits, target, value)) is not None:
             self.add("accuracy", accuracy, weight=samples)
@@ -127,21 +129,23 @@ class Recorder(Part):
 
         dealt   samples of this rank's share and what they cost, in samples of mean cost, where that is known
         """
-        self.timer.step_done((first_of_epoch, *(dealt or (math.nan, math.nan))) if keep else None)
+        timer = self.timer
+        timer.step_done((first_of_epoch, *(dealt or _NOT_KNOWN)) if keep else None)
         with self._lock:
             measured, self._open = self._open, {}
-        if self.timer.step % READ_EVERY == 0:
-            self.times.read(self.timer)
+        if timer.step % READ_EVERY == 0:
+            self.times.read(timer)
         if not keep:
             return
         self.steps += 1
-        squares = {name: _by_part(measured.pop(name)) for name in _FIELDS if name in measured}
-        of_step = _squares(squares.get("local_sq", {}), squares.get("global_sq", {}))
-        of_step |= {name: _mean(values) for name, values in measured.items()}
-        for name, value in of_step.items():
+        if "local_sq" in measured or "global_sq" in measured:
+            squares = [_by_part(measured.pop(name, [])) for name in _FIELDS]
+            measured = {name: [(0, value, 1.0)] for name, value in _squares(*squares).items()} | measured
+        for name, values in measured.items():
             series = self._kept.setdefault(name, [])
-            series.append(value)
-            del series[:-MOST_STEPS]
+            series.append(values[0][1] if len(values) == 1 else _mean(values))
+            if len(series) > MOST_STEPS:
+                del series[0]
 
     def row(
         self, *, issued: int, count: float, weight: float, epoch: int = 0, crossed: int = 0, held: Sequence[float] = ()
@@ -178,7 +182,7 @@ class Recorder(Part):
         self.last |= {name: known[name] for name in ("loss", "accuracy")}
         comm += [math.nan] * (steps - len(comm))
         self.reset()
-        return np.array([*(known.get(name, math.nan) for name in ROW), *comm])
+        return np.array([*[known.get(name, math.nan) for name in ROW], *comm])
 
     def _newest(self, of_window: dict[str, float]) -> tuple[dict[str, list[Any]], dict[str, float]]:
         """Statistics of the window that closes, and what is known of it; on CUDA of the newest that have arrived."""
@@ -374,8 +378,8 @@ def _mean_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and sample deviation of what is finite. A window is a few steps: plain Python is ten times faster there."""
     known = [v for v in values if math.isfinite(v)]
     if not known:
-        return float("nan"), float("nan")
+        return _NOT_KNOWN
     mean = math.fsum(known) / len(known)
     if len(known) < 2:
-        return mean, float("nan")
-    return mean, math.sqrt(math.fsum((v - mean) * (v - mean) for v in known) / (len(known) - 1))
+        return mean, math.nan
+    return mean, math.sqrt(math.fsum([(v - mean) * (v - mean) for v in known]) / (len(known) - 1))

@@ -25,15 +25,18 @@ class Rates(Part):
         self.job, self.allocations, self.progress = job, allocations, progress
         # A global batch that stays as it is asks for no other rate, but its pieces may be of several sizes.
         self.lr_rule = "none" if lr_rule == AUTO and job.fixed and not job.sync_schedule.steps_apart else lr_rule
-        self.learning_rates: list[LearningRate] = []
+        self.optimizers: list[Optimizer] = []
+        self.learning_rates: list[LearningRate] = []  # theirs, if they may move
         self.schedules: list[SampleSchedule] = []
         self._watch: SchedulerWatch | None = None
         self._whole: list[float] = []  # factors of a whole piece's step, where workers step apart
         self._largest = 0.0
 
     def add(self, optimizer: Optimizer) -> None:
-        """Let the learning rate of `optimizer` follow the batch."""
-        self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
+        """Let the learning rate of `optimizer` follow the batch, if a rule says how."""
+        self.optimizers.append(optimizer)
+        if self.lr_rule != "none":
+            self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
 
     def watch(self, optimizer: Optimizer) -> None:
         """Warn of a scheduler of `optimizer` that counts steps where these are no measure: see `SchedulerWatch`."""
@@ -51,7 +54,7 @@ class Rates(Part):
 
         1 where there is none, and where reading it would wait for a device.
         """
-        groups = self.learning_rates[0].optimizer.param_groups if self.learning_rates else []
+        groups = self.optimizers[0].param_groups if self.optimizers else []
         rate = rate_of(groups[0]) if groups else None
         if not isinstance(rate, (int, float)) or rate <= 0:
             return 1.0
@@ -72,7 +75,7 @@ class Rates(Part):
                 self._follow(coming.at_once, *self.progress.noise_at(coming.index))
                 if samples:
                     self.follow_piece(samples / coming.piece)
-        elif self.lr_rule != "none" and self.learning_rates:
+        elif self.learning_rates:
             sizes = coming.samples if coming.regular else int(self.allocations.at(coming.index).sum())
             self._follow(sizes, *self.progress.noise_at(coming.index))
 
@@ -89,6 +92,10 @@ class Rates(Part):
         for learning_rate, factor in zip(self.learning_rates, whole, strict=True):
             part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
             learning_rate.set_factor(factor * part)
+
+    def hears(self, event: str) -> bool:
+        """Nothing of rounds without a schedule to advance or to watch."""
+        return super().hears(event) and (event != "round_done" or bool(self.schedules or self._watch))
 
     def round_done(self, done: Round) -> None:
         if self._watch is not None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllreduceOptions
 from torch._C._distributed_c10d import GradBucket as Bucket
 from torch.autograd import Variable
 from torch.futures import Future
@@ -28,6 +29,7 @@ from dynamix.runtime.sync.loss_weight import LossWeight
 
 _ANEW = "train on with a new DistributedDataParallel around its module"
 ADDED = "the ranks could not add their gradients"
+_ADD = AllreduceOptions()  # asynchronous
 # A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
 DENSE_EVERY = 50
 
@@ -125,7 +127,7 @@ class GradientWeight:
         away what was already reduced, in a loop that synchronises every micro-batch.
         """
         if self.applied is None:
-            scale_([values], self.count * workers / self.total)
+            values.mul_(self.count * workers / self.total) if self.count else values.zero_()
         elif not self.count:
             wipe_nonfinite_(values)
 
@@ -167,7 +169,8 @@ class GradientHook(Part):
         part, buffer = bucket.index(), bucket.buffer()
         if part == 0:
             self._under_way, self._awaited = [], False
-        self.buckets_seen = max(self.buckets_seen, part + 1)
+        if part >= self.buckets_seen:
+            self.buckets_seen = part + 1
         if self.crossed <= 1:
             self.loop.covers(bucket.parameters())
         weight = None if self.recorder.muted else self.begin(part, buffer, first=part == 0)
@@ -226,10 +229,10 @@ class GradientHook(Part):
         """Torch's all-reduce on CPUs, as a sum of gradients times n_i / N; None where it could not be waited for."""
         buffer, part, measure = bucket.buffer(), bucket.index(), self._measuring
         future: Future[Tensor] = Future()
-        begun: list[dist.Work] = []
+        work: Any = None
 
         def arrive() -> None:
-            self.ranks.wait_here(begun.pop(), ADDED)
+            self.ranks.wait_here(work, ADDED)
             self.recorder.timer.reduced()
             if measure:
                 self._tell_norm("global_sq", buffer, 1.0, part)
@@ -242,9 +245,8 @@ class GradientHook(Part):
         if weight.applied is not None:
             buffer.mul_(1.0 / self.group.size())
         self.recorder.timer.gradients_ready()
-        work = dist.all_reduce(buffer, group=self.group, async_op=True)
-        assert work is not None
-        begun.append(work)
+        # `dist.all_reduce` looks up what is known here, in every step.
+        work = self.group.allreduce([torch.view_as_real(buffer) if buffer.is_complex() else buffer], _ADD)
         if bucket.is_last():
             self.loop.reduced()
         return future
