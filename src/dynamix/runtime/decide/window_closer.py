@@ -116,15 +116,14 @@ class WindowCloser(Part):
             job.require_right()
         if self._differ:
             self._compare(done)
-        enough = self._rounds_of_window(done) if done.piece else self._interval
-        if recorder.steps and (done.last if job.per_epoch else recorder.steps >= enough):
+        if recorder.steps and (done.last if job.per_epoch else recorder.steps >= self._rounds_of_window(done)):
             with self.lock:  # no further round is begun until the window waits for its answer
                 self._close(done)
 
     def _rounds_of_window(self, done: Round) -> int:
         """Rounds that make a window, the same on all ranks: `interval` optimizer steps, at least one round; where their
         number follows what changes, it is that of rounds."""
-        if self._paced:
+        if self._paced or not done.piece:
             return self._interval
         return max(1, round(self._interval * done.at_once / int(self.allocations.at(done.index).sum())))
 
