@@ -199,8 +199,8 @@ def evaluates_together(job: Job) -> None:
 
 
 def logs_on_unlike_batches(job: Job) -> None:
-    """Where ranks step apart, all of them come to wait in a collective of their own."""
-    every = 3 if dist.get_rank() == 0 and job.case.meet != "gradients" else 2
+    """All ranks come to wait in collectives that are not of one batch."""
+    every = 2 + dist.get_rank()
     _each(job, lambda number, loss: number % every == 0 and job.keep(total(loss.detach())))
 
 
@@ -216,7 +216,7 @@ def stops_early_by_its_own_count(job: Job) -> None:
     _each(job, lambda number, loss: number >= 10 and number % 5 == 0 and total(loss.detach()) > 0)
 
 
-# ------------------------------------------------------------ refused everywhere
+# ------------------------------------------------------------ gradient accumulation
 
 
 def accumulates_by_hand(job: Job) -> None:

@@ -12,13 +12,14 @@ from tests.runtime.one_loop import WAYS, Case, Loop, compared, ends_of
 
 pytestmark = pytest.mark.multiproc
 
-LIKE_STEPS = (
+COLLECTIVES = (
     loops.logs_every_batch,
     loops.logs_before_its_step,
     loops.logs_in_a_group_of_its_own,
     loops.waits_every_few_batches,
     loops.evaluates_together,
-    loops.logs_on_unlike_batches,
+)
+COUNTS = (
     loops.saves_every_few_batches,
     loops.leaves_after_so_many_batches,
     loops.stops_early_by_its_own_count,
@@ -31,7 +32,7 @@ SOON_S = 10.0
 def test_loops_that_ask_where_all_meet_train_the_same_bits_as_under_piece(meet: str) -> None:
     asked = {name: (loop, Case(meet=meet, optimizer="adamw", epochs=2)) for name, loop in loops.SERVED.items()}
     if meet == "gradients":
-        asked |= {loop.__name__: (loop, Case(meet=meet)) for loop in LIKE_STEPS}
+        asked |= {loop.__name__: (loop, Case(meet=meet)) for loop in (*COLLECTIVES, *COUNTS)}
         accumulating = Case(meet=meet, options={"accumulate": 2}, within=1e-5)
         asked["accumulates"] = loops.accumulates_as_the_controller_knows, accumulating
     for told in run_ranks(compared, 2, asked, timeout_s=100):
@@ -46,13 +47,17 @@ def _end_soon(loop: Loop, case: Case, words: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("meet", APART)
-@pytest.mark.parametrize("loop", LIKE_STEPS[:6], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", COLLECTIVES, ids=lambda loop: loop.__name__)
 def test_collectives_between_meetings_end_all_ranks_with_the_line_to_write(loop: Loop, meet: str) -> None:
     _end_soon(loop, Case(meet=meet), ["if controller.met"])
 
 
+def test_all_ranks_end_that_wait_in_unlike_collectives_of_the_loops_own() -> None:
+    _end_soon(loops.logs_on_unlike_batches, Case(meet="parameters"), ["if controller.met"])
+
+
 @pytest.mark.parametrize("meet", APART)
-@pytest.mark.parametrize("loop", LIKE_STEPS[6:], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", COUNTS, ids=lambda loop: loop.__name__)
 def test_what_is_counted_in_batches_ends_all_ranks_with_the_line_to_write(loop: Loop, meet: str) -> None:
     _end_soon(loop, Case(meet=meet), ["controller.checkpoint_due(every="])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+import dynamix
 from tests.ranks import run_ranks
-from tests.runtime.one_loop import OPTIMIZERS, WAYS, Case, Job, Net, compared, the_loop
+from tests.runtime.one_loop import OPTIMIZERS, WAYS, Case, Job, Net, compared, dataset, flat, the_loop
 
 pytestmark = pytest.mark.multiproc
 SWITCHES = 11
@@ -64,6 +67,28 @@ def test_the_plain_loop_trains_the_same_bits_in_one_way(meet: str) -> None:
         assert {name: differs for name, (differs, _, _) in told.items() if differs} == {}
         assert [*told] == [*asked]
         assert min(rounds for _, rounds, _ in told.values()) >= 12
+
+
+def _alone(options: dict[str, int], *, pieces: bool) -> Tensor:
+    controller = dynamix.Controller("static", interval=2, **options)
+    net, data = Net("plain"), dataset()
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    controller.wrap(net, optimizer)
+    for x, y in DataLoader(data, batch_sampler=controller.batch_sampler(data)):
+        with controller.piece() if pieces else contextlib.nullcontext():
+            (F.cross_entropy(net(x), y) / controller.accumulate).backward()
+        if controller.optimizer_due:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+        controller.step()
+    controller.close()
+    return flat(net)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 10, "micro_batch": 4}, {"batch_size": 5, "accumulate": 3}], ids=str)
+def test_one_worker_clips_what_its_optimizer_applies(options: dict[str, int]) -> None:
+    assert torch.equal(_alone(options, pieces=False), _alone(options, pieces=True))
 
 
 Batch = tuple[Tensor, Tensor]
