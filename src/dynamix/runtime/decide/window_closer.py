@@ -117,8 +117,10 @@ class WindowCloser(Part):
             job.require_right()
         if self._differ:
             self._compare(done)
+        if not recorder.steps:
+            return
         enough = self._interval if job.at_once is None else self._rounds_of_window(done, job.at_once)
-        if recorder.steps and (done.last if job.per_epoch else recorder.steps >= enough):
+        if done.last if job.per_epoch else recorder.steps >= enough:
             with self.lock:  # no further round is begun until the window waits for its answer
                 self._close(done)
 
