@@ -36,7 +36,7 @@ DELTA_LIMIT, LEAST_GROWTH, MOST_GROWTH = 1.5, -1.5, 0.0
 # A decision leaves each size between the one in force and the rule's, or at most e^0.3 beyond either: the residual may
 # hold the rule back entirely, but what it adds of its own comes in steps that the next windows can judge.
 TRUST = 0.3
-FEW_WORKERS = 64  # up to which torch's calls take longer than their arithmetic
+FEW_WORKERS = 64  # up to which torch's products take longer than NumPy's
 PRETRAINED = Path(__file__).parents[1] / "pretrained" / "dynamix.safetensors"
 
 
@@ -84,22 +84,32 @@ class ResidualNet(nn.Module):
         local = self.local(self.own(hidden) + self.context(of_all).unsqueeze(1))
         return local, self.shared(of_all), self.critic(of_all).squeeze(-1)
 
+    @torch.no_grad()
     def answer(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """`forward` of one cluster, (W, F) and (W,), without its value: in NumPy, whose calls cost less than torch's
-        where there are few workers. Up to float rounding the same."""
+        """`forward` of one cluster, (W, F) and (W,), without its value. Up to float rounding the same.
+
+        In NumPy, whose `tanh` and whose calls cost less than torch's. Only products for many workers are torch's, which
+        keeps to the threads that training has.
+        """
 
         def linear(layer: Any, x: NDArray[np.float32]) -> NDArray[np.float32]:
+            if len(observed) > FEW_WORKERS:
+                return np.asarray(layer(torch.from_numpy(x)).numpy())
             y = x @ layer.weight.detach().numpy().T
             return np.asarray(y if layer.bias is None else y + layer.bias.detach().numpy())
 
+        def tanh(x: NDArray[np.float32]) -> NDArray[np.float32]:
+            return np.asarray(np.tanh(x, out=x))
+
         with np.errstate(over="ignore", invalid="ignore"):  # absurd weights give absurd answers, which are cut later
             seen = observed if self.kept is None else observed * self.kept.numpy()
-            hidden = np.tanh(linear(self.encode[2], np.tanh(linear(self.encode[0], seen))))
-            here = active[:, None]
-            mean = (hidden * here).sum(0) / max(int(active.sum()), 1)
-            of_all = np.concatenate([mean, np.where(here, hidden, np.float32(-2.0)).max(0)])
-            local = linear(self.local[1], np.tanh(linear(self.own, hidden) + linear(self.context, of_all)))
-            shared = linear(self.shared[2], np.tanh(linear(self.shared[0], of_all)))
+            hidden = tanh(linear(self.encode[2], tanh(linear(self.encode[0], seen))))
+            only, every = active[:, None], bool(active.all())
+            mean = (hidden if every else hidden * only).sum(0) / max(int(active.sum()), 1)
+            most = hidden if every else np.where(only, hidden, np.float32(-2.0))
+            of_all = np.concatenate([mean, most.max(0)])
+            local = linear(self.local[1], tanh(linear(self.own, hidden) + linear(self.context, of_all)))
+            shared = linear(self.shared[2], tanh(linear(self.shared[0], of_all)))
         return local[:, 0].astype(np.float64), shared[0].astype(np.float64)
 
     @torch.no_grad()
@@ -165,7 +175,7 @@ class LearnedPolicy:
     def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """The mean action: delta (..., W) and g (...)."""
         lead, workers = observed.shape[:-2], observed.shape[-2]
-        if not lead and workers <= FEW_WORKERS and not self.net._forward_hooks:  # a hook learns from what it was shown
+        if not lead and not self.net._forward_hooks:  # a hook learns from what it was shown
             return self.net.answer(observed, active)
         with torch.inference_mode():
             local, shared, _ = (out.double().numpy() for out in self.net(*flat(observed, active)))

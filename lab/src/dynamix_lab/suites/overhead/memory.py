@@ -1,0 +1,92 @@
+"""Peak memory of a job's ranks over plain DDP, by how they meet.
+
+(DDP reads the annotations of a hook as objects, so they are not postponed here.)
+"""
+
+import os
+import resource
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+
+from dynamix.events.records import EventLog
+from dynamix.runtime.controller import Controller
+from dynamix_lab.report import Table, number
+from dynamix_lab.suites.overhead.ranks import PLAIN, RANKS, Repeated, join_ranks, network
+from dynamix_lab.tasks import as_is
+
+BATCH, WIDTH = 16, 4096  # few samples and many parameters: copies of these are what is looked for
+STEPS, INTERVAL = 40, 5
+APART = "auto, while they step apart"
+WAYS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "gradients": {},
+    "parameters": {"meet": "parameters", "micro_batch": BATCH // 2},
+    "auto, while gradients meet": {"meet": "auto"},
+    APART: {"meet": "auto"},
+}
+
+
+def peak_bytes(rank: int, store: str, way: str, device: str = "cpu", width: int = WIDTH) -> tuple[int, int]:
+    """Peak memory of this rank after some steps of a model whose ranks meet in that way, and of its parameters.
+
+    Of the process on a CPU, of what torch has allocated on another device. A collective call in `RANKS` processes.
+
+    store   path of a file that does not exist yet, where the ranks meet
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    join_ranks(rank, store)
+    try:
+        net, data = network(width).to(device), Repeated(20 * STEPS * BATCH * RANKS)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+        model, controller = DDP(net), None
+        loader = DataLoader(data, batch_size=BATCH, collate_fn=as_is)
+        if way != PLAIN:
+            replay = _replayed(Path(f"{store}-{rank}.jsonl"), apart=way == APART) if way.startswith("auto") else None
+            controller = Controller("static", BATCH, interval=INTERVAL, replay=replay, **WAYS[way])
+            loader, model = controller.loader(loader), controller.wrap(model, optimizer)
+        _train(model, optimizer, loader, controller, device)
+        parameters = sum(p.numel() * p.element_size() for p in net.parameters())
+        on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return on_host if device == "cpu" else torch.cuda.max_memory_allocated(device), parameters
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(model: Any, optimizer: Any, loader: Any, controller: Controller | None, device: str) -> None:
+    for step, batch in enumerate(loader, 1):
+        inputs, targets = (part.to(device) for part in batch)
+        with nullcontext() if controller is None else controller.piece():
+            F.cross_entropy(model(inputs), targets).backward()
+        if controller is None or controller.optimizer_due:
+            optimizer.step()
+            optimizer.zero_grad()
+        if controller is not None:
+            controller.step()
+        if step == STEPS if controller is None else controller.checkpoint_due(every=STEPS):
+            break
+
+
+def _replayed(path: Path, *, apart: bool) -> Path:
+    """The events of an earlier run in which nothing changed, or ranks stepped `apart` after the first window."""
+    new = {"decision": "new", "allocation": [4 * BATCH] * RANKS, "from_step": 2 * INTERVAL, "piece": BATCH}
+    told = new if apart else {"decision": "keep", "allocation": [BATCH] * RANKS, "from_step": 0}
+    with EventLog(path) as events:
+        events.write(window_index=0, noise=None, signal=None, **told)
+    return path
+
+
+def memory_table(result: dict[str, Any]) -> Table:
+    """A row a device and way: megabytes over plain DDP, and how many copies of the parameters that is."""
+    rows = [
+        [device, way, number(found["over_mb"], 1), number(found["copies"], 2)]
+        for device, ways in result["memory"].items()
+        for way, found in ways.items()
+    ]
+    return Table(["device", "ranks meet over", "MB over ddp", "copies of the parameters"], rows)
