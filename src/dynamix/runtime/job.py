@@ -218,8 +218,6 @@ class TrainingJob:
             return
         if not model.settled:
             model.before_forward(piece)
-        if len(self.models) > 1:
-            recorder.timer.next_pass()
         recorder.timer.forward_started()
         self.rates.follow(piece.round, piece.samples)
 
