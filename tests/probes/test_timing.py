@@ -82,6 +82,7 @@ SCRIPTS = {
     "accumulation sums micro-steps, those without reduction too": ("SF..M.FG.RS", [[3.0 + 2.0, 2.0, 1.0 + 2.0, 10.0]]),
     "accumulation with reduction in every micro-step": ("SFGRMFG.RS", [[2.0 + 2.0, 1.0 + 2.0, 1.0 + 1.0, 9.0]]),
     "only the first forward of a step counts": ("SFFGRS", [[3.0, 1.0, 1.0, 5.0]]),
+    "several updates of a batch": ("SFGRFG..RS", [[2.0 + 2.0, 1.0 + 3.0, 1.0, 9.0]]),
     "evaluation between steps is not waiting for data": (
         "SI......FGRSFGRS",
         [[2.0, 1.0, NAN, NAN], [2.0, 1.0, 1.0, 4.0]],

@@ -1,8 +1,10 @@
-"""A second loader beside the controller's: what must become of a job whose loop reads one."""
+"""Samples beside the controller's: they have their own weight, or the job is refused; what is no such thing trains."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import UsageError
@@ -19,7 +21,41 @@ from tests.runtime.jobs import order_of
 from tests.union import Script, flat_gradient, larger
 
 pytestmark = pytest.mark.multiproc
-SAMPLES, OTHERS = 96, 4  # samples of the other loader in each of a rank's batches
+SAMPLES, OTHERS = 240, 4  # samples of the other loader in each of a rank's batches
+SHARES = [[12, 4], [4, 12], [10, 6], [6, 10]]
+
+
+class Batch:
+    """What a rank, or one process for all of them, trains on, and how.
+
+    others      samples that the controller did not deal
+    part        of the union's samples of both kinds that are here, each over what the hook weighs by
+    """
+
+    def __init__(self, model: nn.Module, x: Tensor, y: Tensor, others: Tensor) -> None:
+        self.model, self.x, self.y, self.others = model, x, y, others
+        self.factor = 1.0  # of the others' loss
+
+    def weigh(self, loss: Tensor, count: int) -> Tensor:
+        return loss
+
+    def local(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Share(Batch):
+    """A rank's."""
+
+    controller: dynamix.Controller
+
+    def weigh(self, loss: Tensor, count: int) -> Tensor:
+        return self.controller.weight(loss, count=count)
+
+    def local(self) -> contextlib.AbstractContextManager[None]:
+        return self.model.no_sync()  # type: ignore[operator, no-any-return]
+
+
+Way = Callable[[Batch], Tensor]  # makes gradients; the loss that `step` gets
 
 
 def _invariant(logits: Tensor) -> Tensor:
@@ -27,55 +63,234 @@ def _invariant(logits: Tensor) -> Tensor:
     return logits.softmax(1).square().sum(1).mean()
 
 
-def _worst(rank: int, how: str) -> float | str:
+def _done(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
+
+
+# ------------------------------------------------------------ others that would have a wrong weight
+
+
+def apart(of: Batch) -> Tensor:
+    with of.local():
+        _invariant(of.model(of.others)).backward()
+    return _done(F.cross_entropy(of.model(of.x), of.y))
+
+
+def after(of: Batch) -> Tensor:
+    with of.local():
+        loss = _done(F.cross_entropy(of.model(of.x), of.y))
+    _invariant(of.model(of.others)).backward()
+    return loss
+
+
+def apart_and_crossing(of: Batch) -> Tensor:
+    _invariant(of.model(of.others)).backward()
+    return _done(F.cross_entropy(of.model(of.x), of.y))
+
+
+def together(of: Batch) -> Tensor:
+    logits = of.model(torch.cat([of.x, of.others]))
+    return _done(F.cross_entropy(logits[: len(of.x)], of.y) + of.factor * _invariant(logits[len(of.x) :]))
+
+
+def others_first(of: Batch) -> Tensor:
+    others, logits = of.model(torch.cat([of.others, of.x])).split([len(of.others), len(of.x)])
+    return _done(F.cross_entropy(logits, of.y) + _invariant(others))
+
+
+def one_mean(of: Batch) -> Tensor:
+    """As of a buffer that keeps labels."""
+    logits = of.model(torch.cat([of.x, of.others]))
+    return _done(F.cross_entropy(logits, torch.cat([of.y, of.others.argmax(1) % 3])))
+
+
+WRONG: tuple[Way, ...] = (apart, after, apart_and_crossing, together, others_first, one_mean)
+
+# ------------------------------------------------------------ others with their own weight
+
+
+def weighed_together(of: Batch) -> Tensor:
+    logits = of.model(torch.cat([of.x, of.others]))
+    mine, others = F.cross_entropy(logits[: len(of.x)], of.y), _invariant(logits[len(of.x) :])
+    (of.weigh(mine, len(of.x)) + of.weigh(others, len(of.others))).backward()
+    return mine
+
+
+def weighed_apart(of: Batch) -> Tensor:
+    with of.local():
+        of.weigh(_invariant(of.model(of.others)), len(of.others)).backward()
+    mine = F.cross_entropy(of.model(of.x), of.y)
+    of.weigh(mine, len(of.x)).backward()
+    return mine
+
+
+def weighed_apart_and_crossing(of: Batch) -> Tensor:
+    mine = F.cross_entropy(of.model(of.x), of.y)
+    of.weigh(mine, len(of.x)).backward()
+    of.weigh(_invariant(of.model(of.others)), len(of.others)).backward()
+    return mine
+
+
+def weighed_in_one_mean(of: Batch) -> Tensor:
+    logits, rows = of.model(torch.cat([of.x, of.others])), len(of.x) + len(of.others)
+    loss = F.cross_entropy(logits, torch.cat([of.y, of.others.argmax(1) % 3]))
+    of.weigh(loss, rows).backward()
+    return loss
+
+
+WEIGHED: tuple[Way, ...] = (weighed_together, weighed_apart, weighed_apart_and_crossing, weighed_in_one_mean)
+
+# ------------------------------------------------------------ loops without others, or with others that weigh nothing
+
+
+def doubled(of: Batch) -> Tensor:
+    logits = of.model(torch.cat([of.x, of.x + 0.1]))
+    return _done(F.cross_entropy(logits[: len(of.x)], of.y) + _invariant(logits[len(of.x) :]))
+
+
+def crops(of: Batch) -> Tensor:
+    """Two large ones and three small ones, in passes of their own."""
+    with of.local():
+        _invariant(of.model(torch.cat([of.x + 0.1, of.x - 0.1]))).backward()
+    return _done(F.cross_entropy(of.model(torch.cat([of.x] * 3)), torch.cat([of.y] * 3)))
+
+
+def mixed(of: Batch) -> Tensor:
+    return _done(F.cross_entropy(of.model(0.7 * of.x + 0.3 * of.x.roll(0, 0)), of.y))
+
+
+def _padded(of: Batch) -> Tensor:
+    """With own samples, to a multiple of eight."""
+    return torch.cat([of.x, of.x])[: -(-len(of.x) // 8) * 8]
+
+
+def padded(of: Batch) -> Tensor:
+    return _done(F.cross_entropy(of.model(_padded(of))[: len(of.x)], of.y))
+
+
+def padded_and_masked(of: Batch) -> Tensor:
+    x = _padded(of)
+    losses = F.cross_entropy(of.model(x), torch.cat([of.y, of.y])[: len(x)], reduction="none")
+    return _done((losses * (torch.arange(len(x)) < len(of.x))).sum() / len(of.x))
+
+
+def with_a_dummy(of: Batch) -> Tensor:
+    """So that every parameter has a gradient."""
+    logits = of.model(torch.cat([of.x, torch.zeros(1, 6)]))
+    return _done(F.cross_entropy(logits[:-1], of.y) + 0 * logits[-1:].sum())
+
+
+def time_first(of: Batch) -> Tensor:
+    logits = of.model(torch.stack([of.x + 0.1 * t for t in range(5)]))
+    return _done(F.cross_entropy(logits.mean(0), of.y))
+
+
+def against_negatives(of: Batch) -> Tensor:
+    """Each sample has a loss of its own, in which the others are what it is to be told from."""
+    rows = of.model(torch.cat([of.x, of.others]))
+    mine, others = rows.split([len(of.x), len(of.others)])
+    return _done((mine @ others.T).logsumexp(1).mean())
+
+
+def same_everywhere(of: Batch) -> Tensor:
+    points = torch.linspace(-1, 1, 24).view(4, 6)
+    logits = of.model(torch.cat([of.x, points]))
+    return _done(F.cross_entropy(logits[: len(of.x)], of.y) + _invariant(logits[len(of.x) :]))
+
+
+def same_everywhere_apart(of: Batch) -> Tensor:
+    with of.local():
+        _invariant(of.model(torch.linspace(-1, 1, 24).view(4, 6))).backward()
+    return _done(F.cross_entropy(of.model(of.x), of.y))
+
+
+def in_proportion(of: Batch) -> Tensor:
+    logits = of.model(torch.cat([of.x, of.others]))
+    return _done(F.cross_entropy(logits[: len(of.x)], of.y) + _invariant(logits[len(of.x) :]))
+
+
+def weighed_by_hand(of: Batch) -> Tensor:
+    """It says so, by `step(count=)`."""
+    return together(of)
+
+
+RIGHT: tuple[Way, ...] = (
+    doubled,
+    crops,
+    mixed,
+    padded,
+    padded_and_masked,
+    with_a_dummy,
+    time_first,
+    against_negatives,
+    same_everywhere,
+    same_everywhere_apart,
+    in_proportion,
+    weighed_by_hand,
+)
+
+
+def _worst(rank: int, way: Way) -> float | str:
     """The largest error of a gradient from that of all samples which the ranks train on; or what ended the job."""
     torch.manual_seed(0)
-    x, y, unlabelled = torch.randn(SAMPLES, 6), torch.arange(SAMPLES) % 3, torch.randn(64, 6)
+    x, y, others = torch.randn(SAMPLES, 6), torch.arange(SAMPLES) % 3, torch.randn(SAMPLES, 6)
     net = nn.Linear(6, 3)
-    reference, worst = copy.deepcopy(net), 0.0
-    controller = dynamix.Controller(Script([[12, 4], [4, 12]]), 8, interval=1, max_batch_size=16)
+    reference, worst, group = copy.deepcopy(net), 0.0, dist.new_group()
+    controller = dynamix.Controller(Script(SHARES), 8, interval=1, max_batch_size=16, process_group=group)
     sampler = controller.batch_sampler(TensorDataset(x, y))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = controller.wrap(DDP(net), optimizer)
-    own = DistributedSampler(unlabelled, shuffle=False)
-    others = DataLoader(unlabelled, batch_size=OTHERS, sampler=own)
-    replayed = torch.Generator().manual_seed(rank)
+    ddp, weighting = DDP(net, process_group=group), "loss" if way in WEIGHED else "hook"
+    model = controller.wrap(ddp, optimizer, weighting=weighting)  # type: ignore[arg-type]
+    drawn = torch.Generator().manual_seed(rank)
     try:
-        for (bx, by), later in zip(DataLoader(TensorDataset(x, y), batch_sampler=sampler), others, strict=False):
-            plan = sampler.plan()
-            second = unlabelled[torch.randint(64, (OTHERS,), generator=replayed)] if how == "rehearsed" else later
-            if how == "apart":
-                with model.no_sync():
-                    _invariant(model(second)).backward()
-                loss = F.cross_entropy(model(bx), by)
-            else:
-                logits = model(torch.cat([bx, second]))
-                loss = F.cross_entropy(logits[: len(bx)], by) + _invariant(logits[len(bx) :])
-            loss.backward()
-            both = [torch.empty_like(second) for _ in range(2)]
-            dist.all_gather(both, second)
+        for bx, by in DataLoader(TensorDataset(x, y), batch_sampler=sampler):
+            plan, many = sampler.plan(), len(bx) if way is in_proportion else OTHERS
+            share = Share(model, bx, by, others[torch.randint(SAMPLES, (many,), generator=drawn)])
+            share.controller = controller
+            if way is weighed_by_hand:
+                share.factor = plan.samples / (len(bx) * 2)
+            loss = way(share)
+            both: list[Tensor] = [torch.empty(0)] * 2
+            dist.all_gather_object(both, share.others, group=group)
             union = order_of(SAMPLES)[plan.start : plan.start + plan.samples]
             reference.load_state_dict(net.state_dict())
             reference.zero_grad()
-            (F.cross_entropy(reference(x[union]), y[union]) + _invariant(reference(torch.cat(both)))).backward()
+            way(Batch(reference, x[union], y[union], torch.cat(both)))
             got, want = flat_gradient(net), flat_gradient(reference)
             worst = larger(worst, float((got - want).norm() / want.norm()))
             optimizer.step()
             optimizer.zero_grad()
-            controller.step(loss=loss)
+            controller.step(loss=loss, count=len(bx) if way is weighed_by_hand else None)
     except UsageError as error:
         return str(error)
     controller.close()
     return worst
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.xfail(
-    strict=True,
-    reason="a controller deals one loader, and its one weight goes to every gradient of a step. Several loaders need "
-    "shares and a weight each, put on the part of the loss that is theirs",
-)
-@pytest.mark.parametrize("how", ["apart", "together", "rehearsed"])
-def test_a_second_loader_is_weighted_by_its_own_samples_or_refused(how: str) -> None:
-    for told in run_ranks(_worst, 2, how, timeout_s=40):
-        assert "another loader" in told if isinstance(told, str) else told < 1e-5
+def _all(rank: int, ways: tuple[Way, ...]) -> list[float | str]:
+    return [_worst(rank, way) for way in ways]
+
+
+@pytest.mark.timeout(120)
+def test_others_with_the_weight_of_a_rank_are_refused_on_all_ranks() -> None:
+    for of_rank in run_ranks(_all, 2, WRONG, timeout_s=100):
+        for way, told in zip(WRONG, of_rank, strict=True):
+            assert isinstance(told, str), (way.__name__, told)
+            assert "another loader" in told, (way.__name__, told)
+
+
+@pytest.mark.timeout(120)
+def test_others_may_have_their_own_weight() -> None:
+    for of_rank in run_ranks(_all, 2, WEIGHED, timeout_s=100):
+        for way, told in zip(WEIGHED, of_rank, strict=True):
+            assert isinstance(told, float), (way.__name__, told)
+            assert told < 1e-5, (way.__name__, told)
+
+
+@pytest.mark.timeout(120)
+def test_what_weighs_nothing_wrongly_trains() -> None:
+    for of_rank in run_ranks(_all, 2, RIGHT, timeout_s=100):
+        for way, told in zip(RIGHT, of_rank, strict=True):
+            assert isinstance(told, float), (way.__name__, told)
+            assert told < 1e-5 or way is against_negatives, (way.__name__, told)  # each rank draws its own

@@ -146,7 +146,12 @@ class StepTimer:
         self._closed: deque[tuple[int, list[_Micro], Any]] = deque()
 
     def forward_started(self) -> None:
-        """A training forward pass begins. Only the first of a (micro-)step counts: it ends `data`."""
+        """A training forward pass begins. Only the first of a (micro-)step counts: it ends `data`.
+
+        One that follows a reduction, of another model or another update, is timed like a further micro-step.
+        """
+        if self._micro.reduced:
+            self.micro_done()
         if self._micro.start is None:
             self._micro.start = self._now()
 
@@ -183,11 +188,6 @@ class StepTimer:
         micro.end = self._now()
         self._open.append(micro)
         self._micro = _Micro(before=micro.end)
-
-    def next_pass(self) -> None:
-        """Another model's passes begin within the same (micro-)step: those that were reduced already are closed."""
-        if self._micro.reduced:
-            self.micro_done()
 
     def step_done(self, told: Any = None) -> None:
         """The optimizer step is over: closes its record, which keeps what is `told` of it."""

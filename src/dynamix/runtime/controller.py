@@ -249,8 +249,11 @@ class Controller(Feeding):
     def weight(self, loss: Tensor, *, count: float | Tensor | None = None) -> Tensor:
         """The loss times n_i*W/N, to call `.backward()` on: weighting on the loss side.
 
-        count   divisor of this mean loss if it is not the number of samples (tokens; the sum of class weights). It is
-                summed over workers by one small asynchronous all-reduce.
+        A batch may have several losses, each weighted once. Every rank makes as many calls with a `count`.
+
+        count   divisor of this mean loss if it is not the number of samples (tokens; the sum of class weights; samples
+                of another loader). It is summed over workers by one small all-reduce, for which nobody waits if it is
+                the batch's first
         """
         job = self._job
         try:

@@ -101,7 +101,9 @@ class TrainingJob:
             resumed=self.state.random.go_on,
         )
         fail = self.windows.fail
-        self.loop = LoopCheck(facts.accumulate, self.recorder, fail, self.gather, ranks.workers, models=self.models)
+        self.loop = LoopCheck(
+            facts.accumulate, self.recorder, fail, self.gather, self._tell_beside, ranks.workers, models=self.models
+        )
         apart = facts.sync_schedule.steps_apart
         strays = StrayCollectives(loss_weight.group if apart else None)
         ranks.also_look(strays.look_beside)
@@ -221,8 +223,6 @@ class TrainingJob:
             return
         if not model.settled:
             model.before_forward(piece)
-        if len(self.models) > 1:
-            recorder.timer.next_pass()
         recorder.timer.forward_started()
         self.rates.follow(piece.round, piece.samples)
 
@@ -293,6 +293,9 @@ class TrainingJob:
         """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all where some never come."""
         self.windows.settle()  # one under way talks on the same group
         self.ranks.wait_for_all(what)
+
+    def _tell_beside(self, told: Any) -> None:
+        self.facts.parting.tell_beside(told)
 
     def gather(self, told: Any, what: str) -> list[Any]:
         """What every rank tells, in the order of ranks: plain objects. A collective call, named `what`."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import UsageError
 from dynamix.runtime.check.advice import ACCUMULATE, ORDER, PASS_OVER, REPEATED, SHORT, STEP, WRAP_ONCE
+from dynamix.runtime.check.beside import Beside, Told
 from dynamix.runtime.check.dealt import may_hold, samples_lost
 from dynamix.runtime.check.model import Loop, ModelCheck
 from dynamix.runtime.check.unwatched_optimizers import Strangers
@@ -34,7 +35,7 @@ class Turns:
     """
 
     def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+        self._loop, self._beside = loop, Beside()
         self.grown: tuple[int, str] | None = None
         self._iteration = -1
         self._ahead: int | None = None  # batches received and not consumed when this iteration's first forward ran
@@ -45,6 +46,7 @@ class Turns:
         self._read = 0  # batches that came as long as dealt
         self._fits = False  # a pass of the batch in hand had its samples, once or several times
         self._odd = 0  # samples of the passes of the batch in hand that were of another number
+        self._folded = False  # in one of these some other dimension was of its samples
 
     def pass_begins(self, source: BatchSampler | Stream, piece: Piece, inputs: tuple[Any, ...]) -> bool:
         """A forward pass of `inputs` begins; False if it is none of the loop's, which has no batch."""
@@ -89,32 +91,45 @@ class Turns:
             return
         if length == mine:
             self._fits = True
-            if self._late and length != before:
+            if length == self._beside.count:
+                self._beside.may_be_others(length, inputs, self._loop.backwards)
+            elif self._odd:
+                self._beside.next_pass(self._loop.backwards)
+            if self._late and length != before and not self._odd:
                 self._loop.fail(f"batches are trained one turn after their own: {ORDER}")
             self._matches, self._late = self._matches + 1, False
             return
-        self._fits = self._fits or may_hold(inputs, mine)
+        self._beside.may_be_others(length, inputs, self._loop.backwards)
+        self._folded = self._folded or may_hold(inputs, mine)
         self._odd += length
         others = {*self._sizes, *(piece.samples for piece in source.waiting())}
-        if self._matches >= MATCHES and length != before and length in others and not (self._fits or alone):
+        alone = alone or self._fits or self._folded
+        if self._matches >= MATCHES and length != before and length in others and not alone:
             turned = f"a batch of {length} samples was trained in the turn of one of {mine}: {ORDER}"
             self._loop.fail(turned if self.grown is None else self.grown[1])
         self._late = self._matches >= MATCHES and bool(self._sizes) and length == before == self._sizes[-1]
         self._matches = 0
 
-    def piece_done(self, piece: Piece, loss: Any, *, counted: bool) -> None:
+    def piece_done(self, piece: Piece, loss: Any, *, counted: bool) -> Told | None:
         """`controller.step()`: the batch in hand is done. Raise if it reached the model as fewer samples than dealt.
+
+        What is to be told of samples that were trained beside it; None: nothing.
 
         counted   somebody says what its loss is over
         """
-        mine, odd = piece.samples, self._odd
+        mine, odd, told = piece.samples, self._odd, None
+        if self._beside.seen:
+            told = self._beside.piece_done(piece, loss, self._loop.backwards, fits=self._fits)
+            told = None if counted or self._folded or piece.round.apart else told
+        self._fits = self._fits or self._folded
         if odd > mine and not counted:
             self._read = 0  # padded, or rows are no samples
         elif odd and not (counted or self._fits) and self._read >= READ and (lost := samples_lost(mine, odd, loss)):
             self._loop.fail(lost)
         self._read += self._fits and mine > 1 and not odd
-        self._fits, self._odd = False, 0
+        self._fits, self._folded, self._odd = False, False, 0
         self._sizes.append(mine)
+        return told
 
     def all_forwarded(self, source: BatchSampler | Stream) -> bool:
         """Whether every batch of the iteration that ends had a forward pass."""
@@ -214,7 +229,9 @@ class LoopCheck(Loop, Part):
         apart = piece.round.apart
         for check in self._checks:
             check.piece_done(round_over=piece.last and not apart)
-        self._turns.piece_done(piece, seen.loss, counted=seen.count is not None or seen.given)
+        told = self._turns.piece_done(piece, seen.loss, counted=seen.count is not None or seen.given)
+        if told is not None and seen.applied is None:
+            self.tell(told)
         self.forwards, self.updates, self.piece, self.stepped = 0, 0, None, piece
         self.group += piece.last or apart
 

@@ -29,9 +29,11 @@ class Loop:
     recorder     is muted while passes are discarded (warm-up, the search for limits)
     fail_with    gets the error, tells others, and returns it to be raised
     gather       what every rank tells in a collective call, which is named
+    tell         takes what the window's row is to say of samples that the rank was not dealt
     reduced      `id` of the parameters whose gradients some connected model reduces
     piece        of the passes since the last `step()`; `stepped` is the batch that was consumed last
     forwards     passes of the batch in hand; `updates`: its optimizer steps
+    backwards    passes so far that have made gradients
     models       that train, by now
     group        optimizer steps
     """
@@ -40,6 +42,7 @@ class Loop:
     recorder: Recorder
     fail_with: Callable[[DynamixError], DynamixError]
     gather: Callable[[Any, str], list[Any]]
+    tell: Callable[[Any], None]
     workers: int
     models: Sequence[Any]
     reduced: set[int] = field(default_factory=set)
@@ -48,6 +51,7 @@ class Loop:
     stepped: Piece | None = None
     forwards: int = 0
     updates: int = 0
+    backwards: int = 0
     group: int = 0
 
     def fail(self, message: str) -> NoReturn:
@@ -165,6 +169,7 @@ class ModelCheck:
         """The probe's gradient was added to its `.grad`."""
         if not self.loop.recorder.muted:
             self._held, self._held_since = Held.LOCAL, self.loop.group
+            self.loop.backwards += 1
             if self._stale:
                 self._fail_stale()
 
@@ -179,6 +184,7 @@ class ModelCheck:
     def reducing(self, piece: Piece | None) -> None:
         """A synchronised backward pass of `piece` has its first gradients."""
         loop = self.loop
+        loop.backwards += 1
         if not loop.forwards and not self.inside:
             if loop.source is None or not loop.source.batches_issued:
                 loop.fail(FOREIGN)

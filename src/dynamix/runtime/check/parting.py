@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dynamix.runtime.check import beside
+from dynamix.runtime.check.beside import Told
 from dynamix.runtime.measure.recorder import Newest
 from dynamix.runtime.measure.row import ELEMENTS, HELD
 from dynamix.runtime.ranks.compare import GROUPS, HOW, PLACE
@@ -73,6 +75,8 @@ class Parting:
         # Elements and settings of their device, with key, step and number of the elements.
         self._read = Newest(([], (math.nan, math.nan, 0)))
         self._drift = Drift()
+        self._beside: Told | None = None  # in this window
+        self._told = 0  # windows in which something was
 
     def begun_anew(self) -> "Parting":
         """One that watches the same, and has seen nothing of it yet."""
@@ -87,6 +91,16 @@ class Parting:
     def connect(self, model: nn.Module) -> None:
         """Its parameters are to be the same on all ranks after every optimizer step."""
         self._models.append(model)
+
+    def tell_beside(self, told: Told) -> None:
+        """This rank has trained samples that it was not dealt."""
+        self._beside = told if self._told < _WINDOWS else None
+
+    def _figures(self) -> list[float]:
+        """Of the samples beside those that were dealt. Waits for their device."""
+        told, self._beside = self._beside, None
+        self._told += told is not None
+        return [math.nan] * 4 if told is None else [float(value) for value in told]
 
     def row(self, place: Mapping[str, int]) -> list[float]:
         """What a window's row says: digests, of which step and which elements a sample is, and the elements.
@@ -118,7 +132,7 @@ class Parting:
         # On a CPU it is here at once; from a device it comes with a later row.
         self._read.send([*own, *late], (drawn.key, place[PLACE[0]], len(own)))
         seen, (key, step, elements) = self._read.here
-        told = [digest_of(settings), digest_of(seen[elements:]), float(step), key, *seen[:elements]]
+        told = [digest_of(settings), digest_of(seen[elements:]), float(step), key, *self._figures(), *seen[:elements]]
         return told + [math.nan] * (len(HELD) - len(told))
 
     def facts(self, place: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, float]]:
@@ -158,6 +172,9 @@ class Parting:
 
     def look(self, told: Floats) -> None:
         """Take what all ranks' rows say, (W, n), into account. In the order of windows."""
+        if (why := beside.wrong(told[:, 4:8])) is not None:
+            self.wrong = why
+            return
         digest, late, step, key = told[:, :4].T
         together = _alike(step) and _alike(key)
         known = np.isfinite(digest).all()
@@ -165,7 +182,7 @@ class Parting:
         drawn = self._drawn
         if self._differ or not together or drawn is None or drawn.key != key[0]:
             return  # settings that differ are the reason for parameters that do
-        worst = self._drift.look(drawn, int(step[0]), told[:, 4 : 4 + len(drawn.elements)])
+        worst = self._drift.look(drawn, int(step[0]), told[:, 8 : 8 + len(drawn.elements)])
         if worst is not None:
             said, certain = worst
             self.wrong, self._warning = (said, None) if certain else (None, said)

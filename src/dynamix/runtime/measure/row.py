@@ -13,7 +13,8 @@ _MEASURED = (
     *("issued", "count", "weight", "epoch", "crossed", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
     *(name for name in PER_WORKER if name not in ("wait", "communication")),  # known only when all rows are together
 )
-HELD = ("digest", "late_digest", "sampled_at", "drawn", *(f"element_{n}" for n in range(ELEMENTS)))
+_BESIDE = ("beside_at", "beside", "beside_first", "beside_last")
+HELD = ("digest", "late_digest", "sampled_at", "drawn", *_BESIDE, *(f"element_{n}" for n in range(ELEMENTS)))
 ROW = (*_MEASURED, *HELD)
 
 

@@ -1,0 +1,117 @@
+"""Samples that a loop trains on beside those that it was dealt: of another loader, or of a buffer of its own.
+
+They would get the weight of the rank's share. Lengths alone do not tell: rows may be views, padding or negatives. So
+what counts is that every rank has the same number of them whatever its share, that the loss has a term of theirs, and
+that ranks have other ones: what is the same on all ranks has the right gradient with any weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dynamix.data import Piece
+from dynamix.runtime.check.losses import nodes_before, shapes_of, walk
+from dynamix.window import Floats
+
+# In which round, how many samples, and a figure of the first and of the last so many rows.
+Told = tuple[int, int, Tensor, Tensor]
+
+JOINED = 4  # sizes of a rank's share with which one mean over dealt and other samples is no padding to some multiple
+READ = 64  # elements that a figure is made of
+ALIKE = 1e-4  # figures of the same samples on unlike devices are so near
+
+_OTHERS = (
+    "the loop trains {0} more samples on every rank than it was dealt, of another loader or a buffer of its own, and "
+    "their gradient would get the weight of the rank's share: write wrap(..., weighting='loss') and weigh each part of "
+    "the loss by its own count, (controller.weight(mine, count=len(x)) + controller.weight(other, count={0}))"
+    ".backward(). If every sample has its weight already, say so: controller.step(count=len(x))"
+)
+
+
+class Beside:
+    """Of one loop: what the passes of a batch had that were not of its samples.
+
+    count   of such samples, in the batches before
+    seen    whether a pass of the batch in hand may have had some
+    """
+
+    def __init__(self) -> None:
+        self._passes: list[tuple[int, Tensor | None]] = []  # those that made gradients: rows, and what they are
+        self._open: tuple[int, Tensor | None, int] | None = None  # the pass under way, and backward passes before it
+        self.count, self.seen = 0, False
+        self._sizes = set[int]()  # of shares that had as many beside them
+
+    def may_be_others(self, length: int, inputs: Iterable[Any], backwards: int) -> None:
+        """A pass begins of another number of rows than the batch, or of `count`; after so many backward passes."""
+        self.next_pass(backwards)
+        self.seen = True
+        tensor = next((value for value in inputs if isinstance(value, Tensor)), None)
+        # What is on a device is not kept, and read, before there is a reason.
+        self._open = length, tensor if tensor is None or tensor.is_cpu or len(self._sizes) > 1 else None, backwards
+
+    def next_pass(self, backwards: int) -> None:
+        """Another pass begins, or none of this batch any more."""
+        if self._open is not None and backwards > self._open[2]:
+            self._passes.append(self._open[:2])
+        self._open = None
+
+    def piece_done(self, piece: Piece, loss: Any, backwards: int, *, fits: bool) -> Told | None:
+        """The batch in hand is done: what is to be told of samples beside it; None: nothing.
+
+        fits   some of its passes had its samples
+        """
+        self.next_pass(backwards)
+        passes, self._passes, self.seen = self._passes, [], False
+        lengths, mine, counts = {length for length, _ in passes}, piece.samples, piece.plan.counts
+        count = 0 if len(lengths) != 1 else lengths.pop() - (0 if fits else mine)
+        if fits and count == mine and len(passes) < 2:
+            return None  # the batch itself
+        if count != self.count:
+            self.count = count
+            self._sizes.clear()
+        self._sizes.add(mine)
+        if count <= 0 or (counts == counts[0]).all() or not (fits or self._has_term(loss, count, count + mine)):
+            return None
+        (_, first), (_, last) = passes[0], passes[-1]
+        if first is None or last is None:
+            return None
+        return piece.round.index, count, _figure(first[:count]), _figure(last[-count:])
+
+    def _has_term(self, loss: Any, count: int, rows: int) -> bool:
+        """Whether `loss` has a term over `count` of the `rows` that went through the model, or over all of them."""
+        last = getattr(getattr(loss, "loss", loss), "grad_fn", None)
+        for node in walk(last, lambda node: [] if shapes_of(node, 1) else nodes_before(node)):
+            shapes = shapes_of(node, 1)
+            if any(shape[0] == rows for shape in shapes) and len(self._sizes) >= JOINED:
+                return True
+            if any(shape[0] == count for shape in shapes):
+                made_of = (shape for further in walk(node, nodes_before) for shape in shapes_of(further, 1))
+                if any(shape[0] == rows for shape in made_of):
+                    return True
+        return False
+
+
+def wrong(told: Floats) -> str | None:
+    """What is wrong where ranks tell (W, 4) of samples beside their shares, which differ; None if nothing.
+
+    >>> import numpy as np
+    >>> wrong(np.array([[7, 4, 0.1, 0.1], [7, 4, 0.2, 0.3]]))[:39]
+    'the loop trains 4 more samples on every'
+    >>> wrong(np.array([[7, 4, 0.1, 0.1], [7, 4, 0.2, 0.1]])), wrong(np.array([[7, 4, 0.1, 0.1], [7, 6, 0.2, 0.3]]))
+    (None, None)
+    """
+    if not np.isfinite(told).all() or (told[:, :2] != told[0, :2]).any():
+        return None
+    # If the first rows are alike, or the last are, the dealt samples are the others.
+    return _OTHERS.format(int(told[0, 1])) if (np.ptp(told[:, 2:], axis=0) > ALIKE).all() else None
+
+
+def _figure(rows: Tensor) -> Tensor:
+    """Between -1 and 1, of some elements; NaN if all are zeros. Stays on their device."""
+    flat = rows.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // READ)][:READ].float()
+    return (some[::2].sum() - some[1::2].sum()) / some.abs().sum()
