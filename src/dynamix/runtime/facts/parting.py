@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dynamix.runtime.measure.recorder import Newest
+from dynamix.runtime.measure.newest import Newest
 from dynamix.runtime.measure.row import ELEMENTS, HELD
 from dynamix.runtime.ranks.compare import GROUPS, HOW, PLACE
 from dynamix.window import Floats
