@@ -85,7 +85,7 @@ def test_training_needs_no_package_of_an_extra() -> None:
 def test_what_a_training_job_uses_imports_without_the_extras() -> None:
     rooms = ("compression", "data", "events", "policies", "probes")
     script = _without(MISSING) + f"import dynamix\nfor name in {rooms!r}: getattr(dynamix, name)\n"
-    names = "import dynamix.runtime.memory\nfor n in dynamix.__all__: getattr(dynamix, n)"
+    names = "import dynamix.runtime.memory.limits\nfor n in dynamix.__all__: getattr(dynamix, n)"
     run_text(script + names)
 
 

@@ -19,8 +19,8 @@ from dynamix.policies.stigmergic.policy import PRETRAINED, StigmergicPolicy
 from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, TRACES, TraceKind
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.decision import Decider
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel, own_window
+from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.measure.row import ROW
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks

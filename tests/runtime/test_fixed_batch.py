@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.config import JobConfig
-from dynamix.runtime.decide.job_facts import JobFacts
+from dynamix.runtime.facts.job_facts import JobFacts
 from dynamix.runtime.state.packing import checksum, pack
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, classes

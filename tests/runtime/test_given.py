@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import UsageError
-from dynamix.runtime.check.losses import WeightTest
+from dynamix.runtime.facts.losses import WeightTest
 from dynamix.window import Window
 from tests.integrations.jobs import SHARES
 from tests.ranks import refusal, run_ranks

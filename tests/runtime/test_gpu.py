@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.runtime.check.parting import Parting
+from dynamix.runtime.facts.parting import Parting
 from dynamix.runtime.ranks.compare import PLACE
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, adaptive, furthest, order_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dynamix
 from dynamix.errors import UsageError
-from dynamix.runtime.check.parting import Parting
+from dynamix.runtime.facts.parting import Parting
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, apart, classes
 from tests.union import Script

@@ -14,7 +14,7 @@ import torch
 from dynamix.policies.registry import make_policy, policy_names
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.decision import Decider
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.measure.row import assemble

@@ -24,8 +24,8 @@ from dynamix.data import Allocations
 from dynamix.errors import ConfigError, StateError
 from dynamix.policies import make_policy
 from dynamix.runtime.config import JobConfig
-from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.runtime.decide.progress import Progress
+from dynamix.runtime.facts.job_facts import JobFacts
+from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Part
 from dynamix.runtime.state.packing import checksum, pack, unpack

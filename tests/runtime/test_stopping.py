@@ -32,7 +32,7 @@ def test_all_stop_after_the_same_step_however_late_they_hear(seed: int) -> None:
     threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(workers)]
     for thread in threads:
         thread.start()
-    ranks[int(random.integers(workers))].wanted = True
+    ranks[int(random.integers(workers))].want()
     beats = [rank.beat() for rank in ranks]
     deadline = time.monotonic() + 60
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:

@@ -9,8 +9,7 @@ from torch.distributed import HashStore
 
 from dynamix.errors import UsageError, WorkerLostError
 from dynamix.runtime.ranks.liveness import LATE_S, SUSPECT_S
-from dynamix.runtime.ranks.waits import BESIDE_S, AbortableWait
-from dynamix.runtime.ranks.watch import RankWatch
+from dynamix.runtime.ranks.watch import BESIDE_S, AbortableWait, RankWatch
 
 
 class Three:
@@ -70,7 +69,7 @@ def test_an_error_of_one_rank_reaches_all_and_it_hears_that_they_know() -> None:
 def test_a_last_word_is_told() -> None:
     three = Three()
     three.pass_s(2)
-    three.every[2].alive.word = "ValueError: a bug"
+    three.every[2].alive.leave("ValueError: a bug")
     three.pass_s(2)
     told = three.every[1].explain(RuntimeError("closed"), "the ranks could not add")
     assert told.ranks == (2,)
@@ -105,7 +104,7 @@ def test_who_waits_beside_an_agreement_that_it_did_not_join_is_told_in_seconds()
 def test_one_wish_stops_all_after_one_step() -> None:
     three = Three()
     steps = stopped = 0
-    three.every[2].stopping.wanted = True
+    three.every[2].stopping.want()
     while not stopped and steps < 100:
         three.pass_s(4)  # all have agreed on the step before it is over
         steps += 1

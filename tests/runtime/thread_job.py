@@ -17,8 +17,8 @@ from dynamix.policies import Policy
 from dynamix.probes.timing import CpuClock, StepTimer
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.decision import Decider
-from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.peer_channel import open_channel
+from dynamix.runtime.facts.job_facts import JobFacts
 from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.limits import Limits
 from dynamix.runtime.measure.recorder import Recorder

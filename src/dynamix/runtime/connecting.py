@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from dynamix.errors import UsageError
 from dynamix.projection import project
+from dynamix.runtime import random_state
 from dynamix.runtime.check.advice import WRAP_ONCE
 from dynamix.runtime.check.unreached import replaced
 from dynamix.runtime.job import TrainingJob
-from dynamix.runtime.memory import within
-from dynamix.runtime.state import random_state
+from dynamix.runtime.memory.limits import within
 from dynamix.runtime.sync.collectives import require_sums
 from dynamix.runtime.sync.ddp import attach, attach_both
 from dynamix.runtime.sync.gradients import Around

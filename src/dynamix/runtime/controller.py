@@ -26,6 +26,7 @@ from dynamix.runtime.limits import Limits
 from dynamix.runtime.ranks.opening import one_for_all, rank_in, require_no_launcher
 from dynamix.runtime.ranks.store import store_is_there
 from dynamix.runtime.rate.scaling import SampleSchedule
+from dynamix.runtime.status import ControllerStatus
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.runtime.sync.sync import Options
 from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
@@ -33,7 +34,7 @@ from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class Controller(Feeding):
+class Controller(Feeding, ControllerStatus):
     """Gives every worker its own batch size while a job trains.
 
     A collective call: every rank of `process_group` constructs it with the same arguments (checked). Without an

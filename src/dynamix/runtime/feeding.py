@@ -12,15 +12,16 @@ from dynamix.data.sampler import Partition
 from dynamix.data.selection import Indices, Selection, Weights
 from dynamix.errors import ConfigError
 from dynamix.runtime.config import JobConfig
-from dynamix.runtime.status import ControllerStatus
+from dynamix.runtime.job import TrainingJob
 
 Collate = Callable[[Any], Any]
 
 
-class Feeding(ControllerStatus):
+class Feeding:
     """The part of `Controller` that makes batches; one of the three is called, once."""
 
     _config: JobConfig
+    _job: TrainingJob
 
     def batch_sampler(
         self,

@@ -19,17 +19,18 @@ from dynamix.errors import MemoryLimitError, UsageError
 from dynamix.events.background import BackgroundLog
 from dynamix.policies.wrappers import window_length_of
 from dynamix.runtime.check.loop import LoopCheck
-from dynamix.runtime.check.losses import WeightTest
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.channel import DRAIN_S, DecisionChannel
 from dynamix.runtime.decide.decision import Decider
-from dynamix.runtime.decide.job_facts import JobFacts
 from dynamix.runtime.decide.peer_channel import open_channel
-from dynamix.runtime.decide.progress import Progress
 from dynamix.runtime.decide.window_closer import WindowCloser
+from dynamix.runtime.facts.job_facts import JobFacts
+from dynamix.runtime.facts.losses import WeightTest
+from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.measure.pairs import PairNoise
 from dynamix.runtime.measure.recorder import Recorder
-from dynamix.runtime.memory import ExitNote, Memory
+from dynamix.runtime.memory.exit_advice import ExitNote
+from dynamix.runtime.memory.limits import Memory
 from dynamix.runtime.part import Observation, Part, heard
 from dynamix.runtime.ranks.compare import settings_of, sketches_of
 from dynamix.runtime.ranks.hosts import own_host

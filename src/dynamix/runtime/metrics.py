@@ -1,6 +1,7 @@
 """What one rank can tell of a job at any time, as numbers for a logger. No collective, no device waits."""
 
-from dynamix.runtime.job import TrainingJob
+from dynamix.runtime.decide.window_closer import WindowCloser
+from dynamix.runtime.rate.rates import Rates
 
 # Name -> meaning. Unknown is NaN. "This rank": the others' values differ.
 METRICS = {
@@ -26,11 +27,11 @@ METRICS = {
 }
 
 
-def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
+def metrics_of(windows: WindowCloser, rates: Rates, overhead_s: float) -> dict[str, float]:
     """The values of `METRICS`, in their order; `overhead_s` is the seconds in all calls of `step`."""
     nan = float("nan")
-    progress, source, recorder, windows = job.progress, job.source, job.recorder, job.windows
-    sizes, rate = windows.batch_sizes, next(iter(job.rates.learning_rates), None)
+    progress, source, recorder = windows.progress, windows.source, windows.recorder
+    sizes, rate = windows.batch_sizes, next(iter(rates.learning_rates), None)
     apart, piece = windows.meeting.local(windows.piece_apart)
     noise, signal = progress.noise_at(windows.next_round)
     found = recorder.last | {
@@ -38,7 +39,7 @@ def metrics_of(job: TrainingJob, overhead_s: float) -> dict[str, float]:
         "samples": progress.samples,
         "epoch": nan if source is None else source.epoch,
         "progress": nan if source is None else source.progress,
-        "batch_size": sizes[job.ranks.rank],
+        "batch_size": sizes[windows.ranks.rank],
         "global_batch": sizes.sum(),
         "steps_apart": (sizes.sum() / (piece * sizes.size) if piece else 1.0) if apart else 0.0,
         "lr_factor": 1.0 if rate is None else rate.factor,

@@ -80,7 +80,7 @@ class ControllerStatus:
 
         Neither a collective call nor a wait for a device: call it on one rank or on all, as often as you like.
         """
-        return metrics_of(self._job, self.overhead_s)
+        return metrics_of(self._job.windows, self._job.rates, self.overhead_s)
 
     @property
     def stopping(self) -> bool:

@@ -22,10 +22,9 @@ from torch.utils.data import TensorDataset
 import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.probes.host import Cgroups
-from dynamix.runtime.memory import within
 from dynamix.runtime.memory.batches import length, resized
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory
-from dynamix.runtime.memory.limits import Search
+from dynamix.runtime.memory.limits import Search, within
 from dynamix.window import Bounds
 
 Pair = namedtuple("Pair", "x y")

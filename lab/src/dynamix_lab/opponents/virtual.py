@@ -14,8 +14,8 @@ from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.registry import OtherFactory
+from dynamix.runtime import random_state
 from dynamix.runtime.limits import fixed_at
-from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Floats, Ints
 from dynamix_lab.harness.reference import references

@@ -15,7 +15,7 @@ from dynamix.events.records import EventLog
 from dynamix.policies import make_policy
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.decision import Decider
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Message
+from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts, Message
 from dynamix.runtime.measure.row import ROW
 from dynamix.window import Bounds, Window
 from dynamix_lab.simulator import ClusterEnv, sample_family

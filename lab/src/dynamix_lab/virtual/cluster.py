@@ -20,16 +20,16 @@ from dynamix.data.lengths import Lengths, costs_by_length
 from dynamix.errors import ConfigError
 from dynamix.events.records import EventLog
 from dynamix.policies import Policy
+from dynamix.runtime import random_state
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.channel import InPlace
 from dynamix.runtime.decide.decision import Decider
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Message
+from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts, Message
 from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.limits import check_counts
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.ranks import Alone
 from dynamix.runtime.rate.scaling import SampleSchedule
-from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Floats, Ints

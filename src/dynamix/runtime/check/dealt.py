@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dynamix.runtime.check.losses import nodes_before, shapes_of, walk
+from dynamix.runtime.facts.losses import nodes_before, shapes_of, walk
 
 _FIX = (
     "a loss over the samples that are left goes with wrap(..., weighting='loss') and "

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import UsageError
 from dynamix.runtime.check.advice import ACCUMULATE, ORDER, PASS_OVER, REPEATED, SHORT, STEP, WRAP_ONCE
-from dynamix.runtime.check.beside import Beside, Told
 from dynamix.runtime.check.dealt import may_hold, samples_lost
 from dynamix.runtime.check.model import Loop, ModelCheck
 from dynamix.runtime.check.unwatched_optimizers import Strangers
+from dynamix.runtime.facts.beside import Beside, Told
 from dynamix.runtime.part import Observation, Part
 from dynamix.runtime.sync.shards import Shards
 

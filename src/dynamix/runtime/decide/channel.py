@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dynamix.errors import DynamixError
 from dynamix.runtime.decide.decision import Decider
-from dynamix.runtime.decide.job_facts import HEAD, ClosedWindow, Kind, Message
+from dynamix.runtime.facts.job_facts import HEAD, ClosedWindow, Kind, Message
 from dynamix.runtime.ranks.group import ControlGroup, Work
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.window import Floats

@@ -16,7 +16,7 @@ from dynamix.model.sync_schedule import Conditions
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, report_of, window_length_of
 from dynamix.projection import project
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Kind, Message
+from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts, Kind, Message
 from dynamix.runtime.measure.row import HELD, ROW, assemble
 from dynamix.runtime.ranks.compare import by_rank
 from dynamix.window import Bounds, Floats, Ints, Window

@@ -32,7 +32,7 @@ from dynamix.runtime.decide.channel import (
     noting,
 )
 from dynamix.runtime.decide.decision import Decider
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Kind, Message
+from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts, Kind, Message
 from dynamix.runtime.measure.row import HELD, ROW
 from dynamix.runtime.ranks.group import Work
 from dynamix.runtime.ranks.ranks import Ranks

@@ -12,8 +12,8 @@ from typing import Any
 from dynamix.data import Allocations, BatchSampler, Piece, Round, Stream
 from dynamix.errors import DynamixError, StateError
 from dynamix.runtime.decide.channel import DecisionChannel
-from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts, Kind, Message
-from dynamix.runtime.decide.progress import Progress
+from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts, Kind, Message
+from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Part
 from dynamix.runtime.ranks.compare import PLACE

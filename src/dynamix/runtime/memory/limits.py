@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError, DynamixError, UsageError
+from dynamix.runtime import random_state
 from dynamix.runtime.memory.batches import resized
 from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.gauge import Gauge, all_of, is_out_of_memory, release
 from dynamix.runtime.ranks.ranks import Ranks
-from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.shards import is_fully_sharded
 from dynamix.runtime.sync.sync import Sync
 from dynamix.window import Bounds, Ints

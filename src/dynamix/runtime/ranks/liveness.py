@@ -82,6 +82,10 @@ class Liveness:
         self._heard: dict[int, Silence] = {}
         self._listened, self.beats = Silence(), 0
 
+    def leave(self, word: str) -> None:
+        """This rank's last word is `word`."""
+        self.word = word
+
     @property
     def silent(self) -> dict[int, float]:
         """Ranks of which nothing was heard for `SUSPECT_S`, and for how many seconds."""

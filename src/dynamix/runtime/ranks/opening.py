@@ -20,8 +20,7 @@ from dynamix.runtime.ranks.group import open_control
 from dynamix.runtime.ranks.ranks import Alone, Ranks
 from dynamix.runtime.ranks.rendezvous import beside, meet, refuse
 from dynamix.runtime.ranks.store import job_store
-from dynamix.runtime.ranks.waits import AbortableWait
-from dynamix.runtime.ranks.watch import RankWatch
+from dynamix.runtime.ranks.watch import AbortableWait, RankWatch
 
 _opened: Counter[str] = Counter()  # controllers of this process, by the name of their group
 
@@ -30,6 +29,11 @@ class Same(dict[str, Any]):
     """Plain values by name, and once they were compared the ranks that hold the same."""
 
     ranks: Ranks
+
+    def compare(self, group: dist.ProcessGroup | None) -> Ranks:
+        """The `ranks` of `group`, which hold the same. A collective call: see `open_ranks`."""
+        self.ranks = Alone() if group is None else open_ranks(group, self)
+        return self.ranks
 
 
 @contextmanager
@@ -46,9 +50,9 @@ def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
         error = caught
         same.clear()
         same["error"] = str(caught)
-    same.ranks = Alone() if group is None else open_ranks(group, same)
+    ranks = same.compare(group)
     if error is not None:
-        same.ranks.leave()
+        ranks.leave()
         raise error
 
 

@@ -20,8 +20,7 @@ from dynamix.runtime.ranks.errors import ALIKE, FIRST_PASS
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.rendezvous import require_alone
-from dynamix.runtime.ranks.waits import LOOK_EVERY, LOOK_EVERY_S, AbortableWait
-from dynamix.runtime.ranks.watch import CLOSED, Look, RankWatch
+from dynamix.runtime.ranks.watch import CLOSED, LOOK_EVERY, LOOK_EVERY_S, AbortableWait, Look, RankWatch
 
 _PARTED = {
     "": "Set what optimizers use alike on every rank, by the optimizer step and not by what one rank measures",

@@ -31,6 +31,10 @@ class Stopping:
         self._seen: tuple[int, float] | None = None
         self._steps_per_s, self._retries = 0.0, 0
 
+    def want(self) -> None:
+        """Stop soon."""
+        self.wanted = True
+
     @property
     def under_way(self) -> bool:
         """Whether something is still to be settled."""

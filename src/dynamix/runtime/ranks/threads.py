@@ -147,7 +147,7 @@ class ThreadWatch(RankWatch):
         if self.ended:
             return
         with self.wire.beating:
-            self.alive.word = word
+            self.alive.leave(word)
             self.beat()
             super().leave(word)
         self.wire.leave(self.rank)

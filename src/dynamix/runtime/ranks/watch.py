@@ -19,7 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.errors import DynamixError, UsageError, WorkerLostError
 from dynamix.runtime.ranks.errors import JobErrors
 from dynamix.runtime.ranks.liveness import BEAT_S, LATE_S, Liveness, failed_collective, first_line
 from dynamix.runtime.ranks.stopping import Stopping
@@ -35,6 +35,10 @@ ANSWER_S = 1.0  # longest wait for others' word on why a collective has failed, 
 LEAVE_S = 2.0  # for the last word
 CONNECT_S = 1.0  # for another connection to a store that did not answer
 GIVE_UP_S = 60.0  # without an answer: the store is gone
+LOOK_EVERY_S = 0.25
+LOOK_EVERY = timedelta(seconds=LOOK_EVERY_S)
+BESIDE_S = 5.0  # in one wait, while another rank waits for an agreement that this one does not know of: a deadlock
+SETUP_ERROR_S = 8.0  # in one wait, while another rank has raised an error before training and not gone on
 CLOSED = "its controller was closed"
 RUNS, WAITS, INSIDE = (
     "012"  # for nobody; for others, where their errors reach it; for others in a collective of the loop
@@ -90,7 +94,7 @@ class RankWatch:
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after the same step, soon. A handler of a signal may call it: it takes no lock."""
-        self.stopping.wanted = True
+        self.stopping.want()
 
     # ------------------------------------------------------------ while this rank waits for others
 
@@ -169,7 +173,7 @@ class RankWatch:
         """
         if self._end.is_set():
             return
-        self.alive.word = word
+        self.alive.leave(word)
         if linger and self.rank == 0:
             self._until(lambda: not self.alive.unaware, LINGER_S)
         self._end.set()
@@ -284,3 +288,32 @@ class RankWatch:
         talks = self._threads[:1]
         while not (known() or self._end.is_set()) and time.monotonic() < deadline and any(t.is_alive() for t in talks):
             time.sleep(0.02)
+
+
+class AbortableWait:
+    """One wait of this rank for others, in Python: it is given up where another rank ends the job."""
+
+    def __init__(self, watch: RankWatch) -> None:
+        self.watch = watch
+        self._looked = watch.clock()
+        # Seconds of this wait, as far as this rank was awake: that another one waits for an agreement, or is in an
+        # error that it raised before training.
+        self._beside_s = self._error_s = 0.0
+
+    def look(self) -> None:
+        """Raise what another rank has ended the job with, if one did. To be called now and then while waiting."""
+        watch, errors = self.watch, self.watch.errors
+        watch.hurry()
+        beside, error, now = errors.beside, errors.setup_error, watch.clock()
+        awake_s, self._looked = min(now - self._looked, 2 * LOOK_EVERY_S), now
+        self._beside_s += awake_s * (beside is not None)
+        self._error_s = 0.0 if error is None else self._error_s + awake_s
+        if errors.ended is not None:
+            raise errors.ended
+        if (unlike := errors.unlike) is not None:
+            raise watch.end(UsageError(unlike))
+        if beside is not None and self._beside_s > BESIDE_S:
+            raise watch.end(UsageError(beside))
+        if error is not None and self._error_s > SETUP_ERROR_S:
+            raise watch.end(error)
+        watch.require_all_come()

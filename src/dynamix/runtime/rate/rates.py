@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from dynamix.data import Allocations, Round
-from dynamix.runtime.decide.job_facts import JobFacts
-from dynamix.runtime.decide.progress import Progress
+from dynamix.runtime.facts.job_facts import JobFacts
+from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.part import Part
 from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch, rate_of
 from dynamix.runtime.rules import AUTO

@@ -84,7 +84,7 @@ class LearningRate:
                     self._restore()
 
         self._wrapped = types.MethodType(step, optimizer)
-        optimizer.step = self._wrapped  # type: ignore[method-assign]
+        vars(optimizer)["step"] = self._wrapped
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if self._users:

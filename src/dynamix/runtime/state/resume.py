@@ -12,7 +12,7 @@ from dynamix.data import Allocations, BatchSampler, Stream
 from dynamix.data.selection import SELECTED
 from dynamix.errors import StateError, shown
 from dynamix.projection import project
-from dynamix.runtime.decide.job_facts import JobFacts
+from dynamix.runtime.facts.job_facts import JobFacts
 from dynamix.runtime.part import MOST, Part, fields, of_type, whole, wholes, wrong
 from dynamix.runtime.ranks.hosts import remembered, shares_of, workers_of
 from dynamix.runtime.state.packing import alike

@@ -14,11 +14,11 @@ from typing import Any
 
 from dynamix.errors import StateError, shown
 from dynamix.policies import Policy
-from dynamix.runtime.decide.progress import Progress
+from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import FIX, Part, fields, of_type, whole, wholes, wrong
+from dynamix.runtime.random_state import RandomState
 from dynamix.runtime.state.packing import checksum, pack, unpack
-from dynamix.runtime.state.random_state import RandomState
 from dynamix.runtime.state.resume import Division, SourceState
 from dynamix.runtime.state.users import InOrder, PolicyState, Remembered, load_atomically
 

@@ -20,9 +20,9 @@ from dynamix.policies import Policy
 from dynamix.policies.guard import as_written_now
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy, unfit
 from dynamix.projection import project
-from dynamix.runtime.decide.job_facts import JobFacts
+from dynamix.runtime import random_state
+from dynamix.runtime.facts.job_facts import JobFacts
 from dynamix.runtime.part import Part, of_type
-from dynamix.runtime.state import random_state
 from dynamix.runtime.state.packing import Packed, alike, pack, unpack
 from dynamix.window import Bounds, Ints, Window
 

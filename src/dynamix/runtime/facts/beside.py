@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from dynamix.data import Piece
-from dynamix.runtime.check.losses import nodes_before, shapes_of, walk
+from dynamix.runtime.facts.losses import nodes_before, shapes_of, walk
 from dynamix.window import Floats
 
 # In which round, how many samples, and a figure of the first and of the last so many rows.

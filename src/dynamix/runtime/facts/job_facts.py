@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dynamix.errors import UsageError
 from dynamix.policies.protocol import boundary
-from dynamix.runtime.check.losses import WeightTest
-from dynamix.runtime.check.parting import Parting
 from dynamix.runtime.config import JobConfig
+from dynamix.runtime.facts.losses import WeightTest
+from dynamix.runtime.facts.parting import Parting
 from dynamix.runtime.limits import fixed_at
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.window import Bounds, Floats, Ints

@@ -1,0 +1,1 @@
+"""What every rank of a job holds alike, and how ranks see that they do."""
