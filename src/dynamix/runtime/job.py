@@ -44,7 +44,6 @@ from dynamix.runtime.state.saving import JobState, asked_by_distributed_checkpoi
 from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.parameter_averaging import ParameterAveraging
 from dynamix.runtime.sync.round_boundary import RoundBoundary
-from dynamix.runtime.sync.shards import is_fully_sharded
 from dynamix.runtime.sync.stray import StrayCollectives
 from dynamix.runtime.sync.sync import Sync
 
@@ -103,7 +102,7 @@ class TrainingJob:
         )
         fail = self.windows.fail
         self.loop = LoopCheck(
-            facts.accumulate, self.recorder, fail, self.gather, self._tell_beside, ranks.workers, models=self.models
+            facts.accumulate, self.recorder, fail, self.gather, facts.tell_beside, ranks.workers, models=self.models
         )
         apart = facts.sync_schedule.steps_apart
         strays = StrayCollectives(loss_weight.group if apart else None)
@@ -147,7 +146,7 @@ class TrainingJob:
         """Weight the gradients of this model, observe the first one, and let learning rates follow the batch."""
         first = not self.models
         if self.memory is None:
-            note = ExitNote(self.ranks.rank, self.samples_now, self.memory_ran_out)
+            note = ExitNote(self.ranks.rank, self.loop.samples_in_hand, self.memory_ran_out)
             self.memory = Memory(model, self.ranks, note)
             if self.ranks.rank == 0:
                 self.rates.watch(optimizer)
@@ -180,8 +179,7 @@ class TrainingJob:
         def entry(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             (untraced if torch.compiler.is_compiling() else hears)(module, args, kwargs)
 
-        # Before FSDP2's own hook, which gathers parameters: waiting for them is a part of the step.
-        model.model.register_forward_pre_hook(entry, with_kwargs=True, prepend=is_fully_sharded(model.model))
+        model.model.register_forward_pre_hook(entry, with_kwargs=True, prepend=model.comes_first)
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every round."""
@@ -295,9 +293,6 @@ class TrainingJob:
         self.windows.settle()  # one under way talks on the same group
         self.ranks.wait_for_all(what)
 
-    def _tell_beside(self, told: Any) -> None:
-        self.facts.parting.tell_beside(told)
-
     def gather(self, told: Any, what: str) -> list[Any]:
         """What every rank tells, in the order of ranks: plain objects. A collective call, named `what`."""
         self.windows.settle()
@@ -340,10 +335,6 @@ class TrainingJob:
             ways = "controller.batch_sampler(dataset) or controller.stream(...)"
             raise UsageError(f"make a sampler or a stream first: {ways}")
         return self.source
-
-    def samples_now(self) -> int | None:
-        """What this rank is working on, for the note on an out-of-memory error."""
-        return None if self.source is None or self.source.current is None else self.source.current.samples
 
     # ------------------------------------------------------------ state and end
 

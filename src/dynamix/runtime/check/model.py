@@ -54,6 +54,18 @@ class Loop:
     backwards: int = 0
     group: int = 0
 
+    def samples_in_hand(self) -> int | None:
+        """Of the batch in hand, if there is one."""
+        return None if self.source is None or self.source.current is None else self.source.current.samples
+
+    def made_gradients(self) -> None:
+        """A pass has."""
+        self.backwards += 1
+
+    def updated(self) -> None:
+        """An optimizer has stepped."""
+        self.updates += 1
+
     def fail(self, message: str) -> NoReturn:
         """Raise `UsageError`, on every rank."""
         raise self.fail_with(UsageError(message))
@@ -169,7 +181,7 @@ class ModelCheck:
         """The probe's gradient was added to its `.grad`."""
         if not self.loop.recorder.muted:
             self._held, self._held_since = Held.LOCAL, self.loop.group
-            self.loop.backwards += 1
+            self.loop.made_gradients()
             if self._stale:
                 self._fail_stale()
 
@@ -184,7 +196,7 @@ class ModelCheck:
     def reducing(self, piece: Piece | None) -> None:
         """A synchronised backward pass of `piece` has its first gradients."""
         loop = self.loop
-        loop.backwards += 1
+        loop.made_gradients()
         if not loop.forwards and not self.inside:
             if loop.source is None or not loop.source.batches_issued:
                 loop.fail(FOREIGN)
@@ -279,7 +291,7 @@ class ModelCheck:
         apart = self.loop.steps_apart()
         if not apart and _makes_gradients(args, kwargs):  # its pass was the last of those that accumulate
             self.require_crossed("optimizer.step(closure)")
-        self.loop.updates += 1
+        self.loop.updated()
         self._held, self._held_since = Held.NOTHING, None
         gradient = None if apart or self.probe is None else self.probe.grad
         self._applied = None if gradient is None else (weakref.ref(gradient), gradient._version)

@@ -17,6 +17,7 @@ from torch import Tensor
 from dynamix.errors import UsageError
 from dynamix.policies.protocol import boundary
 from dynamix.runtime.config import JobConfig
+from dynamix.runtime.facts.beside import Told
 from dynamix.runtime.facts.losses import WeightTest
 from dynamix.runtime.facts.parting import Parting
 from dynamix.runtime.limits import fixed_at
@@ -120,6 +121,10 @@ class JobFacts:
     def test_weights(self, test: WeightTest) -> None:
         """Losses are to be compared with shares, by `test`."""
         self.weight_test = test
+
+    def tell_beside(self, told: Told) -> None:
+        """The loop has trained samples that it was not dealt."""
+        self.parting.tell_beside(told)
 
     def narrow(self, bounds: Bounds) -> None:
         """Sizes are kept within `bounds` from now on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from dynamix.runtime.part import Observation
 from dynamix.runtime.ranks.compare import hook_settings
 from dynamix.runtime.sync.collectives import average_, broadcast_
 from dynamix.runtime.sync.gradients import Around, GradientHook, scale_, wipe_nonfinite_
+from dynamix.runtime.sync.holding import holding
 from dynamix.runtime.sync.inner_hook import InnerHook
 from dynamix.runtime.sync.local_sgd import averaging_of
 from dynamix.runtime.sync.other_reductions import require_no_optimizers_in_backward
@@ -98,13 +99,9 @@ class DDPGradients(Hooked):
         if model.static_graph and not self.hook.buckets_seen:
             do = "call controller.warm_up(forward_backward) before find_limits"
             raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {do}")
-        kept = model.require_forward_param_sync
-        model.require_forward_param_sync = False  # buffers are broadcast in forward passes
-        try:
-            with model.no_sync():
-                yield
-        finally:
-            model.require_forward_param_sync = kept
+        # Buffers are broadcast in forward passes.
+        with model.no_sync(), holding(model, require_forward_param_sync=False):
+            yield
 
 
 class LocalPasses(DDPGradients):
@@ -114,21 +111,19 @@ class LocalPasses(DDPGradients):
     again when its batch is done; if the loop itself has turned it off, it stays off.
     """
 
-    _silent = False
+    def __init__(self, model: nn.Module, hook: GradientHook, options: Options, *others: Any) -> None:
+        super().__init__(model, hook, options, *others)
+        self._local = ExitStack()  # open while the passes of the batch in hand stay on the rank
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
         if piece.round.apart or (piece.by_size and not piece.last):
             if self.model.require_backward_grad_sync:
-                self._silent, self.model.require_backward_grad_sync = True, False
-        else:  # a batch before it may have been broken off
-            self._speak()
+                self._local.enter_context(self.model.no_sync())
+        else:
+            self._local.close()  # a batch before it may have been broken off
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
-        self._speak()
-
-    def _speak(self) -> None:
-        if self._silent:
-            self._silent, self.model.require_backward_grad_sync = False, True
+        self._local.close()
 
 
 class EitherWay(LocalPasses):

@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from dynamix.errors import UsageError
 from dynamix.runtime.ranks.process_groups import new_gloo_group, on_gloo
+from dynamix.runtime.sync.holding import holding
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
@@ -76,12 +77,8 @@ class InnerHook:
         state = self.state
         if not hasattr(state, "process_group"):
             return hook(group if state is None or isinstance(state, dist.ProcessGroup) else state, bucket)
-        users = state.process_group
-        state.process_group = group  # hooks read it once, at their start
-        try:
+        with holding(state, process_group=group):  # hooks read it once, at their start
             return hook(state, bucket)
-        finally:
-            state.process_group = users
 
     def plainly(self, bucket: Bucket) -> Future[Tensor]:
         """Torch's all-reduce; of a sparse bucket natively on gloo, densely elsewhere (compressing hooks cannot)."""

@@ -59,7 +59,8 @@ def _keep_silent(model: DistributedDataParallel, recorder: Recorder) -> None:
     if model.static_graph:
         fix = "leave static_graph out, or pass the module without DDP: workers that meet over parameters need none"
         raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {fix}")
-    model.broadcast_buffers = model.require_backward_grad_sync = False
+    for exchange in ("broadcast_buffers", "require_backward_grad_sync"):
+        setattr(model, exchange, False)
 
     def refuse(state: Any, bucket: Any) -> Any:
         if recorder.muted:  # passes that are discarded

@@ -205,6 +205,7 @@ class ShardedPasses(Sync):
     """
 
     settled = False
+    comes_first = True  # waiting for the parameters that FSDP2 gathers is a part of the step
 
     def __init__(self, model: nn.Module, shards: Shards, around: Around, *owners: Any, exchanges: str = "none") -> None:
         super().__init__(model, around.recorder, *owners, exchanges=exchanges)

@@ -7,7 +7,7 @@ module reads torch's own state. It is found by name: importing `torch.distribute
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dynamix.errors import UsageError
 from dynamix.removed import message
+from dynamix.runtime.sync.holding import holding
 
 # What is read of a group, of its parameters, and called on it. Where torch has it otherwise, nothing is.
 _OF_GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reshard_after_backward", "_reduce_scatter_comm")
@@ -96,14 +97,12 @@ class Shards:
     @contextmanager
     def staying_gathered(self) -> Iterator[None]:
         """Inside, parameters that were gathered stay so, after forward and backward passes."""
-        before = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in self.groups]
-        for group in self.groups:
-            group.post_forward_mesh_info, group.reshard_after_backward = None, False
         try:
-            yield
+            with ExitStack() as stack:
+                for group in self.groups:
+                    stack.enter_context(holding(group, post_forward_mesh_info=None, reshard_after_backward=False))
+                yield
         finally:
-            for group, forward, backward in before:
-                group.post_forward_mesh_info, group.reshard_after_backward = forward, backward
             root = self.model._get_fsdp_state()
             if getattr(root, "_auto_reshard_after_forward", False):
                 for group in _groups_of(self.model):

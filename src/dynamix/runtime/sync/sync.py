@@ -29,11 +29,13 @@ class Sync(Part):
     owners      what was made for it: parts with state and process groups of their own; `averagings` among them
     alike       its parameters are the same on all ranks after every optimizer step, as far as is known
     settled     no pass of training needs to be looked at before it begins
+    comes_first   what a forward pass begins with here comes before all that torch does
     crossed     backward passes that have crossed ranks so far
     """
 
     alike = False
     settled = True
+    comes_first = False
     crossed = 0
 
     def __init__(
