@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def _accelerated(row: Row, part: Part) -> None:
     )
     part.begin(controller)
     for batch in part.batches(batches):
-        with controller.piece() if row.in_pieces else accelerator.accumulate(model):
+        with contextlib.nullcontext() if row.in_pieces else accelerator.accumulate(model):
             accelerator.backward(part.loss(model, batch))
             if row.clip and controller.optimizer_due:
                 accelerator.clip_grad_norm_(model.parameters(), CLIP)
@@ -63,7 +64,7 @@ def _fabric(row: Row, part: Part) -> None:
     part.begin(controller)
     for batch in part.batches(batches):
         due = controller.optimizer_due
-        with controller.piece() if row.in_pieces else of.no_backward_sync(model, enabled=not due):
+        with contextlib.nullcontext() if row.in_pieces else of.no_backward_sync(model, enabled=not due):
             of.backward(part.loss(model, batch) / row.accumulate)
         if due:
             if row.clip:

@@ -56,6 +56,9 @@ class RoundBoundary(Part):
             self.recorder.timer.reduced()
             self._between = False
 
+    def job_ends(self) -> None:
+        self.strays.end()
+
     @functools.cached_property
     def payload(self) -> float:
         """Bytes that a meeting moves over those of a gradient, by what optimizers remember when it is first asked."""
