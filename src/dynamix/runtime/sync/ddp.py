@@ -130,6 +130,8 @@ class EitherWay(LocalPasses):
     """DDP whose workers meet over gradients or over parameters, as each round's plan says."""
 
     def round_done(self, done: Round) -> None:
+        if not done.apart and self.hook.steps == 1:
+            self.model.reducer._rebuild_buckets()  # its next pass would, which crosses ranks and may be one apart
         if done.apart and self.model.find_unused_parameters:
             # DDP counts a parameter as used by passes on the rank, too, and would then ask for its gradient.
             self.model.reducer._reset_state()
