@@ -210,7 +210,7 @@ class Issuer:
         Those issued, if nobody can tell.
         """
         reader, issued = self.reader, self._of.batches_issued
-        if (iterator := reader.iterator()) is None:
+        if (iterator := reader.iterator() if reader.known else None) is None:
             return issued, not reader.known
         return min(self.began + int(iterator._num_yielded) - reader.before, issued), True
 
