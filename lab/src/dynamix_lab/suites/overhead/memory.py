@@ -3,7 +3,6 @@
 (DDP reads the annotations of a hook as objects, so they are not postponed here.)
 """
 
-import os
 import resource
 import tempfile
 from collections.abc import Mapping
@@ -43,21 +42,21 @@ def peak_bytes(rank: int, store: str, way: str, device: str = "cpu", width: int 
 
     store   path of a file that does not exist yet, where the ranks meet
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     join_ranks(rank, store)
     try:
-        net, data = network(width).to(device), Repeated(20 * STEPS * BATCH * RANKS)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
-        model, controller = DDP(net), None
-        loader = DataLoader(data, batch_size=BATCH, collate_fn=as_is)
+        net, loader = network(width).to(device), DataLoader(Repeated(2**16), batch_size=BATCH, collate_fn=as_is)
+        optimizer, controller = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9), None
+        model = DDP(net)
         if way != PLAIN:
             replay = _replayed(Path(f"{store}-{rank}.jsonl"), apart=way == APART) if way.startswith("auto") else None
             controller = Controller("static", BATCH, interval=INTERVAL, replay=replay, **WAYS[way])
             loader, model = controller.loader(loader), controller.wrap(model, optimizer)
         _train(model, optimizer, loader, controller, device)
-        parameters = sum(p.numel() * p.element_size() for p in net.parameters())
+        if controller is not None:
+            controller.close()
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return on_host if device == "cpu" else torch.cuda.max_memory_allocated(device), parameters
+        peak = on_host if device == "cpu" else torch.cuda.max_memory_allocated(device)
+        return peak, sum(p.numel() * p.element_size() for p in net.parameters())
     finally:
         dist.destroy_process_group()
 
