@@ -4,7 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from dynamix.data.plan import Cursor, Group, Piece, Round, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of
 from dynamix.errors import DynamixError, UsageError
 from dynamix.window import Ints
+
+Batch = TypeVar("Batch")
 
 
 class Consumption:
@@ -202,6 +204,16 @@ class Issuer:
         if epoch != now.epoch or (now.finished and not self.loaded):
             self._begin_epoch(epoch)
 
+    def received(self) -> tuple[int, bool]:
+        """Batches that the loop has received, and whether that is certain: not where the loader's iterator is gone.
+
+        Those issued, if nobody can tell.
+        """
+        reader, issued = self.reader, self._of.batches_issued
+        if (iterator := reader.iterator() if reader.known else None) is None:
+            return issued, not reader.known
+        return min(self.began + int(iterator._num_yielded) - reader.before, issued), True
+
     def begin(self) -> int:
         """A new iteration begins: go on where consumption stands, or with the next epoch. Returns its number."""
         of, self._refused = self._of, None
@@ -364,3 +376,16 @@ class Issuer:
             Piece(begun, plan, k, len(sizes), k + 1 == len(sizes), n, before, end - n, more, mine, by_size=True)
             for k, (n, end, more) in enumerate(zip(sizes, ends, [*sizes[1:], 0], strict=True))
         ]
+
+
+class Asking(Iterator[Batch], Generic[Batch]):
+    """An iteration over a sampler, whose `reader` knows how often it was asked."""
+
+    def __init__(self, batches: Iterator[Batch], reader: BatchReader) -> None:
+        self._batches, self._reader = batches, reader
+
+    def __next__(self) -> Batch:
+        if not self._reader.asked:
+            self._reader.begin()
+        self._reader.asked += 1
+        return next(self._batches)

@@ -10,10 +10,9 @@ from numpy.typing import ArrayLike
 from dynamix.data.allocations import Allocations
 from dynamix.data.computed_order import COMPUTED
 from dynamix.data.cutting import NO_LIMIT
-from dynamix.data.issuing import Issuable, Issuer
+from dynamix.data.issuing import Asking, Issuable, Issuer
 from dynamix.data.owner import Nobody, SourceOwner
 from dynamix.data.plan import Cursor, Group, Piece
-from dynamix.data.reader import Asking
 from dynamix.errors import ConfigError, StateError
 from dynamix.window import Ints
 
@@ -66,6 +65,7 @@ class SampleOrder(Issuable):
         self.draws_alike, self.goes_on_ahead = draws_alike, goes_on_ahead
         self._told = set[int]()  # batches of an epoch, as somebody was told who asked at the beginning of one
         self._issuer = Issuer(self)
+        self.received = self._issuer.received
 
     def __iter__(self) -> Iterator[Any]:
         number = self._issuer.begin()
@@ -106,15 +106,6 @@ class SampleOrder(Issuable):
         self._issuer.set_epoch(epoch)
 
     # ------------------------------------------------------------ what a loop's checks ask
-
-    def received(self) -> tuple[int, bool]:
-        """Batches that the loop has received, and whether that is certain: not where the loader's iterator is gone.
-
-        Those issued, if nobody can tell.
-        """
-        issuer, issued = self._issuer, self.batches_issued
-        handed_on, gone = issuer.reader.look()
-        return issued if handed_on is None else min(issuer.began + handed_on, issued), not gone
 
     def handed_on(self) -> Piece:
         """The batch that the loop was given last."""

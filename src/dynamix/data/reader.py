@@ -2,9 +2,9 @@
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import DataLoader
@@ -14,44 +14,35 @@ from dynamix.errors import UsageError
 LOOK = 4  # frames between the first line of an iteration and the loader's own
 
 
-Batch = TypeVar("Batch")
-
-
 class BatchReader:
     """Whoever iterates a sampler: a loader's iterator, or (None) somebody unknown.
 
+    iterator gives the loader's, while it is there; else None
+    known    it is a loader's iterator, which may be gone: used up, or left
+    before   batches that the iterator says it has handed on, and that were of an earlier process
     asked    how often it has asked for a batch in this iteration, also after the last one
     ahead    whether it asks for batches that the loop has not come to
     resumes  what it goes on from, where it is torchdata's StatefulDataLoader with a state to load; else empty
     """
 
     def __init__(self, iterator: Any = None, loader: DataLoader[Any] | None = None) -> None:
-        self._iterator = None if iterator is None else weakref.ref(iterator)
+        self.known = iterator is not None
+        self.iterator: Callable[[], Any] = weakref.ref(iterator) if self.known else lambda: None
         self._at_first = 0 if loader is None else loader.num_workers * (loader.prefetch_factor or 0)
-        self._before = 0  # batches that it says it has handed on, and that were of an earlier process
-        self.asked = 0
+        self.asked = self.before = 0
         self.ahead = loader is not None and loader.num_workers > 0
         resumes = getattr(loader, "next_iter_state", None)
         self.resumes: dict[str, Any] = resumes if isinstance(resumes, dict) else {}
 
     def begin(self) -> None:
         """It is about to ask for the first batch."""
-        self._before += self.handed_on or 0
-
-    def look(self) -> tuple[int | None, bool]:
-        """Batches that it has handed on, None where that cannot be told; and whether it once could tell, and is gone.
-
-        Then it was used up, or left: how many it handed on last nobody knows.
-        """
-        iterator = None if self._iterator is None else self._iterator()
-        if iterator is None:
-            return None, self._iterator is not None
-        return int(iterator._num_yielded) - self._before, False
+        self.before += self.handed_on or 0
 
     @property
     def handed_on(self) -> int | None:
         """Batches that it has handed on; None where that cannot be told."""
-        return self.look()[0]
+        iterator = self.iterator()
+        return None if iterator is None else int(iterator._num_yielded) - self.before
 
     @property
     def has_handed_on(self) -> int:
@@ -59,19 +50,6 @@ class BatchReader:
         once with every batch that it hands on, also for batches that there are no more."""
         known = self.handed_on
         return max(self.asked - self._at_first, 0) if known is None else known
-
-
-class Asking(Iterator[Batch], Generic[Batch]):
-    """An iteration over a sampler, whose `reader` knows how often it was asked."""
-
-    def __init__(self, batches: Iterator[Batch], reader: BatchReader) -> None:
-        self._batches, self._reader = batches, reader
-
-    def __next__(self) -> Batch:
-        if not self._reader.asked:
-            self._reader.begin()
-        self._reader.asked += 1
-        return next(self._batches)
 
 
 def reader_of(sampler: object) -> BatchReader:

@@ -48,7 +48,6 @@ from dynamix.runtime.sync.stray import StrayCollectives
 from dynamix.runtime.sync.sync import Sync
 
 LEFT = f"{CLOSED}; workers that step apart leave the loop together: `if controller.checkpoint_due(every=N): break`"
-EVENTS = ("pass_begins", "piece_done", "round_done", "job_ends")  # that are passed on
 
 
 class TrainingJob:
@@ -118,7 +117,9 @@ class TrainingJob:
         """Find out once who hears which event, in the order in which they do."""
         parts: list[Part] = [self.boundary] if self.facts.sync_schedule.steps_apart else []
         parts += [part for model in self.models for part in (*model.owners, model)]
-        self._heard = {event: heard([*parts, self.rates, self.windows], event) for event in EVENTS}
+        # Rounds move no rate without a schedule that goes on with them, or is watched.
+        parts += [self.rates, self.windows] if self.rates.schedules or self.rates.watched else [self.windows]
+        self._heard = {event: heard(parts, event) for event in ("pass_begins", "piece_done", "round_done")}
 
     # ------------------------------------------------------------ what it is given
 
@@ -274,11 +275,10 @@ class TrainingJob:
 
     def round_done(self, piece: Piece) -> None:
         """A round is over, of which `piece` was the last."""
-        progress = self.progress
-        progress.count(piece.round)
+        self.progress.count(piece.round)
         for hears in self._heard["round_done"]:
             hears(piece.round)
-        self.stopping = self.ranks.stop_after(progress.steps)
+        self.stopping = self.ranks.stop_after(self.progress.steps)
 
     def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float, float]:
         """What a window's row says of the exchange: see `WindowCloser`."""
@@ -353,8 +353,7 @@ class TrainingJob:
             patience_s = 0.0 if failing else DRAIN_S
             self.windows.channel.close(patience_s)
             self.loop.job_ends()
-            for ends in self._heard["job_ends"]:
-                ends()
+            self.rates.job_ends()
             owners: list[Any] = [*self.models, self.loss_weight]
             groups = [group for owner in owners for group in owner.close()]
             self.end_events()

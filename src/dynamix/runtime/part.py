@@ -35,8 +35,8 @@ class Observation(NamedTuple):
 class Part:
     """A part of a job. It hears events in the order in which parts were added to the job, and owns its state.
 
-    Every event has a default that does nothing, and only parts that hear one are called. A part knows no other part:
-    what it needs it is given in its constructor.
+    Every event has a default that does nothing, and only parts that override one are called. A part knows no other
+    part: what it needs it is given in its constructor.
 
     name   of its state in a checkpoint; empty: it has none
     own    every rank has another state, so that a checkpoint holds one for each; None is loaded if it lacks this rank's
@@ -44,10 +44,6 @@ class Part:
 
     name = ""
     own = False
-
-    def hears(self, event: str) -> bool:
-        """Whether it is to be called for that one: if it overrides the default."""
-        return getattr(type(self), event) is not getattr(Part, event)
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
         """A pass that records gradients begins of the batch in hand; `kept`: the open window keeps what is measured."""
@@ -57,9 +53,6 @@ class Part:
 
     def round_done(self, done: Round) -> None:
         """The last batch of a round is done."""
-
-    def job_ends(self) -> None:
-        """The controller is closed: let go of what is the user's."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, arrays and tensors by name."""
@@ -73,14 +66,15 @@ class Part:
 
 
 def heard(parts: Iterable[Part], event: str) -> tuple[Callable[..., None], ...]:
-    """The methods of `parts` for `event`, in order, of those that hear it.
+    """The methods of `parts` for `event`, in order, of those that override its default.
 
     >>> class Counts(Part):
     ...     def round_done(self, done: Round) -> None: ...
-    >>> len(heard([Part(), Counts()], "round_done")), len(heard([Part(), Counts()], "job_ends"))
+    >>> len(heard([Part(), Counts()], "round_done")), len(heard([Part(), Counts()], "piece_done"))
     (1, 0)
     """
-    return tuple(getattr(part, event) for part in parts if part.hears(event))
+    default = getattr(Part, event)
+    return tuple(getattr(part, event) for part in parts if getattr(type(part), event) is not default)
 
 
 def wrong(name: str, value: Any, allowed: str) -> NoReturn:

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from dynamix.errors import ConfigError
-from dynamix_lab.suites.overhead.ranks import Blocks, time_blocks
+from dynamix_lab.suites.overhead.memory import WAYS, memory, memory_table
+from dynamix_lab.suites.overhead.ranks import CLOCKS, Blocks, time_blocks
 from dynamix_lab.suites.overhead.suite import OverheadPlan, OverheadSuite, decisions, summarise
 from tests.ranks import run_ranks
 
@@ -22,7 +23,7 @@ def launch(factor: float) -> dict[str, object]:
     mine = [factor * s for s in plain]
     mine[1] *= 5
     seconds = {"ddp": plain, "mine": mine}
-    clocks = {"wall_s": seconds, "cpu_s": seconds, "call_s": {"mine": [0.01, 0.02, 0.03]}}
+    clocks = {"wall_s": seconds, "cpu_s": seconds, "thread_s": seconds, "call_s": {"mine": [0.01, 0.02, 0.03]}}
     return {"steps": 10, "load_average": [0, 0], **clocks}
 
 
@@ -34,6 +35,9 @@ def test_a_rows_ratio_is_the_median_over_blocks_and_its_interval_that_of_launche
     assert found["ratio"]["median"] == pytest.approx(math.exp(mean), abs=1e-4)
     assert found["ratio"]["high"] == pytest.approx(math.exp(mean + half), abs=1e-4)
     assert found["call_ms"] == pytest.approx(2.0)
+    over = found["thread_over_ms"]  # of medians 0.06, 0.084 and 0.072 s in 10 steps; the interval is theirs
+    assert over["mean"] == pytest.approx(7.2)
+    assert over["high"] == pytest.approx(7.2 + 4.303 * 1.2 / math.sqrt(3), abs=1e-3)
     assert summarise([launch(1.05)])["rows"]["mine"]["ratio"] == {"median": 1.05, "low": None, "high": None}
 
 
@@ -56,7 +60,8 @@ def test_two_ranks_time_every_row(tmp_path) -> None:
     timed = run_ranks(_timed, 2, str(tmp_path / "store"), blocks)
     for found in timed:
         assert list(found["wall_s"]) == ["ddp", "ddp-again", "ddp-hook", "goodput"]
-        assert all(s > 0 for each in ("wall_s", "cpu_s") for of_row in found[each].values() for s in of_row)
+        assert all(s > 0 for each in CLOCKS for of_row in found[each].values() for s in of_row)
+        assert {len(seconds) for clock in CLOCKS for seconds in found[clock].values()} <= {*range(4, 13)}
     cells = {"1ms": {"width": 16}, "1ms-0": {"steps": blocks.steps, "load_average": [0, 0], **timed[0]}}
     suite = OverheadSuite(TINY)
     result = suite.conclude({**cells, "decisions": decisions(("static",), workers=(2,), count=3)})
@@ -73,3 +78,12 @@ def test_two_ranks_time_every_row(tmp_path) -> None:
 def test_what_cannot_be_timed_is_refused(wrong) -> None:
     with pytest.raises(ConfigError):
         OverheadPlan.of(**wrong).check()
+
+
+@pytest.mark.multiproc
+def test_every_way_of_meeting_says_its_peak_of_memory() -> None:
+    found = memory(width=64)
+    assert list(found["cpu"]) == list(WAYS)
+    assert found["cpu"]["ddp"]["copies"] == 0
+    assert all(of["peak_mb"] > 1 for of in found["cpu"].values())
+    assert ["cpu", "ddp"] in [row[:2] for row in memory_table(found).rows]

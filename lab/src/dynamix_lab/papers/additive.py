@@ -147,18 +147,6 @@ class AdditiveNet(nn.Module):
         logits = self.head(torch.tanh(self.own(hidden) + self.context(of_all).unsqueeze(1)))
         return logits, self.critic(of_all).squeeze(-1)
 
-    def mean_action(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The expected step as log share (N, W), zero mean, and log global growth (N,): for learning on a real job."""
-        logits, _ = self(observed, mask)
-        size = REFERENCE * torch.exp2(observed[..., len(FEATURES)])
-        low, high = size.clamp(max=self.actions.low), size.clamp(min=self.actions.high)
-        after = torch.maximum(torch.minimum(size.unsqueeze(-1) + self.steps, high.unsqueeze(-1)), low.unsqueeze(-1))
-        step = (logits.softmax(-1) * torch.log(after / size.unsqueeze(-1))).sum(-1) * mask
-        weight = size * mask
-        growth = torch.log((weight * step.exp()).sum(-1) / weight.sum(-1).clamp(min=1e-9))
-        mean = step.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-        return (step - mean) * mask, growth
-
     def divergence(self, other: AdditiveNet, observed: Tensor, mask: Tensor) -> Tensor:
         """Mean KL divergence per worker, nats, of this policy from `other`'s on these observations."""
         mine, theirs = (net(observed, mask)[0].log_softmax(-1) for net in (self, other))

@@ -98,18 +98,15 @@ class ResidualNet(nn.Module):
             y = x @ layer.weight.detach().numpy().T
             return np.asarray(y if layer.bias is None else y + layer.bias.detach().numpy())
 
-        def tanh(x: NDArray[np.float32]) -> NDArray[np.float32]:
-            return np.asarray(np.tanh(x, out=x))
-
         with np.errstate(over="ignore", invalid="ignore"):  # absurd weights give absurd answers, which are cut later
             seen = observed if self.kept is None else observed * self.kept.numpy()
-            hidden = tanh(linear(self.encode[2], tanh(linear(self.encode[0], seen))))
+            hidden = np.tanh(linear(self.encode[2], np.tanh(linear(self.encode[0], seen))))
             only, every = active[:, None], bool(active.all())
             mean = (hidden if every else hidden * only).sum(0) / max(int(active.sum()), 1)
             most = hidden if every else np.where(only, hidden, np.float32(-2.0))
             of_all = np.concatenate([mean, most.max(0)])
-            local = linear(self.local[1], tanh(linear(self.own, hidden) + linear(self.context, of_all)))
-            shared = linear(self.shared[2], tanh(linear(self.shared[0], of_all)))
+            local = linear(self.local[1], np.tanh(linear(self.own, hidden) + linear(self.context, of_all)))
+            shared = linear(self.shared[2], np.tanh(linear(self.shared[0], of_all)))
         return local[:, 0].astype(np.float64), shared[0].astype(np.float64)
 
     @torch.no_grad()

@@ -58,15 +58,7 @@ class Reader:
         None where it cannot be read; NaN where no target is a class.
         """
         try:
-            if (
-                _plain(logits, target)
-                and logits.dim() == 2
-                and logits.shape[:1] == target.shape
-                and logits.shape[1] > 1
-            ):
-                return _share_right(*_sampled(logits.detach(), target, 1))  # nearly always
-            with torch.no_grad():
-                return self._accuracy(_tensor(logits, _LOGITS), _tensor(target, _TARGET), loss)
+            return self._accuracy(_tensor(logits, _LOGITS), _tensor(target, _TARGET), loss)
         except Exception as error:
             self.failed("accuracy", f"logits {_shown(logits)} and target {_shown(target)} ({error})")
             return None
@@ -81,6 +73,8 @@ class Reader:
 
     def _accuracy(self, logits: Tensor, target: Tensor, loss: Value | None) -> Value:
         logits, target = logits.detach(), target.detach()
+        if target.dtype is torch.int64 and logits.shape[:-1] == target.shape and target.dim() == 1 < logits.shape[-1]:
+            return _share_right(*_sampled(logits, target, 1))  # nearly always
         if logits.dim() and target.dim() == logits.dim() - 1 and logits.shape[1:2] == (1,):
             logits = logits.squeeze(1)  # (B, 1) with (B,): a single logit
         if logits.shape == target.shape:
@@ -174,15 +168,11 @@ def _every(dimension: int, step: int) -> tuple[slice, ...]:
     return (*[slice(None)] * dimension, slice((step - 1) // 2, None, step))
 
 
-def _plain(logits: Any, target: Any) -> bool:
-    """Whether NumPy can look at both, without torch's cost per call."""
-    here = type(logits) is type(target) is Tensor and logits.is_cpu and target.is_cpu
-    return here and target.dtype is torch.int64 and logits.dtype in (torch.float32, torch.float64)
-
-
 def _share_right(logits: Tensor, target: Tensor, classes: int) -> Value:
     """Of class indices."""
-    if _plain(logits, target):
+    known = type(logits) is type(target) is Tensor and logits.dtype in (torch.float32, torch.float64)
+    if known and logits.is_cpu and target.is_cpu and target.dtype is torch.int64:
+        # NumPy looks at them without torch's cost per call.
         right = int(np.count_nonzero(logits.numpy().argmax(classes) == target.numpy()))
         seen = int(np.count_nonzero(target.numpy().view(np.uint64) < logits.shape[classes]))  # below 0 is very large
         return right / seen if seen else math.nan

@@ -117,9 +117,8 @@ class Recorder(Part):
         if value is not None:
             value = value if over == 1.0 else value / over
             self.add("loss", value, weight=samples)
-        if logits is None or target is None:
-            return
-        if self.steps % ACCURACY_EVERY and len(self._kept.get("accuracy", ())) >= 2:
+        known = self.steps % ACCURACY_EVERY and len(self._kept.get("accuracy", ())) >= 2
+        if logits is None or target is None or known:
             return
         if (accuracy := self.reader.accuracy(logits, target, value)) is not None:
             self.add("accuracy", accuracy, weight=samples)
@@ -129,12 +128,11 @@ class Recorder(Part):
 
         dealt   samples of this rank's share and what they cost, in samples of mean cost, where that is known
         """
-        timer = self.timer
-        timer.step_done((first_of_epoch, *(dealt or _NOT_KNOWN)) if keep else None)
+        self.timer.step_done((first_of_epoch, *(dealt or _NOT_KNOWN)) if keep else None)
         with self._lock:
             measured, self._open = self._open, {}
-        if timer.step % READ_EVERY == 0:
-            self.times.read(timer)
+        if self.timer.step % READ_EVERY == 0:
+            self.times.read(self.timer)
         if not keep:
             return
         self.steps += 1
@@ -319,16 +317,16 @@ def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> 
     """
     of_step: dict[str, Value] = {}
     if reduced:
-        of_step["global_sq"] = _sum([values[-1] for values in reduced.values()])
+        of_step["global_sq"] = sum([values[-1] for values in reduced.values()])
     if local and all(len(values) == 1 for values in (*local.values(), *reduced.values())):
-        of_step["local_sq"] = _sum([values[0] for values in local.values()])
+        of_step["local_sq"] = sum([values[0] for values in local.values()])
     elif local and local.keys() == reduced.keys():
         parts: list[Value] = []
         for part, values in local.items():
             after = reduced[part]
-            apart = _sum([x - r for x, r in zip(values, after, strict=False)])
+            apart = sum([x - r for x, r in zip(values, after, strict=False)])
             parts.append(after[-1] + apart * (len(after) / len(values)))
-        of_step["local_sq"] = _sum(parts)
+        of_step["local_sq"] = sum(parts)
     return of_step
 
 
@@ -336,12 +334,8 @@ def _mean(measured: list[tuple[int, Value, float]]) -> Value:
     values: list[Value] = [value for _, value, _ in measured]
     weights = [weight for *_, weight in measured]
     if len({*weights}) == 1:  # so that a single value stays what it is
-        return _sum(values) / len(values)
-    return _sum([value * weight for _, value, weight in measured]) / sum(weights)
-
-
-def _sum(values: Sequence[Value]) -> Value:
-    return sum(values[1:], values[0])
+        return sum(values) / len(values)
+    return sum([value * weight for _, value, weight in measured]) / sum(weights)
 
 
 def _mean_std(values: Sequence[float]) -> tuple[float, float]:

@@ -39,7 +39,6 @@ FIXES = {
     "parameters": "Load weights on every rank, or before DDP(net) is made, which sends the first rank's to all",
     "optimizers": "Make the same optimizers of the same parameters, with the same arguments, on every rank",
 }
-_AT_ONCE = 2**20  # entries of a tensor that are made float64 together
 _OF_POWERSGD = (
     *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback", "warm_start"),
     "batch_tensors_with_same_shape",
@@ -170,12 +169,10 @@ def sketch(value: torch.Tensor) -> torch.Tensor:
     """(sum of every second entry, of the others, norm) of a tensor that `sums`, on the CPU. Asks the device."""
     own = value.to_local() if hasattr(value, "to_local") else value
     flat = (torch.view_as_real(own) if own.is_complex() else own).reshape(-1)
-    of_all = flat.new_zeros(3, dtype=torch.float64)
-    for part in flat.split(_AT_ONCE):  # or the copies in float64 would be what a job needs most memory for
-        wide = part.double()
-        of_all += torch.stack([wide[0::2].sum(), wide[1::2].sum(), wide.square().sum()])
-    of_all[2].sqrt_()
-    return of_all.cpu()
+    wide = map(torch.Tensor.double, flat.split(2**20))  # or a job's peak of memory could be a whole copy
+    each = [torch.stack([part[0::2].sum(), part[1::2].sum(), part.square().sum()]) for part in wide]
+    even, odd, square = torch.stack(each).sum(0)
+    return torch.stack([even, odd, square.sqrt()]).cpu()
 
 
 def sums(parameter: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ class Rates(Part):
     """Of all optimizers of a controller.
 
     lr_rule   as of `Controller`
+    watched   whether a scheduler counts steps; None: they are a measure
     """
 
     def __init__(self, job: JobFacts, lr_rule: str, allocations: Allocations, progress: Progress) -> None:
@@ -28,7 +29,7 @@ class Rates(Part):
         self.optimizers: list[Optimizer] = []
         self.learning_rates: list[LearningRate] = []  # theirs, if they may move
         self.schedules: list[SampleSchedule] = []
-        self._watch: SchedulerWatch | None = None
+        self.watched: SchedulerWatch | None = None
         self._whole: list[float] = []  # factors of a whole piece's step, where workers step apart
         self._largest = 0.0
 
@@ -41,7 +42,7 @@ class Rates(Part):
     def watch(self, optimizer: Optimizer) -> None:
         """Warn of a scheduler of `optimizer` that counts steps where these are no measure: see `SchedulerWatch`."""
         if (apart := self.job.sync_schedule.steps_apart) or not self.job.fixed:
-            self._watch = SchedulerWatch(optimizer, self.job.base_batch, apart=apart)
+            self.watched = SchedulerWatch(optimizer, self.job.base_batch, apart=apart)
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every round."""
@@ -68,8 +69,8 @@ class Rates(Part):
         Where workers step apart they follow the steps that are taken at the same time, and the `samples` of this
         worker's: those of a part of a piece are a smaller step.
         """
-        if self._watch is not None:
-            self._watch.look()
+        if self.watched is not None:
+            self.watched.look()
         if coming.apart:
             if coming.piece:
                 self._follow(coming.at_once, *self.progress.noise_at(coming.index))
@@ -93,16 +94,12 @@ class Rates(Part):
             part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
             learning_rate.set_factor(factor * part)
 
-    def hears(self, event: str) -> bool:
-        """Nothing of rounds without a schedule to advance or to watch."""
-        return super().hears(event) and (event != "round_done" or bool(self.schedules or self._watch))
-
     def round_done(self, done: Round) -> None:
-        if self._watch is not None:
-            self._watch.look()
+        if self.watched is not None:
+            self.watched.look()
         advanced = [schedule.advance(done.samples) for schedule in self.schedules]
-        if self._watch is not None:
-            self._watch.round_done(done, advanced=any(advanced))
+        if self.watched is not None:
+            self.watched.round_done(done, advanced=any(advanced))
 
     def job_ends(self) -> None:
         """Take every hook off the optimizers."""

@@ -169,8 +169,7 @@ class GradientHook(Part):
         part, buffer = bucket.index(), bucket.buffer()
         if part == 0:
             self._under_way, self._awaited = [], False
-        if part >= self.buckets_seen:
-            self.buckets_seen = part + 1
+        self.buckets_seen = max(self.buckets_seen, part + 1)
         if self.crossed <= 1:
             self.loop.covers(bucket.parameters())
         weight = None if self.recorder.muted else self.begin(part, buffer, first=part == 0)

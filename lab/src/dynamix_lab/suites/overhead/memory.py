@@ -3,8 +3,9 @@
 (DDP reads the annotations of a hook as objects, so they are not postponed here.)
 """
 
-import os
 import resource
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch.utils.data import DataLoader
 
 from dynamix.events.records import EventLog
 from dynamix.runtime.controller import Controller
+from dynamix_lab.harness.processes import in_processes
 from dynamix_lab.report import Table, number
 from dynamix_lab.suites.overhead.ranks import PLAIN, RANKS, Repeated, join_ranks, network
 from dynamix_lab.tasks import as_is
 
-BATCH, WIDTH = 16, 4096  # few samples and many parameters: copies of these are what is looked for
-STEPS, INTERVAL = 40, 5
+BATCH, WIDTH = 16, 3072  # few samples and many parameters: copies of these are what is looked for
+STEPS, INTERVAL = 25, 5
 APART = "auto, while they step apart"
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {},
@@ -39,21 +41,21 @@ def peak_bytes(rank: int, store: str, way: str, device: str = "cpu", width: int 
 
     store   path of a file that does not exist yet, where the ranks meet
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     join_ranks(rank, store)
     try:
-        net, data = network(width).to(device), Repeated(20 * STEPS * BATCH * RANKS)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
-        model, controller = DDP(net), None
-        loader = DataLoader(data, batch_size=BATCH, collate_fn=as_is)
+        net, loader = network(width).to(device), DataLoader(Repeated(2**16), batch_size=BATCH, collate_fn=as_is)
+        optimizer, controller = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9), None
+        model = DDP(net)
         if way != PLAIN:
             replay = _replayed(Path(f"{store}-{rank}.jsonl"), apart=way == APART) if way.startswith("auto") else None
             controller = Controller("static", BATCH, interval=INTERVAL, replay=replay, **WAYS[way])
             loader, model = controller.loader(loader), controller.wrap(model, optimizer)
         _train(model, optimizer, loader, controller, device)
-        parameters = sum(p.numel() * p.element_size() for p in net.parameters())
+        if controller is not None:
+            controller.close()
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return on_host if device == "cpu" else torch.cuda.max_memory_allocated(device), parameters
+        peak = on_host if device == "cpu" else torch.cuda.max_memory_allocated(device)
+        return peak, sum(p.numel() * p.element_size() for p in net.parameters())
     finally:
         dist.destroy_process_group()
 
@@ -80,11 +82,27 @@ def _replayed(path: Path, *, apart: bool) -> Path:
     return path
 
 
-def memory_table(result: dict[str, Any]) -> Table:
+def memory(width: int = WIDTH) -> dict[str, dict[str, dict[str, float]]]:
+    """By device and way: megabytes of a rank over plain DDP, and how many copies of the parameters that is."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
+        plain, found[device] = 0.0, {}
+        for way in WAYS:
+            with tempfile.TemporaryDirectory() as folder:
+                given = {rank: (rank, f"{folder}/store", way, device, width) for rank in range(RANKS)}
+                peaks = dict(in_processes(peak_bytes, given, RANKS))
+            peak = sum(bytes_ for bytes_, _ in peaks.values()) / RANKS
+            plain = peak if way == PLAIN else plain
+            over = {"over_mb": round((peak - plain) / 1e6, 1), "copies": round((peak - plain) / peaks[0][1], 2)}
+            found[device][way] = {"peak_mb": round(peak / 1e6, 1), **over}
+    return found
+
+
+def memory_table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
     """A row a device and way: megabytes over plain DDP, and how many copies of the parameters that is."""
     rows = [
-        [device, way, number(found["over_mb"], 1), number(found["copies"], 2)]
-        for device, ways in result["memory"].items()
-        for way, found in ways.items()
+        [device, way, number(of["peak_mb"], 1), number(of["over_mb"], 1), number(of["copies"], 2)]
+        for device, ways in found.items()
+        for way, of in ways.items()
     ]
-    return Table(["device", "ranks meet over", "MB over ddp", "copies of the parameters"], rows)
+    return Table(["device", "ranks meet over", "peak, MB", "MB over ddp", "copies of the parameters"], rows)

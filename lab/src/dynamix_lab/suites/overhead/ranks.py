@@ -11,10 +11,11 @@ import datetime
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dynamix.runtime.controller import Controller
-from dynamix_lab.statistics import balanced_order
+from dynamix_lab.statistics import balanced_order, mean_interval
 from dynamix_lab.tasks import as_is
 
 RANKS = 2
@@ -36,6 +37,8 @@ FEATURES, CLASSES, STORED = 32, 10, 4096
 REST_S = 0.03
 TIMEOUT = datetime.timedelta(seconds=120)
 WIDEST = 8192
+CLOCKS = ("wall_s", "cpu_s", "thread_s")
+ENOUGH = 0.01  # half width of A/A's interval of thread time, over that
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class Blocks:
     width    of the two hidden layers
     warm_up  untimed steps of each row
     steps    of a block
-    rounds   blocks of each row
+    rounds   blocks of each row, at least
+    most     of them; none follow once `settled`
     seed     of the order of rows
     """
 
@@ -55,12 +59,13 @@ class Blocks:
     warm_up: int
     steps: int
     rounds: int
+    most: int
     seed: int
 
     @property
     def samples(self) -> int:
         """A data set so long that no epoch ends while blocks are timed."""
-        return (self.warm_up + self.steps * self.rounds + 2 * INTERVAL) * BATCH * RANKS
+        return (self.warm_up + self.steps * self.most + 2 * INTERVAL) * BATCH * RANKS
 
 
 class Repeated(Dataset[tuple[Tensor, Tensor]]):
@@ -153,18 +158,28 @@ def bare_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Fut
     return default_hooks.allreduce_hook(group, bucket)
 
 
-def timed(job: RowJob, steps: int, rest_s: float = REST_S) -> tuple[float, float]:
-    """Seconds by the clock of both ranks, and processor seconds of all threads of this one."""
+def timed(job: RowJob, steps: int, rest_s: float = REST_S) -> tuple[float, float, float]:
+    """Seconds by the clock of both ranks; processor seconds of all threads of this one, and of the one that trains."""
     time.sleep(rest_s)
     dist.barrier()
-    began, worked = time.perf_counter(), time.process_time()
+    began, worked, trained = time.perf_counter(), time.process_time(), time.thread_time()
     job.train(steps)
+    trained = time.thread_time() - trained
     dist.barrier()
-    return time.perf_counter() - began, time.process_time() - worked
+    return time.perf_counter() - began, time.process_time() - worked, trained
+
+
+def settled(thread_s: Mapping[str, Sequence[float]]) -> bool:
+    """Whether A/A's interval over blocks is narrow enough by rank 0's `thread_s`. A collective call."""
+    ratios = mean_interval(np.log(np.array(thread_s[AGAIN]) / np.array(thread_s[PLAIN])))
+    said = torch.tensor([float(ratios.high - ratios.low)])
+    dist.broadcast(said, 0)
+    return float(said) <= 2 * ENOUGH
 
 
 def time_blocks(rank: int, store: str, blocks: Blocks) -> dict[str, dict[str, list[float]]]:
-    """`wall_s` and `cpu_s` of this rank by row, an entry a round, and `call_s` inside of `controller.step()`.
+    """`wall_s`, `cpu_s` and `thread_s` of this rank by row, an entry a round, and `call_s` inside of the controller's
+    `step()`.
 
     A collective call in `RANKS` processes.
 
@@ -177,19 +192,17 @@ def time_blocks(rank: int, store: str, blocks: Blocks) -> dict[str, dict[str, li
             job.train(blocks.warm_up)
         gc.collect()
         gc.freeze()  # or the objects of five idle jobs make every row's garbage collection dearer
-        found: dict[str, dict[str, list[float]]] = {
-            "wall_s": {name: [] for name in blocks.rows},
-            "cpu_s": {name: [] for name in blocks.rows},
-            "call_s": {name: [] for name, job in jobs.items() if job.controller is not None},
-        }
-        for turn in range(blocks.rounds):
+        found: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in blocks.rows} for clock in CLOCKS}
+        found["call_s"] = {name: [] for name, job in jobs.items() if job.controller is not None}
+        for turn in range(blocks.most):
+            if turn >= blocks.rounds and settled(found["thread_s"]):
+                break
             for name in balanced_order(blocks.rows, blocks.seed + turn):
                 job, before_s = jobs[name], jobs[name].call_s
-                wall_s, cpu_s = timed(job, blocks.steps)
+                for clock, spent_s in zip(CLOCKS, timed(job, blocks.steps), strict=True):
+                    found[clock][name].append(spent_s)
                 if name in found["call_s"]:
                     found["call_s"][name].append(job.call_s - before_s)
-                found["wall_s"][name].append(wall_s)
-                found["cpu_s"][name].append(cpu_s)
         for job in jobs.values():
             job.close()
         return found

@@ -1,9 +1,10 @@
 """`dynamix bench overhead`: job time and processor time beside plain DDP, and what a decision costs; resumable by cell.
 
-A cell is one launch of two real gloo processes, in which all rows train blocks of steps in turn. In it a row's ratio is
-the median over its blocks, each to the block of plain DDP in the same round. Launches are what varies: the interval is
-Student's t over their ratios. Before them, a cell for each step time finds a model whose plain step takes about as long
-on this machine; all its launches train that.
+A cell is one launch of two real gloo processes, in which all rows train blocks of steps in turn, until A/A's interval
+of thread time is narrow. In it a row's ratio is the median over its blocks, each to the block of plain DDP in the same
+round. Launches are what varies: the interval is Student's t over their ratios. Before them, a cell for each step time
+finds a model whose plain step takes about as long on this machine; all its launches train that. Another cell looks for
+the peak of memory.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ from dynamix_lab.suites.decision_time import (
     beside_times,
     decision_times,
 )
+from dynamix_lab.suites.overhead.memory import memory, memory_table
 from dynamix_lab.suites.overhead.ranks import AGAIN, HOOK, INTERVAL, PLAIN, RANKS, Blocks, find_width, time_blocks
 
 SHORT_MS = 5.0  # steps below it are timed more often, since a block of them is over at once
 BLOCK_S = 2.7  # longest of a block
+MOST = 3  # times as many blocks as at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,13 @@ class OverheadPlan:
     step_ms     of plain DDP, about; each is a model of its own
     policies    rows beside plain DDP (twice: the A/A pair) and DDP with a bare Python hook
     launches    of each model
-    rounds      blocks of each row in a launch; four times as many of short steps
+    rounds      blocks of each row in a launch, at least; four times as many of short steps
     steps       of a block, fewer where they are long; twice as many of short ones
     deciders, workers   whose decisions are timed, and for how many workers
     decisions   timed each
     """
 
-    step_ms: tuple[float, ...] = (1.0, 22.0, 131.0)
+    step_ms: tuple[float, ...] = (2.0, 22.0, 131.0)
     policies: tuple[str, ...] = ("static", "goodput", "dynamix", "stigmergic")
     launches: int = 6
     rounds: int = 6
@@ -68,7 +71,7 @@ class OverheadPlan:
     def of(cls, *, quick: bool = False, **chosen: Any) -> OverheadPlan:
         """`quick`: two short models, three launches. What is None in `chosen` stays as it is."""
         usual: dict[str, Any] = (
-            {"step_ms": (1.0, 22.0), "launches": 3, "rounds": 3, "steps": 30, "decisions": 50} if quick else {}
+            {"step_ms": (2.0, 22.0), "launches": 3, "rounds": 3, "steps": 30, "decisions": 50} if quick else {}
         )
         return cls(**{**usual, **{name: value for name, value in chosen.items() if value is not None}})
 
@@ -100,7 +103,7 @@ class OverheadPlan:
         rounds = self.rounds * (4 if short else 1)
         warm_up = INTERVAL + INTERVAL // 2  # windows then close inside of blocks
         rows = (PLAIN, AGAIN, HOOK, *self.policies)
-        return Blocks(rows, width, warm_up, steps, rounds, launch * rounds)
+        return Blocks(rows, width, warm_up, steps, rounds, MOST * rounds, launch * rounds)
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,13 @@ class OverheadSuite(Suite):
         sizes = [Cell(_size(ms), (ms, None)) for ms in self.plan.step_ms]
         each = [(ms, launch) for launch in range(self.plan.launches) for ms in self.plan.step_ms]
         launches = [Cell(f"{_size(ms)}-{launch}", (ms, launch)) for ms, launch in each]
-        return [Cell("decisions"), *sizes, *launches]
+        return [Cell("decisions"), Cell("memory"), *sizes, *launches]
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         if cell.key == "decisions":
             return decisions(self.plan.deciders, workers=self.plan.workers, count=self.plan.decisions)
+        if cell.key == "memory":
+            return {"memory": memory()}
         (ms, launch) = cell.what
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
@@ -137,8 +142,7 @@ class OverheadSuite(Suite):
             timed = dict(in_processes(time_blocks, {rank: (rank, store, blocks) for rank in range(RANKS)}, RANKS))
         cpu_s = {name: np.sum([timed[rank]["cpu_s"][name] for rank in timed], axis=0).tolist() for name in blocks.rows}
         about = {"load_average": [round(load, 2), round(os.getloadavg()[0], 2)], "launch_s": time.monotonic() - began}
-        found = {"wall_s": timed[0]["wall_s"], "cpu_s": cpu_s, "call_s": timed[0]["call_s"]}
-        return {**about, "steps": blocks.steps, **found}
+        return {**about, "steps": blocks.steps, **timed[0], "cpu_s": cpu_s}
 
     def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
         jobs = {}
@@ -152,7 +156,7 @@ class OverheadSuite(Suite):
             for name, row in job["rows"].items()
             if name != PLAIN
         }
-        return {**cells.get("decisions", {}), "jobs": jobs, "ratios": ratios}
+        return {**cells.get("decisions", {}), **cells.get("memory", {}), "jobs": jobs, "ratios": ratios}
 
     def table(self, result: Mapping[str, Any]) -> str:
         return sections_markdown(sections(result))
@@ -163,6 +167,7 @@ def summarise(launches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     step_ms, cpu_ms    medians over all blocks; processor time is that of all threads of both ranks
     call_ms            the same of `controller.step()` on rank 0, by the clock
+    thread_over_ms     what the thread that trains on rank 0 works more than with plain DDP; intervals as of the ratios
     ratio, cpu_ratio   geometric means over launches of each launch's median over blocks, with Student's t
     """
     names, steps = list(launches[0]["wall_s"]), launches[0]["steps"]
@@ -172,6 +177,8 @@ def summarise(launches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for what, clock, ratio in (("wall_s", "step_ms", "ratio"), ("cpu_s", "cpu_ms", "cpu_ratio")):
             row[clock] = round(float(np.median([1e3 * s / steps for one in launches for s in one[what][name]])), 4)
             row[ratio] = _interval(np.array([np.median(_logs(one[what], name)) for one in launches]))
+        over = [np.median(np.array(one["thread_s"][name]) - one["thread_s"][PLAIN]) / steps for one in launches]
+        row["thread_over_ms"] = {k: v and round(1e3 * v, 4) for k, v in mean_interval(over).to_dict().items()}
         calls = [1e3 * s / steps for one in launches for s in one["call_s"].get(name, [])]
         row["call_ms"] = round(float(np.median(calls)), 4) if calls else None
         rows[name] = row
@@ -208,20 +215,30 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
                 "1" if name == PLAIN else with_interval(row["ratio"]),
                 number(row["cpu_ms"], 3),
                 "1" if name == PLAIN else with_interval(row["cpu_ratio"]),
+                "0" if name == PLAIN else _with_interval(row["thread_over_ms"]),
                 number(row["call_ms"], 3),
             ]
             for name, row in job["rows"].items()
         ]
         over = f"over {PLAIN} (95 %)"
-        head = ["row", "a step, ms", over, "processor, ms a step", over, "`controller.step()`, ms"]
+        head = ["row", "a step, ms", over, "processor, ms a step", over, f"training thread, ms a step {over}"]
+        head += ["`controller.step()`, ms"]
         about = f"Two hidden layers of {job['width']}. {job['launches']} launches, {job['blocks']} blocks of "
-        about += f"{job['steps']} steps for each row; processor time is of all threads of both ranks."
+        about += f"{job['steps']} steps for each row; processor time is of all threads of both ranks, the training "
+        about += "thread that of rank 0."
         parts.append(Section(f"Steps of {size.removesuffix('ms')} ms", text=[about], table=Table(head, rows)))
     if "decision_ms" in result:
         parts.append(Section("A decision", table=decision_table(result)))
+    if "memory" in result:
+        parts.append(Section("Peak memory of a rank", table=memory_table(result["memory"])))
     if "beside_ms" in result:
         parts.append(Section("Rank 0 beside the decision, a window", table=beside_table(result)))
     return parts
+
+
+def _with_interval(found: Mapping[str, float | None]) -> str:
+    half = None if found["high"] is None or found["mean"] is None else found["high"] - found["mean"]
+    return f"{number(found['mean'], 3)} ± {number(half, 3)}"
 
 
 def decision_table(result: Mapping[str, Any]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.field import MemoryField
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range, pretrained
 from dynamix.policies.stigmergic.traces import TRACES, Own
-from dynamix.window import Bounds, Floats, Ints, Window
+from dynamix.window import Bounds, Ints, Window
 
 
 def decision_costs(workers: Sequence[int], *, repeats: int = 60) -> list[dict[str, Any]]:
@@ -76,37 +77,19 @@ def _decide(policy: StigmergicPolicy, mine: Own, field: MemoryField, cells: Ints
 
 
 def _first(own: Own) -> Own:
-    def of(values: Floats) -> Floats:
-        return values[:1].copy()
-
-    return Own(
-        of(own.size),
-        of(own.unit),
-        of(own.busy),
-        of(own.blocked),
-        of(own.least),
-        of(own.jitter),
-        of(own.steps),
-        of(own.noise),
-        of(own.square),
-        of(own.fits),
-        own.workers,
-    )
+    names = [field.name for field in dataclasses.fields(own) if field.name != "workers"]
+    return dataclasses.replace(own, **{name: getattr(own, name)[:1].copy() for name in names})
 
 
 def _window(rng: np.random.Generator, sizes: Ints) -> Window:
     compute = 0.1 * np.exp(0.3 * rng.normal(size=len(sizes)))
-    return Window.of(
-        sizes,
-        compute=compute,
-        compute_std=0.05 * compute,
-        wait=compute.max() - compute,
-        communication=0.03,
-        noise=5e4,
-        signal=1.0,
-        steps=5,
-        cpu=0.5,
-    )
+    seconds = {
+        "compute": compute,
+        "compute_std": 0.05 * compute,
+        "wait": compute.max() - compute,
+        "communication": 0.03,
+    }
+    return Window.of(sizes, **seconds, noise=5e4, signal=1.0, steps=5, cpu=0.5)
 
 
 def _median_us(run: Callable[[], object], repeats: int) -> float:
