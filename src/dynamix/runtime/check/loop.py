@@ -92,14 +92,14 @@ class Turns:
         if length == mine:
             self._fits = True
             if length == self._beside.count:
-                self._beside.may_be_others(length, inputs, self._loop.backwards)
+                self._beside.may_be_others(length, inputs, self._loop.backwards())
             elif self._odd:
-                self._beside.next_pass(self._loop.backwards)
+                self._beside.next_pass(self._loop.backwards())
             if self._late and length != before and not self._odd:
                 self._loop.fail(f"batches are trained one turn after their own: {ORDER}")
             self._matches, self._late = self._matches + 1, False
             return
-        self._beside.may_be_others(length, inputs, self._loop.backwards)
+        self._beside.may_be_others(length, inputs, self._loop.backwards())
         self._folded = self._folded or may_hold(inputs, mine)
         self._odd += length
         others = {*self._sizes, *(piece.samples for piece in source.waiting())}
@@ -119,7 +119,7 @@ class Turns:
         """
         mine, odd, told = piece.samples, self._odd, None
         if self._beside.seen:
-            told = self._beside.piece_done(piece, loss, self._loop.backwards, fits=self._fits)
+            told = self._beside.piece_done(piece, loss, self._loop.backwards(), fits=self._fits)
             told = None if counted or self._folded or piece.round.apart else told
         self._fits = self._fits or self._folded
         if odd > mine and not counted:
@@ -208,13 +208,17 @@ class LoopCheck(Loop, Part):
         if source is None or not source.exhausted or source.batches_consumed >= source.batches_issued:
             return
         left = source.batches_issued - source.batches_consumed
-        if self._turns.all_forwarded(source) or self.updates >= left:
+        updates = max((check.updates for check in self._checks), default=0)
+        if self._turns.all_forwarded(source) or updates >= left:
             self.fail(f"the epoch ended with {left} of its batches never stepped: {STEP}")
 
     def look_at(self, piece: Piece, inputs: tuple[Any, ...]) -> None:
         """A forward pass of `inputs` begins that records gradients, `piece` being the batch in hand."""
         if self.source is not None and self._turns.pass_begins(self.source, piece, inputs):
             self.forwards, self.piece = self.forwards + 1, piece
+
+    def backwards(self) -> int:
+        return sum(check.backwards for check in self._checks)
 
     def growth(self) -> str | None:
         return None if self._turns.grown is None else self._turns.grown[1]
@@ -232,7 +236,7 @@ class LoopCheck(Loop, Part):
         told = self._turns.piece_done(piece, seen.loss, counted=seen.count is not None or seen.given)
         if told is not None and seen.applied is None:
             self.tell(told)
-        self.forwards, self.updates, self.piece, self.stepped = 0, 0, None, piece
+        self.forwards, self.piece, self.stepped = 0, None, piece
         self.group += piece.last or apart
 
 

@@ -32,8 +32,7 @@ class Loop:
     tell         takes what the window's row is to say of samples that the rank was not dealt
     reduced      `id` of the parameters whose gradients some connected model reduces
     piece        of the passes since the last `step()`; `stepped` is the batch that was consumed last
-    forwards     passes of the batch in hand; `updates`: its optimizer steps
-    backwards    passes so far that have made gradients
+    forwards     passes of the batch in hand
     models       that train, by now
     group        optimizer steps
     """
@@ -50,21 +49,11 @@ class Loop:
     piece: Piece | None = None
     stepped: Piece | None = None
     forwards: int = 0
-    updates: int = 0
-    backwards: int = 0
     group: int = 0
 
     def samples_in_hand(self) -> int | None:
         """Of the batch in hand, if there is one."""
         return None if self.source is None or self.source.current is None else self.source.current.samples
-
-    def made_gradients(self) -> None:
-        """A pass has."""
-        self.backwards += 1
-
-    def updated(self) -> None:
-        """An optimizer has stepped."""
-        self.updates += 1
 
     def fail(self, message: str) -> NoReturn:
         """Raise `UsageError`, on every rank."""
@@ -101,6 +90,10 @@ class Loop:
         """Whether the loop has stepped all batches of an epoch."""
         return self.source is not None and self.source.exhausted and self.too_late()
 
+    def backwards(self) -> int:
+        """Backward passes so far, as far as they are counted."""
+        return 0
+
     def growth(self) -> str | None:
         """What it may mean that more batches wait than at the epoch's beginning; None if no more do."""
         return None
@@ -136,7 +129,8 @@ class ModelCheck:
         self._held = Held.NOTHING
         self._held_since: int | None = None  # round in which that was made
         self._applied: tuple[weakref.ref[Tensor], int] | None = None  # the probe's gradient, and its version
-        self.inside = False  # `optimizer.step()` runs
+        self.inside = self._meets = False  # `optimizer.step()` runs; and its gradients meet others
+        self.updates = self.backwards = 0  # optimizer steps of the batch in hand; backward passes so far
         self.probe = None if is_fully_sharded(model) else self._one_of(model, parameters_of(optimizer))
         self._stale = False
         self._hooks: list[Any] = [] if self.probe is None else self._watch(self.probe)
@@ -181,7 +175,7 @@ class ModelCheck:
         """The probe's gradient was added to its `.grad`."""
         if not self.loop.recorder.muted:
             self._held, self._held_since = Held.LOCAL, self.loop.group
-            self.loop.made_gradients()
+            self.backwards += 1
             if self._stale:
                 self._fail_stale()
 
@@ -196,7 +190,7 @@ class ModelCheck:
     def reducing(self, piece: Piece | None) -> None:
         """A synchronised backward pass of `piece` has its first gradients."""
         loop = self.loop
-        loop.made_gradients()
+        self.backwards += 1
         if not loop.forwards and not self.inside:
             if loop.source is None or not loop.source.batches_issued:
                 loop.fail(FOREIGN)
@@ -249,8 +243,10 @@ class ModelCheck:
                         own.append(parameter)
             if own:
                 self._look_at(own)
-        if self.reduces and not apart and not _makes_gradients(args, kwargs):
-            self.require_crossed("optimizer.step()")
+        self._meets = self.reduces and not apart
+        if self._meets and len(args) < 2 and kwargs.get("closure") is None:
+            if self._held is Held.LOCAL or self.shards is not None:
+                self.require_crossed("optimizer.step()")
             if self._held is Held.NOTHING and self.probe is not None:
                 self._require_made(self.probe)
         return None
@@ -288,12 +284,11 @@ class ModelCheck:
         self.inside = False
         if self.loop.recorder.muted:
             return
-        apart = self.loop.steps_apart()
-        if not apart and _makes_gradients(args, kwargs):  # its pass was the last of those that accumulate
-            self.require_crossed("optimizer.step(closure)")
-        self.loop.updated()
+        if self._meets and (len(args) > 1 or kwargs.get("closure") is not None):
+            self.require_crossed("optimizer.step(closure)")  # its pass was the last of those that accumulate
+        self.updates += 1
         self._held, self._held_since = Held.NOTHING, None
-        gradient = None if apart or self.probe is None else self.probe.grad
+        gradient = self.probe.grad if self._meets and self.probe is not None else None
         self._applied = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def require_crossed(self, where: str) -> None:
@@ -317,19 +312,14 @@ class ModelCheck:
 
     def piece_done(self, *, round_over: bool) -> None:
         """`controller.step()`: this batch is over, and its round perhaps."""
-        if round_over and len(self.loop.models) == 1:
+        if round_over and len(self.loop.models) == 1 and (self._held is Held.LOCAL or self.shards is not None):
             self.require_crossed("controller.step()")
-        self.inside = False
+        self.inside, self.updates = False, 0
 
 
 def parameters_of(optimizer: Optimizer) -> set[int]:
     """`id` of what it updates."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _makes_gradients(args: Any, kwargs: Any) -> bool:
-    """Whether an optimizer's step got a closure."""
-    return len(args) > 1 or kwargs.get("closure") is not None
 
 
 def _nonzero(gradient: Tensor | None) -> bool:

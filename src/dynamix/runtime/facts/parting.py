@@ -96,11 +96,10 @@ class Parting:
         """This rank has trained samples that it was not dealt."""
         self._beside = told if self._told < _WINDOWS else None
 
-    def _figures(self) -> list[float]:
+    def _figures(self, told: Told) -> list[float]:
         """Of the samples beside those that were dealt. Waits for their device."""
-        told, self._beside = self._beside, None
-        self._told += told is not None
-        return [math.nan] * 4 if told is None else [float(value) for value in told]
+        self._beside, self._told = None, self._told + 1
+        return [float(value) for value in told]
 
     def row(self, place: Mapping[str, int]) -> list[float]:
         """What a window's row says: digests, of which step and which elements a sample is, and the elements.
@@ -132,7 +131,8 @@ class Parting:
         # On a CPU it is here at once; from a device it comes with a later row.
         self._read.send([*own, *late], (drawn.key, place[PLACE[0]], len(own)))
         seen, (key, step, elements) = self._read.here
-        told = [digest_of(settings), digest_of(seen[elements:]), float(step), key, *self._figures(), *seen[:elements]]
+        others = _NO_OTHERS if self._beside is None else self._figures(self._beside)
+        told = [digest_of(settings), digest_of(seen[elements:]), float(step), key, *others, *seen[:elements]]
         return told + [math.nan] * (len(HELD) - len(told))
 
     def facts(self, place: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, float]]:
@@ -172,7 +172,7 @@ class Parting:
 
     def look(self, told: Floats) -> None:
         """Take what all ranks' rows say, (W, n), into account. In the order of windows."""
-        if (why := beside.wrong(told[:, 4:8])) is not None:
+        if told[0, 4] == told[0, 4] and (why := beside.wrong(told[:, 4:8])) is not None:  # seldom a number
             self.wrong = why
             return
         digest, late, step, key = told[:, :4].T
@@ -289,3 +289,4 @@ def _alike(values: Floats) -> bool:
 
 _SPREAD = 0x9E3779B1  # a prime near 2**32 over the golden ratio: multiples of it spread over any number of elements
 _LATE = "(on its device)"
+_NO_OTHERS = [math.nan] * 4

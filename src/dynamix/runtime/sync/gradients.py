@@ -202,25 +202,29 @@ class GradientHook(Part):
             self.loop.fail("backward() crossed ranks, and no forward pass of this model came before it")
         weight = GradientWeight(self.piece, self.weights)
         if first:
-            self._count(self.piece, weight)
+            self.reductions, self.crossed = self.reductions + 1, self.crossed + 1
+            if self.reductions > 1:
+                self._again(self.piece, weight)
+            else:
+                due = self._norms_due = self._measured and self.recorder.norms_due()
+                wanted = self._kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
+                self._measuring = due if self.inner.lossless else wanted
+                self._since_dense = -1 if self._measuring else self._since_dense
         # What was reduced before has no weight of this loss, so then only the first reduction shows this rank's own.
         own = measured and weight.count != 0 and (weight.applied is None or self.reductions == 1)
         if own and (self._norms_due or self._measuring):
             self._tell_norm("local_sq", values, weight.over / divided, part)
         return weight
 
-    def _count(self, piece: Piece, weight: GradientWeight) -> None:
-        """A pass of `piece` begins to cross ranks: whether norms are measured, and whether it may."""
-        self.reductions, self.crossed = self.reductions + 1, self.crossed + 1
-        if self.reductions == 1:
-            due = self._norms_due = self._measured and self.recorder.norms_due()
-            wanted = self._kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
-            self._measuring = due if self.inner.lossless else wanted
-            self._since_dense = -1 if self._measuring else self._since_dense
-        elif piece.of == 1 or piece.by_size:
+    def _again(self, piece: Piece, weight: GradientWeight) -> None:
+        """A further pass of the round begins to cross ranks, of `piece`: whether norms are measured, or it may not."""
+        if piece.of == 1 or piece.by_size:
             # Passes of one batch are one update's or several's: what the first has made is one gradient in both cases.
             self._norms_due = self._measuring = False
-        elif self.reductions > piece.number + 1 and weight.applied is None and _unequal(piece.round):
+            return
+        counts = piece.round.counts
+        if self.reductions > piece.number + 1 and weight.applied is None and (counts != counts[0]).any():
+            # What has crossed is rescaled by the weights of every pass that follows, whose sum is not 1 here.
             several = "several synchronised backward passes of a batch, in an optimizer step of unlike batches"
             self.loop.fail(f"{several}: write (loss1 + loss2).backward(), or all but the last under model.no_sync()")
 
@@ -325,11 +329,6 @@ class GradientHook(Part):
         scale = getattr(self._scaler, "_scale", None)  # get_scale() would synchronise the device
         square = torch.square(norm if scale is None else norm / scale.to(norm.device))
         self.recorder.add(name, square, part=part)
-
-
-def _unequal(of: Round) -> bool:
-    """Whether its micro-steps have unlike shares: then what has crossed ranks is rescaled by each that follows."""
-    return bool((of.counts != of.counts[0]).any())
 
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:
