@@ -11,6 +11,7 @@ from typing import Any
 
 from dynamix.data import Allocations, BatchSampler, Piece, Round, Stream
 from dynamix.errors import DynamixError, StateError
+from dynamix.model.sync_schedule import SyncSchedule
 from dynamix.runtime.decide.channel import DecisionChannel
 from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts, Kind, Message
 from dynamix.runtime.facts.progress import Progress
@@ -52,7 +53,7 @@ class WindowCloser(Part):
         begins: Callable[[], None],
         resumed: Callable[[], None],
     ) -> None:
-        self.job, self.meeting, self.channel, self.ranks = job, job.sync_schedule, channel, ranks
+        self.job, self.channel, self.ranks = job, channel, ranks
         self.allocations, self.progress, self.recorder = allocations, progress, recorder
         self._interval, self._paced, self._told = interval, paced, told
         self.iteration_begins, self.resumed = begins, resumed
@@ -70,6 +71,11 @@ class WindowCloser(Part):
         self.source = source
 
     # ------------------------------------------------------------ the coming round
+
+    @property
+    def meeting(self) -> SyncSchedule:
+        """How workers meet."""
+        return self.job.sync_schedule
 
     @property
     def pending(self) -> bool:
