@@ -20,10 +20,11 @@ from tests.runtime.jobs import Training, apart, classes, classifier
 from tests.union import Script
 
 EVERY = 5
+STEPS = 3  # apart between meetings, in the mean
 PIECE = {"auto": test_either.BATCH, "parameters": test_apart.PIECE}  # samples of a worker's own step
 CASES = [
     *(("gradients", 2), ("gradients", 1), ("accumulation", 2), ("pieces", 2), ("fsdp2", 2)),
-    *(("parameters", 2), ("parameters", 1), ("parameters", 3), ("auto", 2), ("auto", 3)),
+    *(("parameters", 2), ("parameters", 1), ("parameters", 3), ("whole shares", 2), ("auto", 2), ("auto", 3)),
 ]
 
 
@@ -39,7 +40,8 @@ def job_of(way: str) -> Training:
         return Training(
             controller, TensorDataset(torch.arange(test_apart.SAMPLES), *test_apart.data()), test_apart.net("")
         )
-    options: dict[str, Any] = {"accumulation": {"accumulate": 2}, "pieces": {"micro_batch": 4}}.get(way, {})
+    given = {"accumulation": {"accumulate": 2}, "pieces": {"micro_batch": 4}, "whole shares": {"meet": "parameters"}}
+    options: dict[str, Any] = given.get(way, {})
     shares = [[8] * dist.get_world_size(), [5, 11, 8][: dist.get_world_size()]]
     controller = dynamix.Controller(Script(shares, 2 if options.get("accumulate") else 1), 8, interval=2, **options)
     net = fully_shard(classifier()) if way == "fsdp2" else classifier()
@@ -84,7 +86,7 @@ def test_it_is_true_at_the_first_meeting_after_so_many_steps_on_all_ranks(way: s
     assert between == 0
     steps, before, wanted = 0.0, 0, []
     for samples, own, _ in told:
-        steps += (samples - before) / (workers * PIECE[way]) if own else 1
+        steps += (samples - before) / (workers * PIECE[way]) if own and way in PIECE else 1
         before = samples
         wanted.append(steps >= EVERY - 1e-9)
         steps = 0.0 if wanted[-1] else steps
@@ -115,7 +117,7 @@ def saved_and_gone_on(rank: int, way: str) -> list[int]:
             steps, before = steps + (moved / (job.controller.world_size * PIECE[way]) if own else 1), before + moved
         if job.controller.checkpoint_due(every=EVERY + 2):
             due.append(job.controller.samples_seen)
-            assert EVERY + 2 <= steps < EVERY + 2 + test_either.STEPS + 2
+            assert EVERY + 2 <= steps < EVERY + 2 + STEPS + 2
             break
     job.controller.close()
     return due

@@ -21,7 +21,7 @@ from torch.futures import Future
 import dynamix
 from dynamix.errors import ConfigError, DynamixError, StateError, UsageError, WorkerLostError
 from dynamix.runtime.ranks import rendezvous as meeting
-from dynamix.runtime.ranks import waits
+from dynamix.runtime.ranks import watch
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.ranks.watch import RankWatch
 from tests.processes import torchrun
@@ -61,7 +61,7 @@ def test_who_waits_raises_what_another_rank_reports() -> None:
 
 
 def test_an_error_before_training_ends_who_waits_unless_the_rank_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "SETUP_ERROR_S", 0.5)
+    monkeypatch.setattr(watch, "SETUP_ERROR_S", 0.5)
     first, second = _both()
     first.setup_failed(StateError("damaged"))
     first.errors.setup_goes_on()
@@ -74,7 +74,7 @@ def test_an_error_before_training_ends_who_waits_unless_the_rank_goes_on(monkeyp
 
 
 def test_ranks_that_all_had_an_error_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "SETUP_ERROR_S", 0.5)
+    monkeypatch.setattr(watch, "SETUP_ERROR_S", 0.5)
     first, second = _both()
     for one in (first, second):
         one.setup_failed(StateError("damaged"))

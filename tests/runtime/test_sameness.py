@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dynamix
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.ranks import waits
+from dynamix.runtime.ranks import watch
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, classes
 from tests.union import Script
@@ -227,7 +227,7 @@ def test_a_controller_made_too_early_in_a_launched_process_is_an_error(monkeypat
 
 
 def _warm_up_on_one(rank: int) -> str:
-    waits.BESIDE_S = 0.5
+    watch.BESIDE_S = 0.5
     job = Training(dynamix.Controller("static", 4), classes(60))
     try:
         if rank:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dynamix.runtime.ranks import waits
+from dynamix.runtime.ranks import watch
 from dynamix.runtime.ranks.opening import open_ranks
 from dynamix.runtime.ranks.process_groups import destroy_groups
 from dynamix.runtime.ranks.threads import in_threads
@@ -29,7 +29,7 @@ def over_gloo(cases: Mapping[str, Case], workers: int) -> dict[str, list[Any]]:
 
 
 def _every_case(rank: int, cases: Mapping[str, Case]) -> dict[str, Any]:
-    waits.BESIDE_S = waits.SETUP_ERROR_S = 0.5
+    watch.BESIDE_S = watch.SETUP_ERROR_S = 0.5
     return {name: _in_a_group(case) for name, case in cases.items()}
 
 

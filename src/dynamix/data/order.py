@@ -62,6 +62,7 @@ class SampleOrder(Issuable):
             raise ConfigError("low", self.low.tolist(), f"at most high={self.high.tolist()}", "swap the bounds")
         self.micro_batch, self.placeholder = micro_batch, placeholder
         self.owner: SourceOwner = Nobody() if owner is None else owner
+        self._meeting = self.owner.meeting
         self.draws_alike, self.goes_on_ahead = draws_alike, goes_on_ahead
         self._told = set[int]()  # batches of an epoch, as somebody was told who asked at the beginning of one
         self._issuer = Issuer(self)
@@ -80,11 +81,11 @@ class SampleOrder(Issuable):
         self.micro_batch = samples
 
     def most_of_piece(self, piece: int) -> int | None:
-        return None if self.micro_batch is None else self.owner.meeting.most(piece, self.micro_batch)
+        return None if self.micro_batch is None else self._meeting.most(piece, self.micro_batch)
 
     def planned(self, number: int, counts: Ints, sizes: Ints, *, final: bool) -> Group:
         """Round `number`, of shares `counts` that are dealt as they are."""
-        apart, piece = self.owner.meeting.local(self.allocations.piece_at(number))
+        apart, piece = self._meeting.local(self.allocations.piece_at(number))
         return Group.of(counts, sizes, apart=apart, piece=piece, final=final)
 
     def sizes_at(self, index: int) -> Ints:

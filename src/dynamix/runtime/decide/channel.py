@@ -8,14 +8,13 @@ nobody's training step to go on, so no such wait can be circular.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -175,8 +174,10 @@ class _Round:
             decider.witness(decider.assemble(self.rows.numpy(), self.closing), self.closing, Message.unpack(self.out))
             return
         if not channel.failed:
-            with noting(channel.failed, "the policy"):
+            try:
                 message = decider.decide(self.rows.numpy(), self.closing)
+            except Exception as error:  # of any kind
+                channel.failed.append(ours(error, "the policy"))
         if channel.failed:  # raised again in the training thread
             self.error, message = channel.failed[0], decider.job.keep(Kind.FAILED)
         try:
@@ -213,15 +214,11 @@ def write_down(write: Callable[[], None]) -> None:
         _log.warning("what follows a decision has failed; training goes on", exc_info=True)
 
 
-@contextlib.contextmanager
-def noting(failed: list[Any], what: str) -> Iterator[None]:
-    """What the body raises, of whatever kind, is added to `failed`; if it is no error of ours, it caused one."""
+def ours(error: Exception, what: str) -> DynamixError:
+    """An error of ours that says that `what` failed; `error` itself if it is one."""
+    if isinstance(error, DynamixError):
+        return error
     try:
-        try:
-            yield
-        except DynamixError:
-            raise
-        except Exception as error:
-            raise DynamixError(f"{what} failed: {error!r}") from error
-    except DynamixError as ours:
-        failed.append(ours)
+        raise DynamixError(f"{what} failed: {error!r}") from error
+    except DynamixError as made:
+        return made

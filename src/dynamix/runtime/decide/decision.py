@@ -64,19 +64,14 @@ class Decider:
         if self.replay is not None:
             return self._replayed(self.replay.get(closing.window_index))
         self._asked = closing.window_index
-        answer, piece = self._answer(window, closing)
-        same = piece == closing.piece and np.array_equal(answer, closing.sizes)
-        told = self.job.keep(Kind.KEEP) if same else self.job.change(answer, int(np.nanmax(rows[:, 0])), piece)
-        return replace(told, interval=window_length_of(self.policy) or 0)
-
-    def _answer(self, window: Window, closing: ClosedWindow) -> tuple[Ints, int]:
-        """The sizes (W,) after `window`, and the piece of workers that step apart; 0 where none is to be said."""
         schedule = self.job.sync_schedule
-        now = Conditions(closing.piece, closing.rate, closing.payload, float(closing.samples))
+        now = Conditions(closing.piece, closing.rate, closing.payload, closing.samples)
         answer, piece = schedule.decide(self._asked_of_policy, window, self.job.bounds, now)
         if bool(piece) != bool(closing.piece):
             _log.info("after %d samples: %s", closing.samples, schedule.report["why"])
-        return answer, piece
+        same = piece == closing.piece and np.array_equal(answer, closing.sizes)
+        told = self.job.keep(Kind.KEEP) if same else self.job.change(answer, int(np.nanmax(rows[:, 0])), piece)
+        return replace(told, interval=window_length_of(self.policy) or 0)
 
     def _asked_of_policy(self, window: Window, bounds: Bounds) -> Ints:
         wish = np.asarray(self.policy.decide(window, bounds))

@@ -29,7 +29,7 @@ from dynamix.runtime.decide.channel import (
     CentralChannel,
     DecisionChannel,
     InPlace,
-    noting,
+    ours,
 )
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts, Kind, Message
@@ -111,16 +111,21 @@ class PeerChannel(DecisionChannel):
 
     def _take_part(self, choice: _Choice) -> None:
         """In the rank's own thread. A rank whose rule fails takes part all the same, and says so in place of a size."""
-        size, left, failed = _FAILED, np.zeros(len(TRACES)), list[Exception]()
+        size, failed = _FAILED, list[Exception]()
         try:
-            with noting(failed, _CHOOSING):
+            try:
                 own, sense, left = self.observe(choice.row, choice.closing)
-            told = self.exchange(left)
-            if not failed:
-                with noting(failed, _CHOOSING):
+            except Exception as error:
+                failed.append(ours(error, _CHOOSING))
+                self.exchange(np.zeros(len(TRACES)))
+            else:
+                told = self.exchange(left)
+                try:
                     size = self.choose(own, sense, *told)
+                except Exception as error:
+                    failed.append(ours(error, _CHOOSING))
             self._share(size, choice).wait()
-        except Exception as error:  # of any kind
+        except Exception as error:
             failed.append(error)
         if failed:  # `receive` raises the first, and no sizes are taken
             choice.made.set_exception(failed[0])

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamix.data import Allocations, BatchSampler, Piece, Round, Stream
-from dynamix.data.owner import Meeting
 from dynamix.errors import DynamixError, StateError
+from dynamix.model.sync_schedule import SyncSchedule
 from dynamix.runtime.decide.channel import DecisionChannel
 from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts, Kind, Message
 from dynamix.runtime.facts.progress import Progress
@@ -73,7 +73,7 @@ class WindowCloser(Part):
     # ------------------------------------------------------------ the coming round
 
     @property
-    def meeting(self) -> Meeting:
+    def meeting(self) -> SyncSchedule:
         """How workers meet."""
         return self.job.sync_schedule
 

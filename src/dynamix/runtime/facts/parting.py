@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from dynamix.runtime.facts import beside
 from dynamix.runtime.facts.beside import Told
-from dynamix.runtime.measure.newest import Newest
+from dynamix.runtime.measure.recorder import Newest
 from dynamix.runtime.measure.row import ELEMENTS, HELD
 from dynamix.runtime.ranks.compare import GROUPS, HOW, PLACE
 from dynamix.window import Floats

@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from dynamix.probes import probes_here
 from dynamix.probes.timing import RECENT, Clock, StepTimer, StepTimes, pause_in
-from dynamix.runtime.measure.newest import Newest
 from dynamix.runtime.measure.readings import Reader, Value
 from dynamix.runtime.measure.row import HELD, ROW
 from dynamix.runtime.part import Part, fields, numbers, wrong
@@ -277,6 +277,36 @@ class WindowTimes:
                 series[paused] = math.nan
         self.forget()
         return found
+
+
+@dataclass
+class Newest:
+    """The newest values of a device that are on the host, for which nobody waits; with what is to be known of them.
+
+    From a CUDA device one copy is under way at a time; the values of a CPU are here at once.
+
+    here   both; before any have arrived, what is to be known then
+    """
+
+    here: tuple[list[float], Any]
+    _under_way: tuple[Tensor, torch.cuda.Event, Any] | None = field(default=None, init=False)
+
+    def send(self, values: list[Tensor], about: Any) -> None:
+        """Take what has arrived. If nothing is under way then, `values`, 0-dim, are the newest once they are there."""
+        if self._under_way is not None and self._under_way[1].query():
+            host, _, of_host = self._under_way
+            self.here, self._under_way = (host.tolist(), of_host), None
+        if not values or self._under_way is not None:
+            return
+        flat = torch.stack(values)
+        if flat.device.type == "cpu":
+            self.here = flat.tolist(), about
+            return
+        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._under_way = host, event, about
 
 
 class Probes:
