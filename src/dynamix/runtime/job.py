@@ -117,8 +117,7 @@ class TrainingJob:
         """Find out once who hears which event, in the order in which they do."""
         parts: list[Part] = [self.boundary] if self.facts.sync_schedule.steps_apart else []
         parts += [part for model in self.models for part in (*model.owners, model)]
-        # Rounds move no rate without a schedule that goes on with them, or is watched.
-        parts += [self.rates, self.windows] if self.rates.schedules or self.rates.watched else [self.windows]
+        parts += [self.rates, self.windows] if self.rates.move else [self.windows]
         self._heard = {event: heard(parts, event) for event in ("pass_begins", "piece_done", "round_done")}
 
     # ------------------------------------------------------------ what it is given
@@ -156,7 +155,6 @@ class TrainingJob:
         self.memory.add(model, optimizer)
         self.models.append(model)
         self.averagings += model.averagings
-        self._listen()
         if model.alike:
             self.facts.parting.connect(model.model)
         self.add_optimizer(optimizer, model, first=first)
@@ -165,13 +163,15 @@ class TrainingJob:
 
     def add_optimizer(self, optimizer: Optimizer, model: Sync, *, first: bool = False) -> None:
         """Let the learning rate of `optimizer` follow the batch, and what it applies be finished gradients."""
-        optimizer.register_step_pre_hook(lambda *of: self._before_optimizer(model, optimizer, first=first))
+        if self.ranks.workers == 1 or self.facts.sync_schedule.steps_apart:  # else gradients meet in the model's hook
+            optimizer.register_step_pre_hook(lambda *of: self._before_optimizer(model, optimizer, first=first))
         for averaging in model.averagings:
             averaging.add_optimizer(optimizer)
         self.rates.add(optimizer)
         # If workers step apart, they have taken unlike numbers of steps, which they may count.
         if not self.facts.sync_schedule.steps_apart:
             self.facts.parting.watch(optimizer)
+        self._listen()
 
     def _hear_passes(self, model: Sync) -> None:
         hears = functools.partial(self.pass_begins, model)
@@ -224,7 +224,6 @@ class TrainingJob:
         if not model.settled:
             model.before_forward(piece)
         recorder.timer.forward_started()
-        self.rates.follow(piece.round, piece.samples)
 
     def _before_optimizer(self, model: Sync, optimizer: Optimizer, *, first: bool) -> None:
         """An optimizer of `model` is about to step. Of the `first` one gradients that meet no others are measured."""

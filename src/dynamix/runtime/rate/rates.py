@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from dynamix.data import Allocations, Round
+from dynamix.data import Allocations, Piece, Round
 from dynamix.runtime.facts.job_facts import JobFacts
 from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.part import Part
@@ -62,6 +62,14 @@ class Rates(Part):
         initial = groups[0].get("initial_lr", rate)  # of a scheduler: also after a resume
         self._largest = max(self._largest, rate, initial if isinstance(initial, (int, float)) else rate)
         return rate / self._largest
+
+    @property
+    def move(self) -> bool:
+        """Whether passes or rounds change a rate, or a scheduler is watched."""
+        return bool(self.learning_rates or self.schedules or self.watched)
+
+    def pass_begins(self, piece: Piece, kept: bool) -> None:
+        self.follow(piece.round, piece.samples)
 
     def follow(self, coming: Round, samples: int = 0) -> None:
         """Let the rates fit the global batch of a round; an epoch's tail has that of the steps before.
