@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -56,13 +57,24 @@ def test_the_plain_loop_trains_the_same_bits_over_many_changes_of_way(cases: dic
         assert min(switches for _, _, switches in told.values()) >= SWITCHES
 
 
-@pytest.mark.parametrize("meet", WAYS[:2])
-def test_the_plain_loop_trains_the_same_bits_in_one_way(meet: str) -> None:
-    kept = {name: case for name, case in ALIKE.items() if name != "loader workers"}
-    asked = {name: (the_loop, dataclasses.replace(case, meet=meet, epochs=1)) for name, case in kept.items()}
-    if meet == "gradients":
-        cut = {name: dataclasses.replace(case, options=case.options | PIECES) for name, (_, case) in asked.items()}
-        asked |= {f"{name}, in pieces": (the_loop, case) for name, case in (cut | SHARDED).items()}
+def _under_no_sync_of_its_own(job: Job) -> None:
+    """As DDP's page has it, for all batches of a round but the last."""
+    job.wrap()
+    for x, y in job.batches():
+        with contextlib.nullcontext() if job.controller.optimizer_due else job.model.no_sync():
+            loss = job.backward(x, y)
+        if job.controller.optimizer_due:
+            job.update()
+        job.step(loss)
+    assert job.model.require_backward_grad_sync
+
+
+def test_the_plain_loop_trains_the_same_bits_over_gradients_in_pieces() -> None:
+    given = {"meet": "gradients", "epochs": 1}
+    kept = {name: case for name, case in (ALIKE | UNUSED).items() if name != "loader workers"}
+    cut = {name: dataclasses.replace(case, options=case.options | PIECES, **given) for name, case in kept.items()}
+    asked = {name: (the_loop, case) for name, case in (cut | SHARDED).items()}
+    asked["no_sync of its own"] = _under_no_sync_of_its_own, cut["adamw"]
     for told in run_ranks(compared, 2, asked, timeout_s=100):
         assert {name: differs for name, (differs, _, _) in told.items() if differs} == {}
         assert [*told] == [*asked]
@@ -94,9 +106,9 @@ def test_one_worker_clips_what_its_optimizer_applies(options: dict[str, int]) ->
 Batch = tuple[Tensor, Tensor]
 
 
-def _dealt(rank: int, meet: str) -> tuple[list[bool], list[list[Batch]], list[Tensor]]:
+def _dealt(rank: int, meet: str, shares: Sequence[Sequence[int]]) -> tuple[list[bool], list[list[Batch]], list[Tensor]]:
     """By round: its way, what this rank trained in it, and the model after it."""
-    job = Job(Case(meet=meet, double=True, epochs=2, options={"lr_rule": "none"}))
+    job = Job(Case(meet=meet, double=True, epochs=2, options={"lr_rule": "none"}, shares=shares))
     rounds: list[list[Batch]] = [[]]
     job.wrap()
     for x, y in job.batches():
@@ -112,9 +124,10 @@ def _dealt(rank: int, meet: str) -> tuple[list[bool], list[list[Batch]], list[Te
 
 
 @pytest.mark.parametrize("meet", WAYS)
-def test_the_plain_loop_trains_what_plain_words_say(meet: str) -> None:
+@pytest.mark.parametrize("shares", [((12, 4), (10, 6), (14, 2)), ((12, 4, 8), (3, 14, 7))], ids=["two", "three"])
+def test_the_plain_loop_trains_what_plain_words_say(meet: str, shares: Sequence[Sequence[int]]) -> None:
     """In one process: the union batch's gradient, or steps of each worker's own and then the mean by samples."""
-    ranks = run_ranks(_dealt, 2, meet)
+    ranks = run_ranks(_dealt, len(shares[0]), meet, shares)
     models = [Net("plain").double() for _ in ranks]
     optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
     for number, apart in enumerate(ranks[0][0]):
