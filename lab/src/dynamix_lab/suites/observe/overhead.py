@@ -1,4 +1,4 @@
-"""Processor time of blocks of steps, observed and not, in turn within one pair of processes."""
+"""Time of the training thread in blocks of steps, observed and not, in turn within one pair of processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Switch:
 
 
 def time_observed(rank: int, store: str, width: int, blocks: int, steps: int) -> dict[str, list[float]]:
-    """Processor seconds of all threads of this rank by block, `off` and `on`, each pair's order drawn by its number.
+    """Processor seconds of this rank's training thread by block, `off` and `on`, each pair's order drawn by its number.
 
     A collective call in two processes.
     """
@@ -66,7 +66,7 @@ def time_observed(rank: int, store: str, width: int, blocks: int, steps: int) ->
         for turn in range(blocks):
             for on in _order(turn):
                 switch.set(on)
-                found["on" if on else "off"].append(timed(job, steps, rest_s=0.0)[1])
+                found["on" if on else "off"].append(timed(job, steps, rest_s=0.0)[2])
         return found
 
 

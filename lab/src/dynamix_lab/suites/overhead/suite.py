@@ -215,17 +215,17 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
                 "1" if name == PLAIN else with_interval(row["ratio"]),
                 number(row["cpu_ms"], 3),
                 "1" if name == PLAIN else with_interval(row["cpu_ratio"]),
-                "0" if name == PLAIN else _with_interval(row["thread_over_ms"]),
+                *([_of_thread(row["thread_over_ms"])] if "thread_over_ms" in row else []),
                 number(row["call_ms"], 3),
             ]
             for name, row in job["rows"].items()
         ]
         over = f"over {PLAIN} (95 %)"
-        head = ["row", "a step, ms", over, "processor, ms a step", over, f"training thread, ms a step {over}"]
-        head += ["`controller.step()`, ms"]
+        head = ["row", "a step, ms", over, "processor, ms a step", over, "`controller.step()`, ms"]
+        if "thread_over_ms" in job["rows"][PLAIN]:  # older results say nothing of it
+            head.insert(-1, f"rank 0's training thread, ms a step {over}")
         about = f"Two hidden layers of {job['width']}. {job['launches']} launches, {job['blocks']} blocks of "
-        about += f"{job['steps']} steps for each row; processor time is of all threads of both ranks, the training "
-        about += "thread that of rank 0."
+        about += f"{job['steps']} steps for each row; processor time is of all threads of both ranks."
         parts.append(Section(f"Steps of {size.removesuffix('ms')} ms", text=[about], table=Table(head, rows)))
     if "decision_ms" in result:
         parts.append(Section("A decision", table=decision_table(result)))
@@ -236,9 +236,9 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     return parts
 
 
-def _with_interval(found: Mapping[str, float | None]) -> str:
-    half = None if found["high"] is None or found["mean"] is None else found["high"] - found["mean"]
-    return f"{number(found['mean'], 3)} ± {number(half, 3)}"
+def _of_thread(over_ms: Mapping[str, float | None]) -> str:
+    mean, high = over_ms["mean"], over_ms["high"]
+    return f"{number(mean, 3)} ± {number(None if mean is None or high is None else high - mean, 3)}"
 
 
 def decision_table(result: Mapping[str, Any]) -> Table:
