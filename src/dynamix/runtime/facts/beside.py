@@ -21,6 +21,7 @@ from dynamix.window import Floats
 Told = tuple[int, int, Tensor, Tensor]
 
 JOINED = 4  # sizes of a rank's share with which one mean over dealt and other samples is no padding to some multiple
+LOOKS = 512  # batches after which nothing is looked for any more
 READ = 64  # elements that a figure is made of
 ALIKE = 1e-4  # figures of the same samples on unlike devices are so near
 
@@ -44,6 +45,7 @@ class Beside:
         self._open: tuple[int, Tensor | None, int] | None = None  # the pass under way, and backward passes before it
         self.count, self.seen = 0, False
         self._sizes = set[int]()  # of shares that had as many beside them
+        self._looks = 0  # at the losses and samples of batches
 
     def may_be_others(self, length: int, inputs: Iterable[Any], backwards: int) -> None:
         """A pass begins of another number of rows than the batch, or of `count`; after so many backward passes."""
@@ -74,7 +76,10 @@ class Beside:
             self.count = count
             self._sizes.clear()
         self._sizes.add(mine)
-        if count <= 0 or (counts == counts[0]).all() or not (fits or self._has_term(loss, count, count + mine)):
+        if count <= 0 or self._looks == LOOKS or (counts == counts[0]).all():
+            return None
+        self._looks += 1
+        if not (fits or self._has_term(loss, count, count + mine)):
             return None
         (_, first), (_, last) = passes[0], passes[-1]
         if first is None or last is None:
