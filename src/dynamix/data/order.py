@@ -27,7 +27,6 @@ class SampleOrder(Issuable):
     placeholder    what the loop gets in place of a batch that is none
     owner          whom the source belongs to
     draws_alike    whether ranks' samples are as if drawn from the same
-    goes_on_ahead  whether an epoch can be issued while the one before is not consumed
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class SampleOrder(Issuable):
         placeholder: Callable[[Any], Any] | None,
         owner: SourceOwner | None,
         draws_alike: bool = True,
-        goes_on_ahead: bool = False,
     ) -> None:
         if world_size < 1:
             raise ConfigError("world_size", world_size, "1 or more", "pass dist.get_world_size()")
@@ -63,7 +61,7 @@ class SampleOrder(Issuable):
             raise ConfigError("low", self.low.tolist(), f"at most high={self.high.tolist()}", "swap the bounds")
         self.micro_batch, self.placeholder = micro_batch, placeholder
         self.owner: SourceOwner = Nobody() if owner is None else owner
-        self.draws_alike, self.goes_on_ahead = draws_alike, goes_on_ahead
+        self.draws_alike = draws_alike
         self._told = set[int]()  # batches of an epoch, as somebody was told who asked at the beginning of one
         self._issuer = Issuer(self)
 
