@@ -102,9 +102,6 @@ class _Talkative(Script):
     def report(self) -> dict[str, Any]:
         raise RuntimeError("nothing to report")
 
-    def after_answer(self) -> None:
-        raise RuntimeError("no strength left")
-
 
 def test_what_fails_after_a_decision_ends_no_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     controller = dynamix.Controller(_Talkative([[8]]), 8, interval=4, events=tmp_path / "events.jsonl")

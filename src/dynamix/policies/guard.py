@@ -20,7 +20,7 @@ from dynamix.model.state import array_of
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.goodput import wish
 from dynamix.policies.protocol import Policy, boundary
-from dynamix.policies.wrappers import after_answer, carry_over, peers_of, report_of
+from dynamix.policies.wrappers import peers_of, report_of
 from dynamix.projection import project
 from dynamix.removed import removed_arguments
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -159,12 +159,6 @@ class Guard:
             "error": self.error,
         }
         return {**about, "guard": decision}
-
-    def after_answer(self) -> None:
-        after_answer(self.policy)
-
-    def carry_over(self, state: dict[str, Any]) -> None:
-        carry_over(self.policy, state)
 
     def peers(self) -> Any:
         """None. Raises `ConfigError` where the policy's workers would each decide for themselves."""
