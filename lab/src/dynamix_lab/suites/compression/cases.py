@@ -40,8 +40,8 @@ WORKERS = (1, 2, 3, 16, 17, 32)
 CHANCES = (0.2, 0.3, 0.3, 0.08, 0.06, 0.06)  # threads cost time: many ranks are drawn less often
 WAYS_TRIED: tuple[str, ...] = ("gather", "blocks", "compaction", "lhc", "lhc-one-phase")
 TYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
-KINDS = ("random", "cancelling", "zero", "one", "all", "lanes", "clustered", "tiny", "wide")
-ADVERSARIAL = ("nonfinite", "signs", "ragged", "same", "cancelling", "one", "all", "lanes", "tiny", "wide")
+KINDS = ("random", "cancelling", "zero", "one", "all", "strided", "clustered", "tiny", "wide")
+ADVERSARIAL = ("nonfinite", "signs", "ragged", "same", "cancelling", "one", "all", "strided", "tiny", "wide")
 DAMAGED = 1 / 3  # of the adversarial cases
 STEPS = 2  # one-phase needs a union to predict from
 LARGEST = 8192  # elements outside rows
@@ -60,7 +60,6 @@ class ExchangeCase:
     rows: int
     width: int
     density: float
-    lanes: int
     damaged: bool = False
 
     @classmethod
@@ -76,7 +75,6 @@ class ExchangeCase:
             rows=int(rng.integers(0, 60)) if rng.random() < 0.5 else 0,
             width=int(rng.integers(2, 80)),
             density=float(math.exp(rng.uniform(math.log(1e-3), math.log(0.5)))),
-            lanes=int(rng.choice([1, 1, 64, 1024])),
             damaged=bool(adversarial and rng.random() < DAMAGED),
         )
 
@@ -102,7 +100,7 @@ class ExchangeCase:
                 keep[self.seed % n] = rank == self.seed % self.workers
             elif self.kind == "all":
                 keep[:] = True
-            elif self.kind == "lanes":
+            elif self.kind == "strided":
                 stride = 2 ** (2 + self.seed % 7)
                 keep = places % stride == self.seed % stride
             elif self.kind == "clustered":
@@ -247,7 +245,7 @@ def run_case(case: ExchangeCase, pool: ThreadPoolExecutor) -> Outcome:
     if hit:
         victim = case.seed % case.workers
         wires[victim] = _Damaged(wires[victim], 0 if refusing else case.seed % 3, case.seed)
-    ranks = [_Recorded(layout, settings=ExchangeSettings(seed=case.seed, lanes=case.lanes)) for _ in wires]
+    ranks = [_Recorded(layout, settings=ExchangeSettings(seed=case.seed)) for _ in wires]
     statistics = [Statistics() for _ in wires]
     for step in range(STEPS):
         inputs = case.gradients(step)
