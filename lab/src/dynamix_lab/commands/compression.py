@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
-from dynamix_lab.commands.group import about, bench, conducted, names_of, numbers_of
+from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix_lab.commands.group import Resume, about, bench, conducted, names_of, numbers_of, progress
 
 _JOBS = "ratings, ncf, lstm-tied, transformer-tied, moe, lora, rows-0, rows-50, rows-100, lstm, transformer, vgg19"
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
-from dynamix_lab.commands.group import about, bench, command_line, names_of, numbers_of
+from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix_lab.commands.group import Resume, about, bench, command_line, names_of, numbers_of, progress
 
 Forms = Annotated[str | None, typer.Option(help="Of dynamix,dynamix-paper, comma-separated (default: both).")]
 Quick = Annotated[bool, typer.Option("--quick", help="Smoke run: trainings that learn nothing.")]
