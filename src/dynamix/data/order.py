@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,6 +16,19 @@ from dynamix.data.plan import Cursor, Group, Piece
 from dynamix.data.reader import Asking
 from dynamix.errors import ConfigError, StateError
 from dynamix.window import Ints
+
+
+class OrderOptions(TypedDict, total=False):
+    """What every source of batches takes by name; `SampleOrder` says what each is."""
+
+    rank: Required[int]
+    world_size: Required[int]
+    accumulate: int
+    low: ArrayLike
+    high: ArrayLike | None
+    micro_batch: int | None
+    placeholder: Callable[[Any], Any] | None
+    owner: SourceOwner | None
 
 
 class SampleOrder(Issuable):
@@ -35,12 +48,12 @@ class SampleOrder(Issuable):
         *,
         rank: int,
         world_size: int,
-        accumulate: int,
-        low: ArrayLike,
-        high: ArrayLike | None,
-        micro_batch: int | None,
-        placeholder: Callable[[Any], Any] | None,
-        owner: SourceOwner | None,
+        accumulate: int = 1,
+        low: ArrayLike = 1,
+        high: ArrayLike | None = None,
+        micro_batch: int | None = None,
+        placeholder: Callable[[Any], Any] | None = None,
+        owner: SourceOwner | None = None,
         draws_alike: bool = True,
     ) -> None:
         if world_size < 1:

@@ -3,19 +3,17 @@
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.computed_order import COMPUTED, LARGE, Order, order_of_epoch
 from dynamix.data.cutting import enough, groups_left, next_group
 from dynamix.data.lengths import SampleCosts
-from dynamix.data.order import SampleOrder, require_equal, require_known
-from dynamix.data.owner import SourceOwner
+from dynamix.data.order import OrderOptions, SampleOrder, require_equal, require_known
 from dynamix.data.plan import Cursor, Group, Piece, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of
 from dynamix.data.selection import SELECTED, Selection
@@ -75,32 +73,14 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         dataset_size: int,
         allocations: Allocations,
         *,
-        rank: int,
-        world_size: int,
         seed: int = 0,
         shuffle: bool = True,
-        accumulate: int = 1,
-        low: ArrayLike = 1,
-        high: ArrayLike | None = None,
         costs: SampleCosts | None = None,
         size_now: Callable[[], int] | None = None,
         selection: Selection | None = None,
-        micro_batch: int | None = None,
-        placeholder: Callable[[Any], Any] | None = None,
-        owner: SourceOwner | None = None,
+        **shared: Unpack[OrderOptions],
     ) -> None:
-        super().__init__(
-            allocations,
-            rank=rank,
-            world_size=world_size,
-            accumulate=accumulate,
-            low=low,
-            high=high,
-            micro_batch=micro_batch,
-            placeholder=placeholder,
-            owner=owner,
-            draws_alike=costs is None or not costs.padded,
-        )
+        super().__init__(allocations, **shared, draws_alike=costs is None or not costs.padded)
         needed = int(allocations.at(allocations.begin).sum())
         if needed > dataset_size:
             raise ConfigError(
