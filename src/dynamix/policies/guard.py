@@ -53,9 +53,11 @@ class GuardState:
 
 
 def as_written_now(state: dict[str, Any]) -> dict[str, Any]:
-    """A policy's state, a guard's part of it as this version writes it, whichever version did."""
+    """A policy's state as this version writes it, whichever version did."""
     if isinstance(inner := state.get("paced"), dict):
         return {**state, "paced": as_written_now(inner)}
+    if "worlds" in state:  # of the stigmergic policy, whose field 0.2 wrote beside what was last read of it
+        return {**state, **dict.fromkeys(("windows", "field", "worlds"))}
     own = state.get("guard")
     if not isinstance(own, dict) or "check" not in own:
         return state
