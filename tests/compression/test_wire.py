@@ -1,4 +1,4 @@
-"""One suite for every wire: threads, gloo with its own OR, gloo with the OR that NCCL needs."""
+"""One suite for every wire: threads, and gloo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dynamix.compression import GroupWire, LocalWire
 from dynamix.compression.link_speed import LinkSpeed
-from dynamix.compression.wire import find_or_method, or_by_bor
 from tests.compression.local import in_threads
 from tests.ranks import run_ranks
 
@@ -49,11 +48,10 @@ def _passed_on(rank: int, wire: Any) -> None:
         assert [one.tolist() for one in came] == [_of(j, size).tolist() for j, size in enumerate(sizes)]
 
 
-def _on_gloo(rank: int) -> list[dict[str, Tensor]]:
+def _on_gloo(rank: int) -> dict[str, Tensor]:
     group = dist.group.WORLD
     assert group is not None
-    assert find_or_method(group, torch.device("cpu")) == "bor"
-    wire = GroupWire(group, "bor")
+    wire = GroupWire(group)
     assert wire.hop_bytes == 0, "nothing is measured yet"
     _passed_on(rank, wire)
     wire.speed = LinkSpeed()
@@ -61,7 +59,7 @@ def _on_gloo(rank: int) -> list[dict[str, Tensor]]:
         wire.speed.note(24, hops=1, seconds=seconds)
     wire.speed.note(1_000_000, hops=1, seconds=0.1001)
     assert wire.hop_bytes == pytest.approx(1000, abs=2)
-    return [use(rank, GroupWire(group, method)) for method in ("bor", "gather")]
+    return use(rank, GroupWire(group))
 
 
 def check(found: dict[str, Tensor]) -> None:
@@ -85,37 +83,8 @@ def test_threads() -> None:
 
 @pytest.mark.multiproc
 def test_gloo() -> None:
-    for both in run_ranks(_on_gloo, WORKERS):
-        for found in both:
-            check(found)
-
-
-def _sums_in_silence(rank: int) -> list[str]:
-    group, real = dist.group.WORLD, dist.all_reduce
-    assert group is not None
-    methods = []
-    for kind in ("sums", "raises"):
-
-        def wrong(tensor: Tensor, op: Any = dist.ReduceOp.SUM, kind: str = kind, **more: Any) -> Any:
-            if op == dist.ReduceOp.BOR:
-                if kind == "raises":
-                    raise RuntimeError("Cannot use ReduceOp.BOR with NCCL")
-                op = dist.ReduceOp.SUM
-            return real(tensor, op=op, **more)
-
-        dist.all_reduce = wrong
-        try:
-            methods.append(find_or_method(group, torch.device("cpu")))
-            if kind == "sums":
-                or_by_bor(torch.ones(8, dtype=torch.uint8), group)
-        finally:
-            dist.all_reduce = real
-    return methods
-
-
-@pytest.mark.multiproc
-def test_an_operator_that_sums_or_raises_is_found_at_the_start() -> None:
-    assert run_ranks(_sums_in_silence, 2) == [["gather", "gather"]] * 2
+    for found in run_ranks(_on_gloo, WORKERS):
+        check(found)
 
 
 def test_ranks_that_bring_different_sizes_end_with_an_error() -> None:

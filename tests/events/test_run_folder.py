@@ -1,7 +1,6 @@
 import json
 
 from dynamix.errors import ConfigError
-from dynamix.events.records import EventLog, read_events
 from dynamix.events.run_folder import RunFolder
 from tests.refused import refused
 
@@ -20,14 +19,3 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
     (tmp_path / "x").write_text("")
     refused(ConfigError, "new or empty", RunFolder, "demo", tmp_path)
     refused(ConfigError, "new or empty", RunFolder, "demo", tmp_path / "x")
-
-
-def test_events_of_several_runs_are_gathered_and_labelled(tmp_path):
-    folder = RunFolder("demo", tmp_path / "run")
-    for name in ("static", "dbs"):
-        with EventLog(tmp_path / name) as log:
-            log.write(step=1)
-        folder.adopt_events(tmp_path / name, policy=name, seed=0)
-        assert not (tmp_path / name).exists()
-    assert folder.adopt_events(tmp_path / "missing", policy="x") == []
-    assert [e["policy"] for e in read_events(folder.path / "events.jsonl")] == ["static", "dbs"]

@@ -20,7 +20,7 @@ def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
     assert CliRunner().invoke(app, said[1:]).exit_code == 0
 
 
-MEASUREMENTS = "aggregator codec-speed compression compression-cases emulator-accuracy faults fidelity network-speed "
+MEASUREMENTS = "aggregator codec-speed compression compression-cases emulator-accuracy faults fidelity "
 MEASUREMENTS += "observe overhead peers quality scaling stepcount stigmergy workloads"
 
 
@@ -45,8 +45,7 @@ def test_every_measurement_is_a_command(name: str) -> None:
         *((f"peers --policies {row}", "") for row in ("dynamix", "static,dynamix-7", "static,dynamix-512-lr0.1")),
         ("peers --policies static,dynamix-128-lr0.1-every8", ""),
         ("peers --seed 9001", ""),
-        ("ablations --forms goodput", "forms='goodput', dynamix-paper"),
-        ("ablations --seeds -1", "seeds, 0 or more"),
+        ("transfer --forms goodput", "forms='goodput', dynamix-paper"),
         ("transfer --pairs moon", "pairs, depth"),
         ("excavation --methods qmix", "methods='qmix', mappo"),
         ("calibration nowhere out.json", "nowhere, fits/affine_step_time.csv"),

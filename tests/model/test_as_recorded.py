@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamix.model import JobModel, log_goodput, measured_log_goodput
+from dynamix.model import JobModel, log_goodput
 from dynamix.model.elasticity import LocalElasticity
 from dynamix.model.measured import base_total, busy_seconds, step_seconds
 from dynamix.window import Bounds
@@ -33,7 +33,7 @@ def _of_model(model: JobModel, case: str, t: int) -> dict[str, Any]:
     )
     costs = model.costs
     return {
-        "sizes": [model.best(bounds), model.best(bounds, 0.05), model.best(Bounds.of(workers, 1, 4000))],
+        "sizes": [model.best(bounds), model.best(Bounds.of(workers, 1, 4000))],
         "line": [costs.alpha * 1e3, costs.beta * 1e3],
         "tangent": model.log_step(others),
         "full": model.log_step(others, costs="full"),
@@ -64,11 +64,11 @@ def followed(case: str) -> list[dict[str, Any]]:
         excess = curve.excess(unit, *model.line)
         steep, known = curve.around(excess, unit, window.batch_size.astype(np.float64))
         figures = _of_model(model, case, t)
-        # Recorded with windows that counted samples per piece, and two pieces to a step: twice these samples a second.
         total = window.batch_size.sum(-1).astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
-            reached = log_goodput(total, np.log(step_seconds(window)), model.log_waste(total, unknown="base"))
-        figures["reached"] = [reached, measured_log_goodput(window) + np.log(2.0)]
+            figures["reached"] = log_goodput(
+                total, np.log(step_seconds(window)), model.log_waste(total, unknown="base")
+            )
         figures["elasticity"] = [steep[..., 0], steep[..., 1], known[..., 0], known[..., 1]]
         figures["warned"] = curve.beyond(excess, unit, window.batch_size, np.full(window.batch_size.shape, 150.0))
         found.append({name: np.asarray(value, dtype=np.float64) for name, value in figures.items()})

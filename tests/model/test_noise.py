@@ -8,10 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from dynamix.model import log_goodput, measured_log_goodput
+from dynamix.model import log_goodput
 from dynamix.model.noise import NoiseByBatch
 from dynamix.model.state import restored, saved
-from dynamix.window import Window
 
 
 def test_the_first_noise_scale_is_taken_whole_and_later_ones_by_their_weight() -> None:
@@ -45,14 +44,3 @@ def test_a_restored_noise_scale_is_the_one_that_was_saved() -> None:
 def test_goodput_is_samples_a_second_over_the_waste() -> None:
     total, step, waste = np.array([100.0, 0.0]), np.log([0.5, 0.5]), np.log([4.0, 1.0])
     np.testing.assert_allclose(np.exp(log_goodput(total, step, waste)), [50.0, 2e-9])
-
-
-def test_a_windows_own_goodput_is_by_its_own_noise_scale_and_counts_rounds() -> None:
-    def of(**known: float) -> float:
-        fields = {"compute": 0.3, "communication": 0.1, "base_batch": 100.0, "micro_batches": 2.0, **known}
-        return float(measured_log_goodput(Window.of([80, 120], **fields)))
-
-    assert of(noise=300.0, signal=1.0) == pytest.approx(math.log(200 / 0.4 * 400 / 500))
-    assert of(noise=1.0, signal=0.0) == pytest.approx(math.log(200 / 0.4))
-    assert np.isnan(of())
-    assert np.isnan(of(noise=300.0, signal=1.0, compute=np.nan))

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from dynamix.model.running import Largest, SlowAverage, Smoothed
+from dynamix.model.running import Largest, Smoothed
 from dynamix.model.state import UNKNOWN, restored, saved
 
 
@@ -19,15 +19,6 @@ def test_a_smoothed_figure_is_the_mean_of_logs_of_what_was_known_and_positive() 
     assert Smoothed(0.5).update(np.array([2.0])).update(np.array([8.0, 8.0])).value.round(9).tolist() == [8.0, 8.0]
 
 
-def test_a_slow_average_ignores_what_is_not_known() -> None:
-    average = SlowAverage(0.25)
-    for value in ([np.nan, 2.0], [4.0, np.nan], [8.0, 6.0]):
-        average = average.update(np.array(value))
-    np.testing.assert_allclose(average.value, [5.0, 3.0])
-    assert SlowAverage().update(np.array([0.0])).update(np.array([1.0])).value.tolist() == [0.05]
-    assert average.update(np.array([1.0])).value.tolist() == [1.0]
-
-
 def test_the_largest_batch_is_never_below_the_base_batch_nor_forgotten() -> None:
     largest = Largest().update(np.array([50.0, 300.0]), np.array([100.0, 100.0]))
     assert largest.total.tolist() == [100.0, 300.0]
@@ -37,7 +28,7 @@ def test_the_largest_batch_is_never_below_the_base_batch_nor_forgotten() -> None
 
 def test_all_are_restored_as_they_were_saved() -> None:
     one = np.array([3.0, 5.0])
-    for part in (Smoothed(0.3).update(one), SlowAverage(0.2).update(one), Largest().update(one, one), Smoothed(0.3)):
+    for part in (Smoothed(0.3).update(one), Largest().update(one, one), Smoothed(0.3)):
         again = restored(
             type(part)(**({} if isinstance(part, Largest) else {"weight": 0.9})), json.loads(json.dumps(saved(part)))
         )

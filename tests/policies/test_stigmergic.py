@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamix.errors import PolicyFileError
+from dynamix.errors import PolicyFileError, StateError
 from dynamix.policies.goodput import GROWTH
 from dynamix.policies.registry import make_policy
-from dynamix.policies.stigmergic.field import MemoryField
 from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy, pretrained
 from dynamix.policies.stigmergic.traces import TRACES, Own, TraceKind
 from dynamix.window import Bounds, Window
+from tests.refused import refused
 
 RULES = {"by hand": StigmergicPolicy, "learned": pretrained}
 
@@ -164,13 +164,12 @@ def test_who_runs_out_of_memory_shrinks_alone_and_the_crowd_does_not_grow() -> N
     window = world.window(np.full(4, 64))
     sizes = {}
     for name, fits in (("ample", np.inf), ("short", 40.0)):
-        policy, field = StigmergicPolicy(), MemoryField(len(TRACES), StigmergicPolicy().decay)
+        policy = StigmergicPolicy()
         own = dataclasses.replace(Own.of(window), fits=np.array([np.inf, fits, np.inf, np.inf]))
         sense, left = policy.observe(own)
         assert left[..., TraceKind.OOM].tolist() == [0, fits < 64, 0, 0]
-        field.deposit(np.arange(len(TRACES)), left.sum(0), step=0)
-        smelt = field.read(np.arange(len(TRACES)), step=0)[None]
-        sizes[name] = policy.choose(own, sense, smelt, smelt, bounds)
+        smelt, new = policy.smell(left.sum(0), np.zeros(len(TRACES)))
+        sizes[name] = policy.choose(own, sense, smelt[None], new[None], bounds)
     assert (sizes["ample"] > 64).all()
     assert sizes["short"][1] == 40
     assert (sizes["short"][[0, 2, 3]] >= 64).all()
@@ -183,6 +182,14 @@ def test_without_traces_every_size_stays() -> None:
     sense, _ = policy.observe(own)
     unknown = np.full((1, len(TRACES)), np.nan)
     assert policy.choose(own, sense, unknown, unknown, Bounds.of(2)).tolist() == [30, 90]
+
+
+def test_a_state_with_other_traces_is_refused() -> None:
+    policy = StigmergicPolicy()
+    policy.decide(Affine([1e-3, 5e-3]).window(np.array([30, 90])), Bounds.of(2))
+    state = policy.state_dict()
+    state["smelt"] = state["smelt"][:-1]
+    refused(StateError, "15 traces, this one 16", StigmergicPolicy().load_state_dict, state)
 
 
 @pytest.mark.parametrize("windows", [0, 3])
@@ -231,7 +238,7 @@ def test_nobody_else_is_seen_without_shared_traces() -> None:
     world, bounds = Affine(1e-3 * np.linspace(1, 4, 4), phi=200.0), Bounds.of(4, 1, 512)
     alone = StigmergicPolicy(shared=False)
     alone.decide(world.window(np.full(4, 64)), bounds)
-    assert alone.field.everywhere(step=0)[:, TraceKind.PRESENT].tolist() == [1.0] * 4
+    assert np.array(alone.state_dict()["smelt"])[:, TraceKind.PRESENT].tolist() == [1.0] * 4
 
 
 def test_a_file_keeps_the_numbers_and_refuses_impossible_ones(tmp_path: Path) -> None:

@@ -193,9 +193,9 @@ def test_what_all_left_of_their_way_counts_one_window_later() -> None:
     way[TraceKind.GROW] = 1.5
     policy.smell(nothing, nothing)
     smelt, new = policy.smell(nothing, way)
-    assert smelt[TraceKind.GROW] == pytest.approx(1.5 * policy.decay.kept(1))
+    assert smelt[TraceKind.GROW] == pytest.approx(1.5 * (1 - policy.parameters.fade))
     assert new[TraceKind.GROW] == pytest.approx(smelt[TraceKind.GROW])
-    assert policy.smell(nothing, nothing)[0][TraceKind.GROW] == pytest.approx(1.5 * policy.decay.kept(2))
+    assert policy.smell(nothing, nothing)[0][TraceKind.GROW] == pytest.approx(1.5 * (1 - policy.parameters.fade) ** 2)
 
 
 def test_what_all_do_alike_is_no_way_of_ones_own() -> None:

@@ -15,7 +15,7 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.policies import make_policy
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic.policy import StigmergicPolicy
-from dynamix.policies.wrappers import after_answer, carry_over, load_policy, peers_of, report_of, unfit
+from dynamix.policies.wrappers import load_policy, peers_of, refuse_learned, report_of, unfit
 from dynamix.window import Bounds, Ints, Window
 from tests.runtime.jobs import decided
 
@@ -24,19 +24,14 @@ class Notes:
     """A researcher's own policy that keeps what it has and says so."""
 
     def __init__(self) -> None:
-        self.answered, self.carried, self.loaded = 0, {}, {}  # type: ignore[var-annotated]
+        self.answered, self.loaded = 0, {}  # type: ignore[var-annotated]
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
+        self.answered += 1
         return window.batch_size
 
     def report(self, *, asked: bool) -> dict[str, Any]:
         return {"notes": {"asked": asked, "answered": self.answered}}
-
-    def after_answer(self) -> None:
-        self.answered += 1
-
-    def carry_over(self, state: dict[str, Any]) -> None:
-        self.carried = state
 
     def state_dict(self) -> dict[str, Any]:
         return {"answered": self.answered}
@@ -46,7 +41,7 @@ class Notes:
 
 
 @pytest.mark.parametrize("guard", [False, True])
-def test_events_carry_its_report_and_it_works_on_after_the_answer(tmp_path: Path, guard: bool) -> None:
+def test_events_carry_its_report(tmp_path: Path, guard: bool) -> None:
     data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
     net, policy, path = nn.Linear(4, 1), Notes(), tmp_path / "events.jsonl"
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -59,7 +54,7 @@ def test_events_carry_its_report_and_it_works_on_after_the_answer(tmp_path: Path
         controller.step()
     controller.close()
     events = decided(path)
-    assert [event["notes"] for event in events] == [{"asked": True, "answered": i} for i in range(len(events))]
+    assert [event["notes"] for event in events] == [{"asked": True, "answered": i} for i in range(1, len(events) + 1)]
     assert all(("guard" in event) == guard for event in events)
     assert policy.answered == len(events) >= 3
 
@@ -68,18 +63,13 @@ def test_a_guard_passes_on_what_it_is_told_and_keeps_its_own_state_to_itself() -
     policy = Notes()
     guard = Guard(policy)
     saved = guard.state_dict()
-    after_answer(guard)
-    carry_over(guard, saved)
-    assert (policy.answered, policy.carried) == (1, {"answered": 0})
-    assert report_of(guard, asked=False) == {"notes": {"asked": False, "answered": 1}}, "no verdict on that window"
+    assert report_of(guard, asked=False) == {"notes": {"asked": False, "answered": 0}}, "no verdict on that window"
     load_policy(policy, saved)
     assert policy.loaded == {"answered": 0}
 
 
 def test_policies_without_these_methods_have_nothing_to_say() -> None:
     plain = make_policy("lb_bsp")
-    after_answer(plain)
-    carry_over(plain, {})
     assert report_of(plain) == {}
     assert peers_of(plain) is None
     assert peers_of(Guard(plain)) is None
@@ -103,9 +93,10 @@ def test_the_state_of_a_policy_that_learned_on_the_job_is_refused_by_name(around
     state: dict[str, Any] = {"learned": {}, "reference": {}, "trials": []}
     for wrapper in reversed(around):
         state = {wrapper: state, "model": None, "guard": {}, "pace": {}}
-    for load in (load_policy, carry_over):
-        with pytest.raises(StateError, match=r"learn=True.*removed in 0\.3: write .*policy=False"):
-            load(Guard(make_policy("dynamix")), state)
+    with pytest.raises(StateError, match=r"learn=True.*removed in 0\.3: write .*policy=False"):
+        load_policy(Guard(make_policy("dynamix")), state)
+    with pytest.raises(StateError, match=r"learn=True.*removed in 0\.3: write .*policy=False"):
+        refuse_learned(state)
 
 
 def test_workers_that_decide_for_themselves_cannot_be_watched() -> None:

@@ -191,7 +191,8 @@ def test_bins_hold_the_means_and_ends_of_all_windows() -> None:
     each[rng.random((777, 3)) < 0.2] = np.nan
     series = BinnedSeries(["loss"], ["size"], workers=3, most=16)
     for i in range(777):
-        series.add(i, i + 1, weights[i], {"loss": values[i]}, {"size": each[i]})
+        one, now = slice(i, i + 1), np.array([float(i)])
+        series.extend(now, now + 1, weights[one], {"loss": values[one]}, {"size": each[one]})
     assert (series.width, series.bins) == (64, 13)
     parts = [slice(64 * i, 64 * (i + 1)) for i in range(13)]
     expected = [np.average(values[part], weights=weights[part]) for part in parts]

@@ -114,21 +114,18 @@ def _mix(h: int) -> int:
 
 
 @_kernel
-def _slots(items: Array, keys: Array, groups: int, lane_bits: int, slots: Array, signs: Array) -> None:
-    lanes = 1 << lane_bits
+def _slots(items: Array, keys: Array, table: int, slots: Array, signs: Array) -> None:
     for i in range(items.size):
-        block, lane = items[i] >> lane_bits, items[i] & (lanes - 1)
         for j in range(3):
-            h = _mix((block * keys[j, 0] + keys[j, 1]) & MASK)
-            group = (h * groups) >> 32
-            slots[i, j] = ((j * groups + group) << lane_bits) + ((lane + h) & (lanes - 1))
+            h = _mix((items[i] * keys[j, 0] + keys[j, 1]) & MASK)
+            slots[i, j] = j * table + ((h * table) >> 32)
             signs[i, j] = 1 - 2 * ((h >> 11) & 1)
 
 
-def slots(items: Tensor, keys: Tensor, groups: int, lane_bits: int) -> tuple[Tensor, Tensor]:
+def slots(items: Tensor, keys: Tensor, table: int) -> tuple[Tensor, Tensor]:
     found = torch.empty((items.numel(), 3), dtype=torch.int32)
     signs = torch.empty((items.numel(), 3), dtype=torch.int8)
-    _slots(items, keys, groups, lane_bits, found, signs)
+    _slots(items, keys, table, found, signs)
     return found, signs
 
 

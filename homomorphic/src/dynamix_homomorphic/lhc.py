@@ -49,8 +49,7 @@ def _sketches(hashings: list[Hashing], bucket: AgreedBucket) -> tuple[Tensor, li
 
 
 def _hashing(bucket: AgreedBucket, items: int, *seed: int) -> Hashing:
-    ratio, lanes = bucket.settings.ratio, bucket.settings.lanes
-    return Hashing.of(items, *seed, ratio=ratio, lanes=lanes, device=bucket.values.device)
+    return Hashing.of(items, *seed, ratio=bucket.settings.ratio, device=bucket.values.device)
 
 
 def _decodable(bucket: AgreedBucket, items: Tensor, seed: tuple[int, ...]) -> tuple[Hashing, Tensor, Tensor, Peeling]:

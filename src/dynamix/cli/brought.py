@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from dynamix.cli.console import guarded
+from dynamix.cli.console import ANYTHING, guarded
 from dynamix.errors import UsageError
 from dynamix.plugins import COMMANDS, LABORATORY, load_all, named, plug_ins, why
 
@@ -18,7 +18,6 @@ _ELSEWHERE = {
     "policy evaluate": ("Score a policy on simulated clusters.", "dynamix-lab", LABORATORY),
     "policy train": ("Learn a policy in the simulator.", "dynamix-lab", LABORATORY),
 }
-_ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def add_commands_of_others(app: typer.Typer) -> None:
@@ -41,7 +40,7 @@ def add_commands_of_others(app: typer.Typer) -> None:
         *groups, last = name.split(" ")
         above = _group(app, groups)
         if name not in there and above is not None:
-            above.command(last, help=f"{what} Needs {owner}.", context_settings=_ANYTHING)(
+            above.command(last, help=f"{what} Needs {owner}.", context_settings=ANYTHING)(
                 _missing(f"dynamix {name} is part of {owner}: {install}")
             )
 

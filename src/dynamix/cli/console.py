@@ -1,10 +1,9 @@
-"""What all commands share: options, one-line errors, progress on stderr, JSON alone on stdout."""
+"""What all commands share: options, one-line errors, JSON alone on stdout."""
 
-import contextlib
 import functools
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -15,10 +14,7 @@ from dynamix.errors import DynamixError, UsageError
 from dynamix.removed import message
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Mechanism = Annotated[str, typer.Option(help="auto, privileged (root) or duty-cycle (no root).")]
 Out = Annotated[Path | None, typer.Option(help="Run folder, new or empty (default: runs/COMMAND-TIME).")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on in --out, without what it finished.")]
-Policies = Annotated[str | None, typer.Option(help="Comma-separated names (default: the suite's).")]
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
@@ -61,14 +57,3 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:
 def print_json(result: dict[str, Any]) -> None:
     """The result of --json."""
     typer.echo(json.dumps(result, indent=2, allow_nan=False))
-
-
-@contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on stderr, moved by `tell(what, fraction done)`."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=1.0)
-        yield lambda text, done: bar.update(task, description=text, completed=done)

@@ -22,20 +22,6 @@ _KINDS = {
 _WRAPPERS = {
     "guarded": "Guarded: where it does worse than the goodput rule, or fails, that rule takes over for a while.",
 }
-SCORE = (
-    "Every score is a ratio of times: how long the lagged reference takes for the same progress of training, over how "
-    "long the policy takes. 1.00 is as fast as that reference, higher is faster. The lagged reference knows the true "
-    "costs at the close of each window, but not the future."
-)
-SUMMARY = (
-    ("mean", "geometric mean of the score over clusters"),
-    ("worst tenth", "one cluster in ten scores lower than this"),
-    ("gap closed", "how much of the way from lb_bsp (0) to the hedged reference (1) it goes, where they differ by 1 %"),
-    (
-        "faster, slower",
-        "cells in which it beats the goodput rule, or loses to it, beyond the 95 % interval of paired runs",
-    ),
-)
 
 
 def about_policy(name: str) -> dict[str, Any]:
@@ -111,28 +97,11 @@ def _print_scores(console: Console, name: str, evaluation: Mapping[str, Any] | N
         return
     seeds = evaluation.get("seeds") or [evaluation.get("seed")]
     console.print(Text(f"Scores on test clusters (seed {', '.join(map(str, seeds))}, never used in training)", "bold"))
-    if "lagged_over_time" in evaluation:
-        console.print(Text(SCORE))
-        print_medians(console, evaluation["lagged_over_time"], None)
-        return
     table = columns_table("workers", "goodput over the lagged reference's")
     for workers, score in evaluation.get("goodput_over_lagged_reference_by_workers", {}).items():
         table.add_row(str(workers), f"{score:.3f}")
     console.print(table)
     console.print(Text("1 is what a reference reaches that knows the true costs at the close of each window.\n"))
-
-
-def print_medians(console: Console, summary: Mapping[str, Any], cells: int | None) -> None:
-    table = columns_table("policy", *[title for title, _ in SUMMARY])
-    for name, score in summary.items():
-        gap = "-" if score["gap_closed"] is None else f"{score['gap_closed']:.2f}"
-        against = "" if name == "goodput" else f"{len(score['ahead_of_goodput'])}, {len(score['behind_goodput'])}"
-        scores = f"{score['geometric_mean']:.3f}", f"{score['worst_decile']:.3f}"
-        table.add_row(Text(label(name)), *scores, gap, against)
-    console.print(table)
-    last = SUMMARY[-1][1] + (f"; of {cells}" if cells else "")
-    console.print(facts([*SUMMARY[:-1], (SUMMARY[-1][0], last)]))
-    console.print()
 
 
 def _of_file(about: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -162,14 +131,6 @@ def _file_of(name: PolicyName) -> Path | None:
     if name.kind == "file":
         return Path(name.base)
     return shipped_file(name.base) if name.kind == "plain" else None
-
-
-def label(name: str) -> str:
-    """A name short enough for a column."""
-    parsed = parse_name(name) if ":" in name or name.endswith(".safetensors") else None
-    if parsed is None or parsed.kind not in ("file", "class"):
-        return name
-    return parsed.attribute or Path(parsed.base).stem
 
 
 def columns_table(first: str, *others: str) -> Table:

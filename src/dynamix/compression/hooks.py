@@ -38,6 +38,7 @@ from dynamix.compression.traffic import HEADER_BYTES
 from dynamix.compression.ways import AGGREGATED, ELSEWHERE, NetworkLink, registry
 from dynamix.compression.wire import Wire
 from dynamix.errors import ConfigError, StateError, UsageError
+from dynamix.removed import removed_arguments
 
 MIN_BYTES = 1 << 16  # below this latency decides, and "auto" leaves buckets alone
 _log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class CompressionState:
     model          its embeddings are indexed by row; without it every element has an index of its own. One state serves
                    one model
     process_group  that of DDP, of any back end; the default group when None
-    lanes, ratio, seed   see `dynamix.compression.ExchangeSettings`
+    ratio, seed   see `dynamix.compression.ExchangeSettings`
     min_bytes      smaller buckets stay dense under "auto"
     timeout        of the process groups made here (gloo only); torch's default when None
     aggregator     where sums are formed in the network, "host:port" or a `dynamix_homomorphic.Aggregator`; without one
@@ -69,6 +70,7 @@ class CompressionState:
     not let all ranks in, `UsageError` without a process group and, from backward, where two models share a state.
     """
 
+    @removed_arguments(lanes="nothing: every item is hashed by itself")
     def __init__(
         self,
         mode: str = "auto",
@@ -76,7 +78,6 @@ class CompressionState:
         model: nn.Module | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
-        lanes: int = 1,
         ratio: float | None = None,
         min_bytes: int = MIN_BYTES,
         timeout: timedelta | None = None,
@@ -97,7 +98,7 @@ class CompressionState:
             fix = "call torch.distributed.init_process_group() first"
             raise UsageError(f"CompressionState needs a process group: {fix}")
         self.mode, self.min_bytes, self.statistics = mode, min_bytes, Statistics()
-        self.settings = ExchangeSettings(seed=seed, lanes=lanes, ratio=ratio)
+        self.settings = ExchangeSettings(seed=seed, ratio=ratio)
         self.process_group = process_group or cast(dist.ProcessGroup, dist.group.WORLD)
         modules = () if model is None else model.modules()
         self._embeddings = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from dynamix.compression.wire import GroupWire, find_or_method
+from dynamix.compression.wire import GroupWire
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ def paths_of(home: dist.ProcessGroup, timeout: timedelta | None) -> dict[str, Pa
             continue
         gloo = backend == "gloo"
         chain, dense = (_gloo_like(home, timeout), _gloo_like(home, timeout)) if gloo else (home, home)
-        place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-        found[device] = Path(GroupWire(chain, find_or_method(chain, place)), dense, gloo and device == "cpu")
+        found[device] = Path(GroupWire(chain), dense, gloo and device == "cpu")
     return found
 
 

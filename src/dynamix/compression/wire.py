@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import or_
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from torch import Tensor
 from dynamix.compression.link_speed import LinkSpeed
 from dynamix.errors import DynamixError
 
-OrMethod = Literal["bor", "gather"]
 SMALL_BYTES = 512  # a maximum of up to so many goes from everyone to everyone, in one hop in place of a ring's 2 (W-1)
 
 
@@ -82,12 +80,12 @@ class Wire(Protocol):
 
 
 class GroupWire:
-    """A torch process group. `or_method` comes from `find_or_method`; `speed` is read off calls on the CPU."""
+    """A torch process group. `speed` is read off calls on the CPU."""
 
     reserve: Wire | None = None
 
-    def __init__(self, group: dist.ProcessGroup, or_method: OrMethod) -> None:
-        self.group, self.or_method = group, or_method
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
         self.rank, self.workers, self.payload_bytes = group.rank(), group.size(), 0
         self.speed = LinkSpeed()
 
@@ -112,7 +110,7 @@ class GroupWire:
             work = dist.all_reduce(beside, group=self.group, async_op=True)
         self.payload_bytes += bits.nbytes
         if bits.numel():
-            (or_by_bor if self.or_method == "bor" else or_by_gather)(bits, self.group)
+            bitwise_or(bits, self.group)
         if work is not None:
             work.wait()
 
@@ -168,15 +166,8 @@ def as_all_reduced(sent_bytes: int, workers: int) -> int:
     return sent_bytes * workers // max(2 * (workers - 1), 1)
 
 
-def or_by_bor(bits: Tensor, group: dist.ProcessGroup) -> None:
-    """Bitwise OR by the back end's own operator (gloo has one)."""
-    wide = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(torch.int64)
-    dist.all_reduce(wide, op=dist.ReduceOp.BOR, group=group)
-    bits.copy_(wide.view(torch.uint8)[: bits.numel()])
-
-
-def or_by_gather(bits: Tensor, group: dist.ProcessGroup) -> None:
-    """Bitwise OR for back ends without it (NCCL): each rank ORs one chunk of all ranks, then all gather the chunks."""
+def bitwise_or(bits: Tensor, group: dist.ProcessGroup) -> None:
+    """In place, on any back end (NCCL has no OR): each rank ORs one chunk of all ranks, then all gather the chunks."""
     workers = group.size()
     chunk = -(-bits.numel() // (8 * workers)) * 8
     mine = torch.nn.functional.pad(bits, (0, chunk * workers - bits.numel()))
@@ -186,22 +177,6 @@ def or_by_gather(bits: Tensor, group: dist.ProcessGroup) -> None:
     whole = torch.empty_like(mine)
     dist.all_gather_into_tensor(whole, reduced.view(torch.uint8), group=group)
     bits.copy_(whole[: bits.numel()])
-
-
-def find_or_method(group: dist.ProcessGroup, device: torch.device) -> OrMethod:
-    """Test the group's OR operator on known bits: some builds raise, some sum in silence. A collective call."""
-    rank, workers = group.rank(), group.size()
-    bits = torch.tensor([0x01, 1 << rank % 8, 0xFF, 0x00, rank % 256], dtype=torch.uint8, device=device)
-    ranks = range(workers)
-    want = [0x01, reduce(or_, (1 << r % 8 for r in ranks)), 0xFF, 0x00, reduce(or_, (r % 256 for r in ranks))]
-    try:
-        or_by_bor(bits, group)
-        right = bits.tolist() == want
-    except (RuntimeError, ValueError):  # torch refuses the operator before anything is sent
-        right = False
-    agreed = torch.tensor([right], dtype=torch.uint8, device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-    return "bor" if bool(agreed.item()) else "gather"
 
 
 class LocalWire:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -86,18 +86,17 @@ class SampleCosts:
         return CutRound(counts[back], work[back], np.concatenate([parts[i] for i in back]))
 
 
-class CutRound:
+class CutRound(NamedTuple):
     """A micro-step as it is cut.
 
     counts    (W,) samples of each rank
-    work     (W,) what they cost, in samples of mean cost
+    work      (W,) what they cost, in samples of mean cost
     samples   (N,) the first rank's, then the second's, and so on; None: as they were given
     """
 
-    __slots__ = ("counts", "samples", "work")
-
-    def __init__(self, counts: Ints, work: Floats, samples: Ints | None) -> None:
-        self.counts, self.work, self.samples = counts, work, samples
+    counts: Ints
+    work: Floats
+    samples: Ints | None
 
 
 def _ends(costs: Floats, shares: Ints) -> Ints:

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,6 +17,19 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.window import Ints
 
 
+class OrderOptions(TypedDict, total=False):
+    """What every source of batches takes by name; `SampleOrder` says what each is."""
+
+    rank: Required[int]
+    world_size: Required[int]
+    accumulate: int
+    low: ArrayLike
+    high: ArrayLike | None
+    micro_batch: int | None
+    placeholder: Callable[[Any], Any] | None
+    owner: SourceOwner | None
+
+
 class SampleOrder(Issuable):
     """Batches of this rank, epoch after epoch. A source of its own says how a round is planned and samples are read.
 
@@ -26,7 +39,6 @@ class SampleOrder(Issuable):
     placeholder    what the loop gets in place of a batch that is none
     owner          whom the source belongs to
     draws_alike    whether ranks' samples are as if drawn from the same
-    goes_on_ahead  whether an epoch can be issued while the one before is not consumed
     """
 
     def __init__(
@@ -35,14 +47,13 @@ class SampleOrder(Issuable):
         *,
         rank: int,
         world_size: int,
-        accumulate: int,
-        low: ArrayLike,
-        high: ArrayLike | None,
-        micro_batch: int | None,
-        placeholder: Callable[[Any], Any] | None,
-        owner: SourceOwner | None,
+        accumulate: int = 1,
+        low: ArrayLike = 1,
+        high: ArrayLike | None = None,
+        micro_batch: int | None = None,
+        placeholder: Callable[[Any], Any] | None = None,
+        owner: SourceOwner | None = None,
         draws_alike: bool = True,
-        goes_on_ahead: bool = False,
     ) -> None:
         if world_size < 1:
             raise ConfigError("world_size", world_size, "1 or more", "pass dist.get_world_size()")
@@ -63,7 +74,7 @@ class SampleOrder(Issuable):
         self.micro_batch, self.placeholder = micro_batch, placeholder
         self.owner: SourceOwner = Nobody() if owner is None else owner
         self._meeting = self.owner.meeting
-        self.draws_alike, self.goes_on_ahead = draws_alike, goes_on_ahead
+        self.draws_alike = draws_alike
         self._told = set[int]()  # batches of an epoch, as somebody was told who asked at the beginning of one
         self._issuer = Issuer(self)
         self.received = self._issuer.received

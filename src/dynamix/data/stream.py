@@ -1,18 +1,17 @@
 """The streaming form: unequal batches cut in the main process from an iterable data set."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import enough, next_group
-from dynamix.data.order import SampleOrder, require_equal
-from dynamix.data.owner import SourceOwner
+from dynamix.data.order import OrderOptions, SampleOrder, require_equal
 from dynamix.data.plan import Cursor, Group, Piece, StepPlan
 from dynamix.data.source import Source
 from dynamix.errors import ConfigError, StateError, UsageError
@@ -62,35 +61,18 @@ class Stream(SampleOrder):
         iterable: Iterable[Any],
         allocations: Allocations,
         *,
-        rank: int,
-        world_size: int,
         sharded: bool = False,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
-        accumulate: int = 1,
-        low: ArrayLike = 1,
-        high: ArrayLike | None = None,
-        micro_batch: int | None = None,
-        placeholder: Callable[[Any], Any] | None = None,
-        owner: SourceOwner | None = None,
         agree: Callable[[Tensor], Handle] | None = None,
+        **shared: Unpack[OrderOptions],
     ) -> None:
-        super().__init__(
-            allocations,
-            rank=rank,
-            world_size=world_size,
-            accumulate=accumulate,
-            low=low,
-            high=high,
-            micro_batch=micro_batch,
-            placeholder=placeholder,
-            owner=owner,
-        )
+        super().__init__(allocations, **shared)
         if not hasattr(iterable, "__iter__"):
             fix = (
                 "pass an IterableDataset or a list; for a data set with indices write controller.batch_sampler(dataset)"
             )
             raise ConfigError("iterable", iterable, "anything with __iter__", fix)
-        if sharded and agree is None and world_size > 1:
+        if sharded and agree is None and self.world_size > 1:
             raise ConfigError("agree", None, "a callback that sums over ranks", "use controller.stream(...)")
         self.sharded, self.collate_fn, self.agree = sharded, collate_fn, agree
         self._source = Source(iterable)

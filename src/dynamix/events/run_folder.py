@@ -10,13 +10,12 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from dynamix.errors import ConfigError
-from dynamix.events.records import SCHEMA, EventLog, read_events
+from dynamix.events.records import SCHEMA
 
 _PACKAGES = ("dynamix-train", "torch", "numpy", "mnist1d", "pyroute2")
 
@@ -70,45 +69,15 @@ class RunFolder:
         known = {"schema": SCHEMA, "commit": commit(), "started": started, "argv": sys.argv}
         self._write("run.json", {**known, "versions": versions(), "machine": machine(), **fields})
 
-    def read_run(self) -> dict[str, Any]:
-        """run.json as an earlier call wrote it; empty before that."""
-        path = self.path / "run.json"
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-
     def write_result(self, result: dict[str, Any]) -> None:
         """result.json: exactly what --json prints."""
         self._write("result.json", result)
-
-    def adopt_events(self, path: Path, **labels: Any) -> list[dict[str, Any]]:
-        """Move another file's events to the end of events.jsonl, each with `labels` added; returns them."""
-        events = [{**event, **labels} for event in read_events(path)] if path.exists() else []
-        _append(self.path / "events.jsonl", events)
-        path.unlink(missing_ok=True)
-        return events
-
-    def keep_events(self, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-        """Drop the lines of events.jsonl that `keep` does not want; returns the others."""
-        path = self.path / "events.jsonl"
-        if not path.is_file():
-            return []
-        events = [event for event in read_events(path) if keep(event)]
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_bytes(b"")
-        _append(unfinished, events)
-        unfinished.replace(path)
-        return events
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         target = self.path / name
         unfinished = target.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         unfinished.replace(target)
-
-
-def _append(path: Path, events: list[dict[str, Any]]) -> None:
-    with EventLog(path) as log:
-        for event in events:
-            log.write(**{key: value for key, value in event.items() if key != "schema"})
 
 
 def row_folder(name: str) -> str:
@@ -137,15 +106,6 @@ def machine() -> dict[str, Any]:
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cpu": model, "cores": cores, "system": f"{platform.system()} {platform.release()}"}
-
-
-def processor_times() -> tuple[float, float]:
-    """(stolen by the hypervisor, all) processor time of the machine so far, in ticks; zeros where nothing says so."""
-    try:
-        ticks = [float(t) for t in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    except (OSError, ValueError, IndexError):
-        return 0.0, 0.0
-    return (ticks[7] if len(ticks) > 7 else 0.0), sum(ticks)
 
 
 def commit() -> str | None:

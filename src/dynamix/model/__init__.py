@@ -1,6 +1,6 @@
 """What a job would do under any allocation: costs, exchange, noise, and the best split."""
 
 from dynamix.model.jobmodel import JobModel
-from dynamix.model.outcome import log_goodput, measured_log_goodput
+from dynamix.model.outcome import log_goodput
 
-__all__ = ["JobModel", "log_goodput", "measured_log_goodput"]
+__all__ = ["JobModel", "log_goodput"]

@@ -22,7 +22,7 @@ from dynamix.model.measured import base_total, exposed_seconds, noise_scale, slo
 from dynamix.model.noise import NoiseByBatch
 from dynamix.model.outcome import log_goodput
 from dynamix.model.running import Largest, Smoothed
-from dynamix.model.split import best_split, split, within
+from dynamix.model.split import best_split, split
 from dynamix.model.state import merged, nothing, restored, saved
 from dynamix.window import Bounds, Floats, Window
 
@@ -62,8 +62,6 @@ class JobModel:
     base: Floats = field(default_factory=nothing)
     sizes: Floats = field(default_factory=nothing)
     step: Floats = field(default_factory=nothing)
-    # The bounds asked about last, and the answer: a guard asks what the policy under it has asked.
-    _asked: list[tuple[Bounds, Floats]] = field(default_factory=list, init=False, repr=False)
 
     PARTS: ClassVar[tuple[str, ...]] = ("exchange", "noise", "spread", "largest")
     FIELDS: ClassVar[tuple[str, ...]] = ("base", "sizes", "step")
@@ -169,28 +167,12 @@ class JobModel:
         total = np.asarray(sizes, dtype=np.float64).sum(-1)
         return log_goodput(total, self.log_step(sizes, costs=costs), self.log_waste(total, unknown=unknown))
 
-    def best(self, bounds: Bounds, reach: ArrayLike = np.inf) -> Floats:
+    def best(self, bounds: Bounds) -> Floats:
         """Real sizes (..., W) within `bounds` of highest expected goodput, by the lines of `step_s`.
 
         Without a noise scale the global batch stays and only shares move; where nothing was measured all sizes stay.
-
-        reach   (...) largest |log change| of the global batch in one decision, 0 or more; bounds that allow less win
         """
         self._require_a_window()
-        limit = np.asarray(reach, dtype=np.float64)
-        if not (limit >= 0).all():
-            raise ConfigError("reach", reach, "0 or more", "leave it out for no limit")
-        if not np.isposinf(limit).all():
-            bounds = within(bounds, self.sizes.sum(-1), limit)
-        for asked, answer in self._asked:
-            if _alike(asked, bounds):
-                return answer
-        answer = self._best(bounds)
-        answer.setflags(write=False)  # it may be given out again
-        self._asked[:] = [(bounds, answer)]
-        return answer
-
-    def _best(self, bounds: Bounds) -> Floats:
         alpha, beta = self.line
         stretch, base = self.stretch[..., None], self.base
 
@@ -294,14 +276,6 @@ def _spread(window: Window, slowest: Floats) -> Floats:
     busiest = np.where(np.isnan(window.compute), 0.0, window.compute).max(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(busiest > 0, np.minimum(np.maximum(slowest / busiest, 1.0), MOST_SPREAD), np.nan)
-
-
-def _alike(one: Bounds, other: Bounds) -> bool:
-    """Whether the same allocations satisfy both, seen at once: of the same arrays, or totals of the same values."""
-    if one is other:
-        return True
-    same = one.low is other.low and one.high is other.high and one.quantum == other.quantum
-    return same and all(np.array_equal(getattr(one, n), getattr(other, n)) for n in ("total_low", "total_high"))
 
 
 def _one_of(name: str, given: str, *allowed: str) -> None:

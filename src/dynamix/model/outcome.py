@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from dynamix.model.measured import step_seconds
-from dynamix.window import Floats, Window
+from dynamix.window import Floats
 
 
 def log_goodput(total: Floats, log_step: Floats, log_waste: Floats) -> Floats:
@@ -17,19 +16,3 @@ def log_goodput(total: Floats, log_step: Floats, log_waste: Floats) -> Floats:
     128.0
     """
     return np.asarray(np.log(np.maximum(total, 1e-9)) - log_step - log_waste)
-
-
-def measured_log_goodput(window: Window) -> Floats:
-    """`log_goodput` (...) of what `window` measured, by its own noise scale, in samples per optimizer step.
-
-    Efficiency is Pollux's, (phi + B0)/(phi + B); where the signal is lost in noise, phi is infinite and it is 1. NaN
-    where a part is unknown.
-
-    >>> window = Window.of([64, 64], compute=0.5, communication=0.5, base_batch=128, noise=1e3, signal=1.0)
-    >>> round(float(np.exp(measured_log_goodput(window))), 6)             # 128 samples in a second, at the base batch
-    128.0
-    """
-    phi, total = window.noise_scale, window.global_batch
-    with np.errstate(divide="ignore", invalid="ignore"):
-        efficiency = np.where(np.isposinf(phi), 0.0, np.log((phi + window.base_batch) / (phi + total)))
-        return log_goodput(total, np.log(step_seconds(window)), -efficiency)

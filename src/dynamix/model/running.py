@@ -1,4 +1,4 @@
-"""Figures that run along with a job: a smoothed one, a slow average, the largest batch so far."""
+"""Figures that run along with a job: a smoothed one, the largest batch so far."""
 
 from __future__ import annotations
 
@@ -41,29 +41,6 @@ class Smoothed:
     def value(self) -> Floats:
         """The smoothed figure (...)."""
         return np.asarray(np.exp(self.log))
-
-
-@dataclass(frozen=True, eq=False)
-class SlowAverage:
-    """An exponential average (...) that ignores NaN: what a job's own past is worth as a reference.
-
-    >>> average = SlowAverage(0.5)
-    >>> for x in (2.0, np.nan, 4.0): average = average.update(np.array(x))
-    >>> float(average.value)
-    3.0
-    """
-
-    weight: float = 0.05
-    value: Floats = field(default_factory=nothing)
-
-    FIELDS: ClassVar[tuple[str, ...]] = ("value",)
-
-    def update(self, x: Floats) -> SlowAverage:
-        """Take in a figure (...)."""
-        value = self.value if self.value.shape == x.shape else np.asarray(x, np.float64)
-        started = np.where(np.isnan(value), x, value)
-        moved = np.asarray(started + self.weight * np.where(np.isnan(x), 0.0, x - started))
-        return dataclasses.replace(self, value=moved)
 
 
 @dataclass(frozen=True, eq=False)

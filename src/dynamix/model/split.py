@@ -123,26 +123,7 @@ def _totals(finish: Floats, alpha: Floats, beta: Floats, low: Floats, high: Floa
     return np.asarray(np.minimum(sizes, high[..., None, :], out=sizes).sum(-1))
 
 
-def at_least(bounds: Bounds, total: Floats) -> Bounds:
-    """`bounds` whose global batch is also `total` (...) or more, where they allow as much."""
-    floor = np.minimum(np.ceil(total / bounds.quantum) * bounds.quantum, bounds.total_high)
-    return dataclasses.replace(bounds, total_low=np.maximum(bounds.total_low, floor).astype(np.int64))
-
-
 def at_most(bounds: Bounds, total: Floats) -> Bounds:
     """`bounds` whose global batch is also `total` (...), rounded up, or less, where they allow as little."""
     ceiling = np.maximum(np.ceil(total / bounds.quantum) * bounds.quantum, bounds.total_low)
     return dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, ceiling).astype(np.int64))
-
-
-def within(bounds: Bounds, total: Floats, reach: Floats) -> Bounds:
-    """`bounds` whose global batch also lies within a log change of `reach` (...) of `total` (...), where they allow it.
-
-    >>> near = within(Bounds.of(2, 1, 100), np.array(100.0), np.array(0.1))
-    >>> int(near.total_low), int(near.total_high)
-    (91, 110)
-    """
-    low, high = bounds.total_low, bounds.total_high
-    floor, ceiling = np.ceil(total * np.exp(-reach)), np.floor(total * np.exp(reach))
-    least, most = np.minimum(np.maximum(low, floor), high), np.maximum(np.minimum(high, ceiling), low)
-    return dataclasses.replace(bounds, total_low=least.astype(np.int64), total_high=most.astype(np.int64))

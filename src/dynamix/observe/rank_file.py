@@ -64,7 +64,7 @@ class RankFile:
                 if file is None:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     file = (self.folder / f"rank{self.rank}.steps").open("wb")
-                file.write(rows.tobytes() if sys.byteorder == "little" else _swapped(rows))
+                file.write(np.asarray(rows, "<f4").tobytes())
                 file.flush()
                 self.facts.update(about)
                 unfinished = self.folder / f"rank{self.rank}.unfinished"
@@ -80,12 +80,6 @@ class RankFile:
         if not self.failed:
             self.failed = True
             print(f"dynamix observe: rank {self.rank} can no longer write what it sees ({why})", file=sys.stderr)
-
-
-def _swapped(rows: array[float]) -> bytes:
-    turned = array("f", rows)
-    turned.byteswap()
-    return turned.tobytes()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dynamix.model.state import array_of
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.goodput import wish
 from dynamix.policies.protocol import Policy, boundary
-from dynamix.policies.wrappers import after_answer, carry_over, peers_of, report_of
+from dynamix.policies.wrappers import peers_of, report_of
 from dynamix.projection import project
 from dynamix.removed import removed_arguments
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -53,9 +53,11 @@ class GuardState:
 
 
 def as_written_now(state: dict[str, Any]) -> dict[str, Any]:
-    """A policy's state, a guard's part of it as this version writes it, whichever version did."""
+    """A policy's state as this version writes it, whichever version did."""
     if isinstance(inner := state.get("paced"), dict):
         return {**state, "paced": as_written_now(inner)}
+    if "worlds" in state:  # of the stigmergic policy, whose field 0.2 wrote beside what was last read of it
+        return {**state, **dict.fromkeys(("windows", "field", "worlds"))}
     own = state.get("guard")
     if not isinstance(own, dict) or "check" not in own:
         return state
@@ -159,12 +161,6 @@ class Guard:
             "error": self.error,
         }
         return {**about, "guard": decision}
-
-    def after_answer(self) -> None:
-        after_answer(self.policy)
-
-    def carry_over(self, state: dict[str, Any]) -> None:
-        carry_over(self.policy, state)
 
     def peers(self) -> Any:
         """None. Raises `ConfigError` where the policy's workers would each decide for themselves."""

@@ -12,7 +12,7 @@ from dynamix.model.measured import step_seconds
 from dynamix.model.state import array_of
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.protocol import Policy, boundary
-from dynamix.policies.wrappers import after_answer, carry_over, load_policy, peers_of, report_of
+from dynamix.policies.wrappers import load_policy, peers_of, report_of
 from dynamix.window import Bounds, Floats, Ints, Window
 
 LEAST, MOST = 1, 20  # optimizer steps of a window
@@ -110,12 +110,6 @@ class Paced:
     def report(self, *, asked: bool = True) -> dict[str, Any]:
         """The policy's own report."""
         return report_of(self.policy, asked=asked)
-
-    def after_answer(self) -> None:
-        after_answer(self.policy)
-
-    def carry_over(self, state: dict[str, Any]) -> None:
-        carry_over(self.policy, state)
 
     def peers(self) -> Any:
         return peers_of(self.policy)

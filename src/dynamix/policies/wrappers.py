@@ -2,8 +2,6 @@
 
     report()            -> dict   what the events file says of a window, by event key. Where it takes an argument
                                   `asked`: whether the policy decided on this window, or was busy with an earlier one
-    after_answer()                work that may wait until the answer is out
-    carry_over(state)             take from the state of a job with another number of workers what does not depend on it
     peers()             -> rule   the rule by which every worker decides for itself, where the policy is one
     fit_model(window)   -> model  the policy's `JobModel` with a window taken in ahead of `decide` (`policies.fitted`)
     window_length                 attribute: optimizer steps of the next window, one number or (...)
@@ -31,24 +29,6 @@ def report_of(policy: Policy, *, asked: bool = True) -> dict[str, Any]:
     return dict(method(asked=asked) if tells else method())
 
 
-def after_answer(policy: Policy) -> None:
-    """Let the policy do what may wait until its answer is out."""
-    method = getattr(policy, "after_answer", None)
-    if method is not None:
-        method()
-
-
-def carry_over(policy: Policy, state: dict[str, Any]) -> None:
-    """Give the policy the state that it had in a job with another number of workers.
-
-    Raises `StateError` where that policy learned on the job.
-    """
-    _refuse_learned(state)
-    method = getattr(policy, "carry_over", None)
-    if method is not None:
-        method(unguarded(state))
-
-
 def peers_of(policy: Policy) -> Any:
     """The rule by which every worker decides for itself; None where one place decides for all."""
     method = getattr(policy, "peers", None)
@@ -66,7 +46,7 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
 
     Raises `StateError` where the state is not of this policy, or of a version that kept other things.
     """
-    _refuse_learned(state)
+    refuse_learned(state)
     kept = policy.state_dict()
     fits = "paced" in kept or ("guarded" in kept and "guarded" in state)
     try:
@@ -91,7 +71,7 @@ def unfit(policy: Policy, state: Any, error: Exception) -> StateError:
     )
 
 
-def _refuse_learned(state: dict[str, Any]) -> None:
+def refuse_learned(state: dict[str, Any]) -> None:
     """Raise `StateError` for what a policy of 0.2 that learned on its job had saved."""
     if {"learned", "reference", "trials"} <= unguarded(state).keys():
         fix = "controller.load_state_dict(state, policy=False), and the policy begins anew"

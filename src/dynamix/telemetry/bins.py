@@ -21,8 +21,8 @@ class BinnedSeries:
     most     bins at most
 
     >>> series = BinnedSeries(["loss"], ["size"], workers=1, most=2)
-    >>> for second in range(5):
-    ...     series.add(second, second + 1.0, 1.0, {"loss": 5.0 - second}, {"size": [8.0 * second]})
+    >>> second = np.arange(5.0)
+    >>> series.extend(second, second + 1.0, np.ones(5), {"loss": 5.0 - second}, {"size": 8.0 * second[:, None]})
     >>> series.mean("loss").tolist(), series.greatest("loss").tolist(), series.each("size").tolist()
     ([3.5, 1.0], [5.0, 1.0], [[12.0, 32.0]])
     """
@@ -40,19 +40,6 @@ class BinnedSeries:
         self.totals = np.zeros((len(self.names), workers))  # of weights times values, over the whole run
         self.weights = np.zeros((len(self.names), workers))
 
-    def add(
-        self,
-        begin_s: float,
-        end_s: float,
-        weight: float,
-        single: Mapping[str, float],
-        each: Mapping[str, Floats | Sequence[float]],
-    ) -> None:
-        """A window from `begin_s` to `end_s`. Names that are left out are unknown."""
-        numbers = {name: np.asarray([value], np.float64) for name, value in single.items()}
-        rows = {name: np.asarray(row, np.float64)[None] for name, row in each.items()}
-        self.extend(np.array([begin_s]), np.array([end_s]), np.array([weight]), numbers, rows)
-
     def extend(
         self,
         begins_s: Floats,
@@ -61,7 +48,10 @@ class BinnedSeries:
         single: Mapping[str, Floats],
         each: Mapping[str, Floats],
     ) -> None:
-        """Some windows (n,), oldest first: numbers of the cluster (n,), of every worker (n, W or fewer)."""
+        """Some windows (n,), oldest first: numbers of the cluster (n,), of every worker (n, W or fewer).
+
+        Names that are left out are unknown.
+        """
         count, unknown = len(begins_s), np.full(len(begins_s), np.nan)
         numbers = np.stack([single.get(name, unknown) for name in self.single])
         numbers[~np.isfinite(numbers)] = np.nan

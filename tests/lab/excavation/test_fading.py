@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError, StateError
-from dynamix.policies.stigmergic.field import Decay, MemoryField
-from dynamix_lab.experiments.excavation.fading import FadingField
+from dynamix_lab.experiments.excavation.fading import Decay, FadingField
 from dynamix_lab.experiments.excavation.foretelling import area_under_roc, somebody_is_coming
 from dynamix_lab.experiments.excavation.ground import GROUNDS
 from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig
@@ -19,16 +18,18 @@ TASK = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=100)
 
 
 @pytest.mark.parametrize("decay", [Decay(), Decay(alpha=0.7, beta=1.0, start=0.0), Decay(0.0, 0.4, 0.0)])
-def test_it_holds_what_a_field_holds_that_fades_when_somebody_looks(decay: Decay) -> None:
+def test_it_is_the_rule_of_the_paper_step_by_step(decay: Decay) -> None:
     rng, cells = np.random.default_rng(0), 7
     fading = FadingField(np.ones(cells, dtype=bool), decay, worlds=3)
-    lazy = MemoryField(cells, decay, worlds=(3,))
-    for step in range(1, 30):
+    rho = np.full((3, cells), decay.start)
+    for _ in range(1, 30):
         visited, amount = rng.integers(cells, size=(3, 2)), rng.random((3, 2))
         fading.fade()
         fading.deposit(visited, amount)
-        lazy.deposit(visited, amount, step=step)
-    np.testing.assert_allclose(fading.value, lazy.everywhere(step=29), rtol=1e-12)
+        rho = (1 - decay.alpha) * rho
+        for world, cell in np.ndindex(visited.shape):
+            rho[world, visited[world, cell]] += decay.beta * amount[world, cell]
+    np.testing.assert_allclose(fading.value, rho, rtol=1e-12)
     asked = rng.integers(cells, size=(3, 4, 5))
     np.testing.assert_array_equal(fading.smelt(asked)[1], fading.value[1][asked[1]])
 
@@ -74,6 +75,8 @@ def test_typed_traces_tell_best_whether_somebody_laden_is_coming() -> None:
 
 
 def test_impossible_traces_are_refused() -> None:
+    refused(ConfigError, "alpha", Decay, alpha=1.5)
+    refused(ConfigError, "beta", Decay, beta=-1.0)
     refused(ConfigError, "late", ExcavationConfig, late=-1)
     refused(ConfigError, "noise", ExcavationConfig, noise=float("nan"))
     refused(ConfigError, "late", FadingField, np.ones(2, dtype=bool), Decay(), worlds=1, late=-1)

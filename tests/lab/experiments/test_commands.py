@@ -10,7 +10,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
-from dynamix_lab.experiments.ablations import variants
 
 
 def bench(*arguments: str) -> Result:
@@ -20,7 +19,6 @@ def bench(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("options", "row"),
     [
-        (["ablations", "--forms", "dynamix-paper", "--quick"], "no statistics"),
         (["transfer", "--forms", "dynamix-paper", "--pairs", "depth: VGG", "--quick"], "depth: VGG-16 to 19"),
     ],
 )
@@ -34,10 +32,6 @@ def test_a_learning_experiment_writes_a_run_folder_and_goes_on_there(
     result = json.loads((out / "result.json").read_text())
     assert result["command"].startswith("dynamix bench " + options[0])
     assert result["cluster"] == "simulator"
-    if options[0] == "ablations":
-        found = result["forms"]["dynamix-paper"]
-        assert list(found) == list(variants("dynamix-paper"))
-        assert found["all"]["over_all"] == [1.0, 1.0, 1.0]
     trained = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
     assert trained
     again = bench(*options, "--out", str(out), "--resume", "--json")

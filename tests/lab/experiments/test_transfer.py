@@ -1,4 +1,4 @@
-"""Short trainings under one budget, transfer between worlds, ablations: small versions of the commands."""
+"""Short trainings under one budget, transfer between worlds: small versions of the commands."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from dynamix.errors import ConfigError
-from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
-from dynamix.window import Bounds, Window
 from dynamix_lab.experiments.short import QUICK, learn
 from dynamix_lab.experiments.transfer import PAIRS, Pair, markdown, run_transfer
 from dynamix_lab.experiments.worlds import WORLDS, place_of
@@ -67,28 +64,3 @@ def test_transfer_compares_source_and_target_on_the_targets_clusters_and_goes_on
     made = next(tmp_path.glob("dynamix-vgg16*.safetensors"))
     how = {"world": place_of("resnet34"), "workers": (2,), "budget": QUICK}
     refused(ConfigError, "this recipe", learn, "dynamix", made, **how)
-
-
-def test_what_a_policy_learned_without_does_not_move_it(tmp_path: Path) -> None:
-    without = ("elasticity", "statistics")
-    make = learn("dynamix", tmp_path / "p.safetensors", workers=(2,), without=without, budget=QUICK)
-    policy = make(None)  # type: ignore[arg-type]
-    assert isinstance(policy, LearnedPolicy)
-    first = policy.net.encode[0].weight
-    assert (first == 0).all(0).sum() == 5 + 7  # five of elasticity; of statistics six in the window and one of its own
-    refused(ConfigError, "elasticity", ResidualNet, without=["luck"])
-
-
-def test_masked_and_folded_networks_answer_the_same() -> None:
-    torch.manual_seed(0)
-    net = ResidualNet(without=["history"])
-    with torch.no_grad():
-        for weight in net.parameters():
-            weight.copy_(0.3 * torch.randn_like(weight))
-    seen, mask = torch.randn(2, 3, net.inputs), torch.tensor([[True, True, True], [True, False, True]])
-    masked = net(seen, mask)
-    net.fold()
-    for a, b in zip(masked, net(seen, mask), strict=True):
-        torch.testing.assert_close(a, b)
-    window = Window.of([32, 32], compute=[0.1, 0.3])
-    assert LearnedPolicy(net).decide(window, Bounds.of(2)).shape == (2,)

@@ -1,17 +1,18 @@
 """Cannikin's rule: equal finishing times at the global batch of highest goodput."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
-from dynamix.model.least_squares import LeastSquares
 from dynamix.model.measured import base_total, busy_seconds, exposed_seconds, mean_of_known, noise_scale
 from dynamix.model.outcome import log_goodput
-from dynamix.model.split import at_least, best_split, split
+from dynamix.model.split import best_split, split
 from dynamix.model.state import restored, saved
 from dynamix.policies.proportional import fill_unknown, speeds
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
+from dynamix_lab.baselines.least_squares import LeastSquares
 
 
 class Cannikin:
@@ -56,7 +57,10 @@ class Cannikin:
             with np.errstate(divide="ignore"):
                 return log_goodput(total, np.log(finish_s + exposed[..., None]), np.log1p(total / phi[..., None]))
 
-        best = best_split(alpha, beta, at_least(bounds, base_total(window)), of)
+        q = bounds.quantum
+        base = np.minimum(np.ceil(base_total(window) / q) * q, bounds.total_high)  # where bounds allow as much
+        above = dataclasses.replace(bounds, total_low=np.maximum(bounds.total_low, base).astype(np.int64))
+        best = best_split(alpha, beta, above, of)
         best = np.where(np.isnan(phi)[..., None], split(now, alpha, beta, bounds), best)
         best = np.where(measured[..., None], best, window.batch_size)
         return project(best, bounds, current=window.batch_size)

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from dynamix.model.exchange import Exchange
-from dynamix.model.least_squares import LeastSquares
 from dynamix.model.measured import base_total, exposed_seconds, noise_scale, slowest_seconds
 from dynamix.model.outcome import log_goodput
 from dynamix.model.state import restored, saved
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
+from dynamix_lab.baselines.least_squares import LeastSquares
 
 
 class Pollux:

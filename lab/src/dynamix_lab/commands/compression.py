@@ -1,6 +1,4 @@
-"""Exchanges of gradients: `dynamix bench compression`, `compression-cases`, `codec-speed`, `network-speed`,
-`aggregator`.
-"""
+"""Exchanges of gradients: `dynamix bench compression`, `compression-cases`, `codec-speed`, `aggregator`."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
-from dynamix_lab.commands.group import about, bench, conducted, names_of, numbers_of
+from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix_lab.commands.group import Resume, about, bench, conducted, names_of, numbers_of, progress
 
 _JOBS = "ratings, ncf, lstm-tied, transformer-tied, moe, lora, rows-0, rows-50, rows-100, lstm, transformer, vgg19"
 
@@ -126,24 +124,6 @@ def bench_codec_speed(
     with progress("codec") as tell:
         result = {**about(context, "one process, one thread"), "figures": codec_speeds(elements, tell=tell)}
     print_json(result) if as_json else typer.echo("\n".join(lines(result["figures"])))
-
-
-@bench.command("network-speed")
-@guarded
-def bench_network_speed(
-    context: typer.Context,
-    elements: Annotated[int, typer.Option(min=1024, help="float32 elements of the bucket.")] = 1 << 20,
-    workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
-    as_json: Json = False,
-) -> None:
-    """Rounds through an aggregator beside rounds over gloo, on the same ranks of this machine."""
-    from dataclasses import asdict
-
-    from dynamix_lab.suites.compression.network_speed import lines, measure_rounds
-
-    rounds = measure_rounds(workers, elements)
-    result = {**about(context, "processes of one machine, loopback"), "rounds": [asdict(found) for found in rounds]}
-    print_json(result) if as_json else typer.echo("\n".join(lines(rounds)))
 
 
 @bench.command("aggregator")

@@ -6,8 +6,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from dynamix.cli.console import Json, Mechanism, Out, guarded, print_json
-from dynamix_lab.commands.group import command_line, names_of
+from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix_lab.commands.group import Mechanism, command_line, names_of
 from dynamix_lab.installed import need_bench
 
 

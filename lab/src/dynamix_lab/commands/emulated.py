@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from dynamix.cli.console import Json, Mechanism, Out, guarded, print_json
+from dynamix.cli.console import Json, Out, guarded, print_json
 from dynamix.errors import ConfigError
+from dynamix_lab.commands.group import Mechanism
 
 emulate = typer.Typer()
 

@@ -1,4 +1,4 @@
-"""Experiments: `dynamix bench ablations`, `transfer`, `guard`, `excavation`, `calibration`.
+"""Experiments: `dynamix bench transfer`, `guard`, `excavation`, `calibration`.
 
 Those that train keep what is finished in their folder, and `--resume` goes on with the rest.
 """
@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
-from dynamix_lab.commands.group import about, bench, command_line, names_of, numbers_of
+from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix_lab.commands.group import Resume, about, bench, command_line, names_of, numbers_of, progress
 
 Forms = Annotated[str | None, typer.Option(help="Of dynamix,dynamix-paper, comma-separated (default: both).")]
 Quick = Annotated[bool, typer.Option("--quick", help="Smoke run: trainings that learn nothing.")]
@@ -31,27 +31,6 @@ def _in_folder(
         result = {**about(context, cluster), **work(folder.path, tell)}
         folder.write_result(result)
     return result, folder.path
-
-
-@bench.command("ablations")
-@guarded
-def bench_ablations(
-    context: typer.Context,
-    forms: Forms = None,
-    seeds: Annotated[str, typer.Option(help="Of trainings, comma-separated.")] = "0",
-    quick: Quick = False,
-    resume: Resume = False,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """What groups of features are worth: policies learned without them, under one short budget."""
-    from dynamix_lab.experiments.ablations import AblationPlan, markdown, run_ablations
-
-    plan = AblationPlan.of(forms=names_of(forms), seeds=numbers_of("seeds", seeds), quick=quick)
-    result, _ = _in_folder(
-        context, "simulator", out, resume, lambda folder, tell: run_ablations(plan, folder, tell=tell)
-    )
-    print_json(result) if as_json else typer.echo(markdown(result))
 
 
 @bench.command("transfer")

@@ -1,20 +1,27 @@
-"""What the commands under `dynamix bench` share: the group, the command line as results name it, lists as options."""
+"""What the commands under `dynamix bench` share: the group, options, progress on stderr, the command line as results
+name it, lists as options.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dynamix.cli.console import guarded, print_json, progress
+from dynamix.cli.console import guarded, print_json
 from dynamix.errors import ConfigError
 from dynamix_lab.installed import need_bench
 
 if TYPE_CHECKING:
     from dynamix_lab.harness.suite import Suite
 
+Mechanism = Annotated[str, typer.Option(help="auto, privileged (root) or duty-cycle (no root).")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on in --out, without what it finished.")]
+Policies = Annotated[str | None, typer.Option(help="Comma-separated names (default: the suite's).")]
 bench = typer.Typer(help="Measure dynamix itself.", no_args_is_help=True)
 
 
@@ -85,6 +92,17 @@ def floats_of(name: str, text: str | None) -> tuple[float, ...] | None:
         return None if text is None else tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(name, text, "numbers, separated by commas", "correct the argument") from error
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar on stderr, moved by `tell(what, fraction done)`."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda text, done: bar.update(task, description=text, completed=done)
 
 
 def conducted(

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
-from dynamix_lab.commands.group import about, bench, conducted, floats_of, names_of, numbers_of
+from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix_lab.commands.group import Resume, about, bench, conducted, floats_of, names_of, numbers_of, progress
 
 
 @bench.command("overhead")

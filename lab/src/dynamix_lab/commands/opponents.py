@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from dynamix.cli.console import Json, Out, Resume, guarded
-from dynamix_lab.commands.group import bench, conducted, names_of
+from dynamix.cli.console import Json, Out, guarded
+from dynamix_lab.commands.group import Resume, bench, conducted, names_of
 
 
 @bench.command("opponents")

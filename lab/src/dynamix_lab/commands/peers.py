@@ -7,8 +7,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from dynamix.cli.console import Json, Mechanism, Out, Resume, guarded, print_json
-from dynamix_lab.commands.group import bench, command_line, names_of
+from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix_lab.commands.group import Mechanism, Resume, bench, command_line, names_of
 
 
 @bench.command("peers")

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dynamix.cli.console import Json, guarded, print_json, progress
+from dynamix.cli.console import Json, guarded, print_json
+from dynamix_lab.commands.group import progress
 from dynamix_lab.installed import need_bench
 
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
-from dynamix_lab.commands.group import bench, command_line, names_of
+from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix_lab.commands.group import Resume, bench, command_line, names_of, progress
 
 
 @bench.command("quality")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dynamix.cli.console import Json, Out, Policies, Resume, guarded, print_json
-from dynamix_lab.commands.group import bench, conducted, names_of, numbers_of
+from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix_lab.commands.group import Policies, Resume, bench, conducted, names_of, numbers_of
 
 if TYPE_CHECKING:
     from dynamix_lab.harness.suite import Suite

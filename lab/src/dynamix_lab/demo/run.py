@@ -15,6 +15,7 @@ from dynamix_lab.demo.watch import DemoWatch, scoring
 from dynamix_lab.emulator import Emulation, Scenario, load_scenario
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.finished import FinishedSeeds, facts_of
+from dynamix_lab.harness.folder import read_run
 from dynamix_lab.harness.host import host
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, summarise
 from dynamix_lab.opponents.launch import LiveJob, LiveRun, launch, until_paced
@@ -51,7 +52,7 @@ class _Demo:
         self.settings, self.folder, self.display = settings, folder, display
         self.scenario = load_scenario(settings.scenario)
         self.facts = _facts(settings, self.scenario)
-        self.facts["mechanisms"] = folder.read_run().get("mechanisms", {})
+        self.facts["mechanisms"] = read_run(folder).get("mechanisms", {})
         self.started_on = host()
         self.runs: list[PolicyRun] = []  # finished, and those of the seed that goes on
 

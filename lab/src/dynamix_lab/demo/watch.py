@@ -13,6 +13,7 @@ from dynamix.events.run_folder import RunFolder
 from dynamix_lab.demo.settings import CENSOR_FACTOR
 from dynamix_lab.emulator import Emulation
 from dynamix_lab.harness.display import Display
+from dynamix_lab.harness.folder import adopt_events
 from dynamix_lab.harness.runs import PolicyRun, file_name
 from dynamix_lab.harness.scoring import Scorer, WeightSnapshot
 from dynamix_lab.opponents.launch import LiveRun, LiveWatch
@@ -86,7 +87,7 @@ class DemoWatch(LiveWatch):
         mine.samples, mine.step = kept.samples, kept.steps
         mine.devices, mine.stolen, mine.finished = run.devices, run.stolen, True
         labels = {"policy": run.name, "seed": self.seed} | ({"attempt": self.attempt} if self.attempt else {})
-        mine.events = self.folder.adopt_events(self._events_of(run.name), **labels)
+        mine.events = adopt_events(self.folder, self._events_of(run.name), **labels)
         if mine.events:
             mine.batch_sizes = mine.events[-1]["allocation"]
         reached = mine.time_to_target_s

@@ -79,7 +79,6 @@ def learn(
     *,
     world: str = MIXED,
     workers: tuple[int, ...] = (2, 8, 32),
-    without: tuple[str, ...] = (),
     budget: Budget | None = None,
     seed: int = 0,
 ) -> Factory:
@@ -88,7 +87,7 @@ def learn(
     Raises `ConfigError` if the file there was made with another recipe.
     """
     forms_of([form])
-    config: Any = _config(form, budget or Budget(), world, workers, without)
+    config: Any = _config(form, budget or Budget(), world, workers)
     if not path.exists():
         policy = train_paper(config, seed) if form == "dynamix-paper" else train_residual(config, seed)
         policy.save(path)
@@ -97,23 +96,20 @@ def learn(
     if _plain(loaded.about["training"]) != _plain(dataclasses.asdict(config)) or loaded.about["seed"] != seed:
         raise ConfigError("policy", str(path), "one that was made with this recipe", "name another folder")
     make: Callable[[], Any] = (
-        (lambda: AdditivePolicy(loaded.net, without=loaded.without))
+        (lambda: AdditivePolicy(loaded.net))
         if form == "dynamix-paper"
         else (lambda: LearnedPolicy(loaded.net, about=loaded.about))
     )
     return lambda _: make()
 
 
-def _config(
-    form: Form, b: Budget, world: str, workers: tuple[int, ...], without: tuple[str, ...]
-) -> PaperTrainingConfig | TrainingConfig:
+def _config(form: Form, b: Budget, world: str, workers: tuple[int, ...]) -> PaperTrainingConfig | TrainingConfig:
     """A recipe that fits the budget."""
     if form == "dynamix-paper":
         validation = tuple(w for w in (4, 16) if w <= max(workers)) or workers[:1]
         return PaperTrainingConfig(
             families=b.families if world == MIXED else (world,) * len(validation),
             workers=workers,
-            without=without,
             rows=b.rows,
             windows=b.windows,
             updates=b.updates,
@@ -128,7 +124,6 @@ def _config(
         workers=workers,
         easy_workers=max(32, min(workers)),
         world=world,
-        without=without,
         rows=b.rows,
         clone_rounds=0,
         regret_rounds=b.rounds,

@@ -9,6 +9,7 @@ from typing import Any
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix_lab.emulator import Scenario
+from dynamix_lab.harness.folder import keep_events
 from dynamix_lab.harness.runs import PolicyRun, load_runs, save_runs
 
 _AGREE = ("schema", "scenario_sha256", "workload", "target", "settings")
@@ -65,7 +66,7 @@ class FinishedSeeds:
         for seed in found:
             say(f"seed {seed}: finished earlier, in {self._folder.path}")
         runs = [run for of_seed in found.values() for run in of_seed]
-        events = self._folder.keep_events(_of(runs))
+        events = keep_events(self._folder, _of(runs))
         for run in runs:
             run.events = [event for event in events if run.owns(event)]
         return found
@@ -75,7 +76,7 @@ class FinishedSeeds:
         mine = [run for run in runs if run.seed == seed]
         save_runs(self.path(seed), mine, self._facts)
         if any(run.attempt for run in mine):
-            self._folder.keep_events(_of(runs))
+            keep_events(self._folder, _of(runs))
 
     def whole(self, runs: Sequence[PolicyRun]) -> list[PolicyRun]:
         """Those of `runs` whose seeds are saved: what a call that is interrupted may conclude from."""

@@ -25,3 +25,9 @@ def host() -> dict[str, Any]:
         "torch": installed.get("torch"),
         "load_average": [round(value, 2) for value in os.getloadavg()],
     }
+
+
+def processor_times() -> tuple[float, float]:
+    """(stolen by the hypervisor, all) processor time of the machine so far; nothing is stolen where nothing says so."""
+    times = psutil.cpu_times()
+    return getattr(times, "steal", 0.0), sum(times[:8])

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from dynamix.errors import ConfigError, WorkerLostError
-from dynamix.events.run_folder import RunFolder, processor_times
+from dynamix.events.run_folder import RunFolder
 from dynamix.policies import make_policy
 from dynamix_lab.emulator import Emulation, load_scenario
 from dynamix_lab.emulator.cluster import Mechanism
 from dynamix_lab.emulator.scenario import check_machine
 from dynamix_lab.harness.channel import JobChannel, Listener, Message
 from dynamix_lab.harness.display import Display
+from dynamix_lab.harness.folder import adopt_events
+from dynamix_lab.harness.host import processor_times
 from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import CENSOR_FACTOR, PolicyRun
 from dynamix_lab.harness.scoring import Scorer, WeightSnapshot, by_parameters
@@ -239,7 +241,7 @@ class Launch:
         self.hosts.unthrottle()
         self._scorer.wait()
         run = self.runs[-1]
-        run.events = self.folder.adopt_events(Path(message.pop("events")), policy=message.pop("run"), seed=self.seed)
+        run.events = adopt_events(self.folder, Path(message.pop("events")), policy=message.pop("run"), seed=self.seed)
         for name, value in message.items():
             setattr(run, name, value)
         run.step, run.finished = len(run.step_ends_s), True

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
+from dynamix_lab.harness.folder import read_run
 from dynamix_lab.harness.host import host
 from dynamix_lab.harness.processes import in_processes
 
@@ -168,7 +169,7 @@ def plan_sha256(plan: Mapping[str, Any], *, without: frozenset[str] = frozenset(
 
 
 def _refuse_another(suite: Suite, folder: RunFolder, facts: Mapping[str, Any], bound: Mapping[str, Any]) -> None:
-    before = folder.read_run()
+    before = read_run(folder)
     if not before:
         return
     was, now = before.get("plan", {}), facts["plan"]

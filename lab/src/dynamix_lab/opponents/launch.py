@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dynamix.errors import WorkerLostError
-from dynamix.events.run_folder import processor_times
 from dynamix_lab.emulator import Emulation
 from dynamix_lab.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix_lab.harness.channel import JobChannel, Listener
+from dynamix_lab.harness.host import processor_times
 from dynamix_lab.harness.runs import file_name
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial

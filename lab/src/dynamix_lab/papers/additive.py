@@ -23,7 +23,7 @@ from dynamix.errors import ConfigError, PolicyFileError
 from dynamix.features import FEATURES, features
 from dynamix.model.measured import base_total
 from dynamix.policies.files import fill_network, read_policy, retrain, write_policy
-from dynamix.policies.learned.networks import STATE_FAMILIES, apart, flat, kept, pooled
+from dynamix.policies.learned.networks import apart, flat, pooled
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -40,6 +40,15 @@ OWN_FEATURES = (
     "log_sigma",  # log of sqrt(tr Sigma / B0) / |G|, global
 )
 INPUTS = (*FEATURES, *OWN_FEATURES)
+# The three families of the paper's state. Sizes and times belong to none: without them no policy could act.
+STATE_FAMILIES: dict[str, tuple[str, ...]] = {
+    "network": ("log_bytes", "retransmits", "log_rtt", "missing_network"),
+    "system": ("cpu", "memory", "device", "missing_host", "missing_device"),
+    "statistics": (
+        *("loss_change", "accuracy_change", "log_norm_ratio", "log_noise_ratio", "log_sigma"),
+        *("missing_training", "missing_noise"),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +252,17 @@ class AdditivePolicy:
 def kept_features(without: Sequence[str]) -> NDArray[np.float32]:
     """1 for inputs (F,) that remain, 0 for those of the families named; a feature's mean and maximum go with it.
 
+    Raises `ConfigError` for an unknown family.
+
     >>> int(len(kept_features(())) - kept_features(("network",)).sum())    # four features, their means and maxima
     12
     """
-    names = [name.removeprefix("mean_").removeprefix("max_") for name in FEATURES]
-    return kept((*names, *OWN_FEATURES), STATE_FAMILIES, without)
+    unknown = sorted(set(without) - set(STATE_FAMILIES))
+    if unknown:
+        raise ConfigError("without", unknown[0], ", ".join(STATE_FAMILIES), "name families of the state")
+    names = [*(name.removeprefix("mean_").removeprefix("max_") for name in FEATURES), *OWN_FEATURES]
+    left_out = {name for family in without for name in STATE_FAMILIES[family]}
+    return np.array([name not in left_out for name in names], dtype=np.float32)
 
 
 def pretrained(**options: Any) -> AdditivePolicy:

@@ -16,6 +16,7 @@ from dynamix_lab.emulator import Emulation, load_scenario
 from dynamix_lab.emulator.cluster import Mechanism
 from dynamix_lab.emulator.scenario import Scenario
 from dynamix_lab.harness.display import Display
+from dynamix_lab.harness.folder import keep_events
 from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, file_name, summarise
 from dynamix_lab.harness.suite import Cell, Context, Suite
@@ -159,7 +160,7 @@ class PeersSuite(Suite):
         """Events of runs that did not end are dropped."""
         for name in dict.fromkeys(Peer.of(name).environment for name in self.absent):
             self.display.say(f"{name} is absent: {self.environments[name]}")
-        self.folder.keep_events(lambda event: _key(event["seed"], event["policy"]) in found)
+        keep_events(self.folder, lambda event: _key(event["seed"], event["policy"]) in found)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         """One run in an emulation of its own, so that nothing of one is left when the next begins."""

@@ -50,7 +50,6 @@ class TrainingConfig:
     harder step by step, and its first sixth stays at W <= `easy_workers`.
 
     world     whose clusters to learn on (`worlds.py`)
-    without   groups of features left out (`FEATURE_GROUPS`): ablations
     """
 
     workers: tuple[int, ...] = (2, 4, 8, 32, 128, 256)
@@ -82,7 +81,6 @@ class TrainingConfig:
     families: int = 21  # so many
     hidden: int = 64
     world: str = MIXED
-    without: tuple[str, ...] = ()
 
 
 Arrays = dict[str, np.ndarray]
@@ -146,7 +144,7 @@ class ResidualTraining:
         self.config, self.seed = config, seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.net = ResidualNet(hidden=config.hidden, without=config.without)
+            self.net = ResidualNet(hidden=config.hidden)
         self.pool: Any = _HERE
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.rate)
         self.generator = torch.Generator().manual_seed(seed)
@@ -179,10 +177,7 @@ class ResidualTraining:
     def stages(self) -> dict[str, ResidualNet]:
         """The best network without PPO, and with it where there was any."""
         nets = {PLAIN: self.best} if self.ppo is None else {PLAIN: self.best, TUNED: self.tuned}
-        nets = copy.deepcopy(nets)
-        for net in nets.values():
-            net.fold()
-        return nets
+        return copy.deepcopy(nets)
 
     def result(self, tell: Tell = lambda what, done: None) -> LearnedPolicy:
         """The better stage as a policy; PPO's only if the whole interval says that it is faster."""
@@ -334,7 +329,7 @@ def _environment(c: TrainingConfig, seed: int, workers: int, hardness: float) ->
 def _play(weights: Arrays, job: tuple[TrainingConfig, int, int, float, float | None]) -> Arrays:
     """One rollout as plain arrays, wherever it runs."""
     config, seed, workers, hardness, guided = job
-    net = ResidualNet(hidden=config.hidden, without=config.without)
+    net = ResidualNet(hidden=config.hidden)
     net.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
     env = _environment(config, seed, workers, hardness)
     played = demonstrate(net, env, windows=config.windows, seed=seed, guided=guided)

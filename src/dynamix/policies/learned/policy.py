@@ -7,7 +7,6 @@ the job is wrong. The network reads each worker's part of `features(window)` and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from dynamix.model import JobModel
 from dynamix.policies.files import fill_network, read_policy, write_policy
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.goodput import worth_changing
-from dynamix.policies.learned.networks import STATE_FAMILIES, apart, flat, kept, pooled
+from dynamix.policies.learned.networks import apart, flat, pooled
 from dynamix.policies.learned.residual import OWN_FEATURES, Foretold, ResidualMemory
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -40,31 +39,15 @@ FEW_WORKERS = 64  # up to which torch's products take longer than NumPy's
 PRETRAINED = Path(__file__).parents[1] / "pretrained" / "dynamix.safetensors"
 
 
-# What ablations leave out of what the network sees (the rule under it still sees all).
-FEATURE_GROUPS: dict[str, tuple[str, ...]] = {
-    "network": STATE_FAMILIES["network"],
-    "system": STATE_FAMILIES["system"],
-    "statistics": (*STATE_FAMILIES["statistics"], "noise_ratio"),
-    "history": (
-        *("surprise", "last_surprise", "older_surprise", "residue", "from_slow", "from_best", "age", "hazard"),
-        *("last_share", "change", "swing", "step_surprise", "growth"),
-    ),
-    "elasticity": ("warned", "steep_below", "steep_above", "known_below", "known_above"),
-}
-
-
 class ResidualNet(nn.Module):
     """Per-worker encoder, mean and max pooling, one head per worker (delta), one per cluster (g), one central critic.
 
     The heads end in zeros, so an untrained network answers exactly 0. All of it is permutation-equivariant.
-
-    without   `FEATURE_GROUPS` that it must do without (ablations), until `fold` makes that a matter of its weights
     """
 
-    def __init__(self, inputs: int = len(INPUTS), hidden: int = 64, *, without: Sequence[str] = ()) -> None:
+    def __init__(self, inputs: int = len(INPUTS), hidden: int = 64) -> None:
         super().__init__()
         self.inputs, self.hidden = inputs, hidden
-        self.kept = None if not without else torch.from_numpy(kept(INPUTS, FEATURE_GROUPS, without))
         self.encode = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
         self.own = nn.Linear(hidden, hidden)
         self.context = nn.Linear(2 * hidden, hidden, bias=False)  # once a cluster, not once a worker
@@ -79,7 +62,7 @@ class ResidualNet(nn.Module):
 
     def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Observations (N, W, F) and active workers (N, W) to means (N, W, 1), (N, 1) and values (N,)."""
-        hidden = self.encode(observed if self.kept is None else observed * self.kept)
+        hidden = self.encode(observed)
         of_all = pooled(hidden, mask)
         local = self.local(self.own(hidden) + self.context(of_all).unsqueeze(1))
         return local, self.shared(of_all), self.critic(of_all).squeeze(-1)
@@ -99,8 +82,7 @@ class ResidualNet(nn.Module):
             return np.asarray(y if layer.bias is None else y + layer.bias.detach().numpy())
 
         with np.errstate(over="ignore", invalid="ignore"):  # absurd weights give absurd answers, which are cut later
-            seen = observed if self.kept is None else observed * self.kept.numpy()
-            hidden = np.tanh(linear(self.encode[2], np.tanh(linear(self.encode[0], seen))))
+            hidden = np.tanh(linear(self.encode[2], np.tanh(linear(self.encode[0], observed))))
             only, every = active[:, None], bool(active.all())
             mean = (hidden if every else hidden * only).sum(0) / max(int(active.sum()), 1)
             most = hidden if every else np.where(only, hidden, np.float32(-2.0))
@@ -108,13 +90,6 @@ class ResidualNet(nn.Module):
             local = linear(self.local[1], np.tanh(linear(self.own, hidden) + linear(self.context, of_all)))
             shared = linear(self.shared[2], np.tanh(linear(self.shared[0], of_all)))
         return local[:, 0].astype(np.float64), shared[0].astype(np.float64)
-
-    @torch.no_grad()
-    def fold(self) -> None:
-        """Put what it does without into the weights: the file is then an ordinary one."""
-        if self.kept is not None:
-            self.encode[0].get_parameter("weight").mul_(self.kept)
-            self.kept = None
 
 
 class LearnedPolicy:
@@ -172,7 +147,7 @@ class LearnedPolicy:
     def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """The mean action: delta (..., W) and g (...)."""
         lead, workers = observed.shape[:-2], observed.shape[-2]
-        if not lead and not self.net._forward_hooks:  # a hook learns from what it was shown
+        if not lead:
             return self.net.answer(observed, active)
         with torch.inference_mode():
             local, shared, _ = (out.double().numpy() for out in self.net(*flat(observed, active)))

@@ -20,12 +20,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from dynamix.errors import PolicyFileError
+from dynamix.errors import PolicyFileError, StateError
 from dynamix.model.measured import mean_of_known
 from dynamix.model.state import UNKNOWN
 from dynamix.policies.files import read_policy, retrain, write_policy
 from dynamix.policies.stigmergic.crowd import Crowd, Smell
-from dynamix.policies.stigmergic.field import Decay, MemoryField
 from dynamix.policies.stigmergic.traces import Own, TraceKind
 from dynamix.policies.stigmergic.worker import Habit, Sense
 from dynamix.projection import project
@@ -40,6 +39,7 @@ LOUDEST = 4.0  # the same for its parts of |g|^2, over a mean one; one worker's 
 KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
 HEAVINESS = 12  # the same for the one whose smallest size takes longest
 SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound
+_OF_0_2 = ("windows", "field", "worlds")  # which states held, too, and by which they are told from other policies'
 
 
 def _number(default: float, low: float, high: float) -> Any:
@@ -51,7 +51,7 @@ def _number(default: float, low: float, high: float) -> Any:
 class Parameters:
     """The rule's numbers. The defaults were set by hand; the shipped ones are learned."""
 
-    fade: float = _number(0.8, 0.3, 0.98)  # alpha of the field, per window
+    fade: float = _number(0.8, 0.3, 0.98)  # part of every trace that is gone a window later
     # Part of a deviation that is made up for: `calm` within the own jitter, `sure` far beyond, half way at `gate`
     # standard errors; `eager` times that if it asks for more: who is late makes all wait, who could do more nobody.
     calm: float = _number(0.3, 0.02, 1.0)
@@ -83,7 +83,6 @@ class StigmergicPolicy:
     What it does per worker does not depend on W.
 
     parameters   None: those set by hand; `pretrained()` has the learned ones
-    decay        of the field; None: parameters.fade per window, from nothing
     shared       False: every worker has a field of its own, so nobody sees another's traces (an ablation)
 
     >>> policy, sizes = StigmergicPolicy(), np.array([64, 64])
@@ -103,17 +102,14 @@ class StigmergicPolicy:
         self,
         parameters: Parameters | None = None,
         *,
-        decay: Decay | None = None,
         shared: bool = True,
         about: Any = None,
     ) -> None:
         self.parameters = parameters or Parameters()
-        self.decay = decay or Decay(alpha=self.parameters.fade, beta=1.0, start=0.0)
         self.shared, self.about = shared, dict(about or {})
-        self.habit, self.windows = Habit(), 0
+        self.habit = Habit()
         self.crowd = Crowd(self.parameters.heed)
-        self.field: MemoryField | None = None
-        self._smelt: Floats = UNKNOWN  # the field after the last window
+        self._smelt: Floats = UNKNOWN  # the field after the last window, (..., 16); nothing before the first
         self.way: Floats = UNKNOWN  # what was left about the last move, (..., 16); the field takes it in with the next
         self.target: Floats = np.full(1, np.nan)  # log of the crowd's load that was found best in the last decision
         self.common: Floats = np.zeros(1)  # log move that all made alike in the last decision
@@ -156,16 +152,10 @@ class StigmergicPolicy:
         left   sum over workers of what `observe` says, (..., 16)
         way    the same of `moved` after the window before. It counts from then
         """
-        step, cells = self.windows, np.broadcast_to(np.arange(len(TraceKind)), left.shape)
-        self.windows += 1
-        if self.field is None or self.field.worlds != left.shape[:-1]:
-            self.field = MemoryField(len(TraceKind), self.decay, worlds=left.shape[:-1])
-        self.field.deposit(cells, way, step=step - 1)
-        self.field.deposit(cells, left, step=step)
-        smelt = self.field.read(cells, step=step)
-        before = self._smelt if self._smelt.shape == smelt.shape else np.zeros(smelt.shape)
-        new, self._smelt = smelt - float(self.decay.kept(1)) * before, smelt
-        return smelt, new
+        kept = 1.0 - self.parameters.fade
+        before = self._smelt if self._smelt.shape == left.shape else np.zeros(left.shape)
+        self._smelt = smelt = (before + way) * kept + left
+        return smelt, smelt - kept * before
 
     def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds) -> Ints:
         """The workers' new sizes (..., W) from what they smell, and which part of it was left in the last window, (...,
@@ -252,11 +242,9 @@ class StigmergicPolicy:
         self.way = moved.sum(-2) if self.shared else moved
 
     def state_dict(self) -> dict[str, Any]:
-        field = None if self.field is None else {k: v.tolist() for k, v in self.field.state_dict().items()}
-        worlds = None if self.field is None else list(self.field.worlds)
         arrays = {name: value.tolist() for name, value in self._arrays().items()}
         parts = {"habit": self.habit.state_dict(), "crowd": self.crowd.state_dict()}
-        return {**parts, **arrays, "windows": self.windows, "field": field, "worlds": worlds}
+        return {**parts, **arrays, **dict.fromkeys(_OF_0_2)}
 
     def _arrays(self) -> dict[str, Floats]:
         return {"smelt": self._smelt, "way": self.way, "common": self.common, "target": self.target}
@@ -265,10 +253,8 @@ class StigmergicPolicy:
         self.habit.load_state_dict(state["habit"])
         self.crowd.load_state_dict(state["crowd"])
         self._smelt, self.way, self.common, self.target = (np.asarray(state[name]) for name in self._arrays())
-        self.windows, self.field = int(state["windows"]), None
-        if state["field"] is not None:
-            self.field = MemoryField(len(TraceKind), self.decay, worlds=tuple(state["worlds"]))
-            self.field.load_state_dict({name: np.asarray(values) for name, values in state["field"].items()})
+        if self._smelt.size and self._smelt.shape[-1] != len(TraceKind):
+            raise StateError(f"the saved field has {self._smelt.shape[-1]} traces, this one {len(TraceKind)}")
 
     def save(self, path: str | Path) -> None:
         """Write `path` (safetensors) and its description beside it (`.json`)."""

@@ -14,7 +14,7 @@ from dynamix.events.background import BackgroundLog
 from dynamix.events.records import EventLog
 from dynamix.model.sync_schedule import Conditions
 from dynamix.policies import Policy
-from dynamix.policies.wrappers import after_answer, report_of, window_length_of
+from dynamix.policies.wrappers import report_of, window_length_of
 from dynamix.projection import project
 from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts, Kind, Message
 from dynamix.runtime.measure.row import HELD, ROW, assemble
@@ -93,7 +93,6 @@ class Decider:
             if report := self.job.sync_schedule.report:
                 about = {**about, "rounds": report}
             self._write(closing, window, message, self._clock(), **about)
-        after_answer(self.policy)  # the answer is out: no step waits for this
 
     def end(self, rest: ClosedWindow | None, ended_s: float) -> None:
         """Write the last line, of the steps after the last window, if there are any, and close the events file.

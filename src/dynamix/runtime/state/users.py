@@ -18,7 +18,7 @@ from dynamix.data import Allocations
 from dynamix.errors import StateError, shown
 from dynamix.policies import Policy
 from dynamix.policies.guard import as_written_now
-from dynamix.policies.wrappers import after_answer, carry_over, load_policy, unfit
+from dynamix.policies.wrappers import load_policy, refuse_learned, unfit
 from dynamix.projection import project
 from dynamix.runtime import random_state
 from dynamix.runtime.facts.job_facts import JobFacts
@@ -137,8 +137,11 @@ class Remembered(NamedTuple):
     here: bool
 
     def give(self, policy: Policy) -> None:
-        """Let `policy` take it. Raises `StateError` if it is not of this policy."""
-        (load_policy if self.here else carry_over)(policy, self.state)
+        """Let `policy` take it; of other workers it takes nothing. Raises `StateError` if it is not of this policy."""
+        if self.here:
+            load_policy(policy, self.state)
+        else:
+            refuse_learned(self.state)
 
 
 class PolicyState(Part):
@@ -206,4 +209,3 @@ def _decide(layers: list[Any], sizes: Ints, bounds: Bounds) -> None:
     for _ in range(2):
         for layer in layers:
             project(np.asarray(layer.decide(window, bounds)), bounds, current=sizes)
-        after_answer(layers[0])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamix.errors import ConfigError
-from dynamix.policies.stigmergic.field import Decay
+from dynamix_lab.experiments.excavation.fading import Decay
 from dynamix_lab.experiments.excavation.gate_search import GateSearch
 from dynamix_lab.experiments.excavation.ground import GROUNDS
 from dynamix_lab.experiments.excavation.learner import DQNConfig

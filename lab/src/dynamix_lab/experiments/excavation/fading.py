@@ -1,18 +1,39 @@
-"""Traces on every cell of many worlds, faded at every step: for traces that everybody reads around itself all the time.
+"""Traces on every cell of many worlds, faded at every step: what agents leave for each other instead of messages.
 
-The same values as in `MemoryField` (rho <- (1 - alpha) rho + beta on a visited cell), which fades a cell only when
-somebody looks: that is cheaper where few cells are read, this where most are.
+S-MADRL (arXiv 2510.03592): a visited cell becomes rho <- (1 - alpha) rho + beta, every other one (1 - alpha) rho.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamix.errors import ConfigError, StateError
-from dynamix.policies.stigmergic.field import Decay, Floats, Ints
+from dynamix.window import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Decay:
+    """How traces fade. The three numbers are known at second hand only; they are settings, not facts.
+
+    alpha   share lost per step, 0 (never fades) to 1 (gone after its own step)
+    beta    added per visit; a cell visited at every step tends to beta / alpha
+    start   value of every cell at step 0
+    """
+
+    alpha: float = 0.05
+    beta: float = 0.1
+    start: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError("alpha", self.alpha, "0 to 1", "give the share that a trace loses per step")
+        for name in ("beta", "start"):
+            if not (np.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigError(name, getattr(self, name), "a finite number, 0 or more", "give what is on a cell")
 
 
 class FadingField:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.policies.stigmergic.field import Floats
+from dynamix.window import Floats
 from dynamix_lab.experiments.excavation.learner import Actions, work
 from dynamix_lab.experiments.excavation.resting import ThresholdConfig, Thresholds
 from dynamix_lab.experiments.excavation.sharing import correlations, gini

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.policies.stigmergic.field import Ints
+from dynamix.window import Ints
 from dynamix_lab.experiments.excavation.world import KINDS, ExcavationConfig, Flags, Seen
 
 STAY, UP, DOWN, LEFT, RIGHT = range(5)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dynamix.errors import ConfigError
-from dynamix.policies.stigmergic.field import Floats
+from dynamix.window import Floats
 from dynamix_lab.experiments.excavation.ground import Burrow
 from dynamix_lab.experiments.excavation.resting import AtRandom
 from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig, Flags, Seen

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynamix.errors import ConfigError
-from dynamix.policies.stigmergic.field import Decay, Floats, Ints
-from dynamix_lab.experiments.excavation.fading import FadingField
+from dynamix.window import Floats, Ints
+from dynamix_lab.experiments.excavation.fading import Decay, FadingField
 from dynamix_lab.experiments.excavation.ground import Burrow, Shape
 from dynamix_lab.experiments.excavation.sharing import WorkShares
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from dynamix.compression.bucket import BucketExchange, warm_up
 from dynamix.compression.checks import Statistics
 from dynamix.compression.layout import Layout
-from dynamix.compression.settings import ExchangeSettings
 from dynamix.compression.wire import LocalWire
 from dynamix_lab.harness.suite import Tell, untold
 
@@ -34,7 +33,6 @@ class CodecCase:
     elements: int
     density: float
     width: int = 1
-    lanes: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def gradients(case: CodecCase, seed: int = 0) -> Tensor:
 def measure(way: str, case: CodecCase, *, rounds: int = 40) -> CodecFigures:
     """Encode and decode one bucket `rounds` times."""
     layout = Layout.of([(case.elements // case.width, case.width)])
-    exchange = BucketExchange(layout, settings=ExchangeSettings(lanes=case.lanes))
+    exchange = BucketExchange(layout)
     wire, statistics, flat = LocalWire.make(1)[0], Statistics(), gradients(case)
     times, sent = [], 0
     for step in range(rounds + 2):  # two to learn the index's depth and the union's size
@@ -92,9 +90,8 @@ def codec_speeds(elements: int, *, tell: Tell = untold) -> list[dict[str, Any]]:
     """`CodecFigures` of every case and way as dicts, on one thread."""
     torch.set_num_threads(1)
     warm_up()
-    cases = [CodecCase(elements, p) for p in (0.01, 0.05, 0.2)]
-    cases += [CodecCase(elements, 0.05, lanes=1024), CodecCase(elements, 0.05, width=64)]
-    each = [(way, case) for case in cases for way in WAYS_MEASURED if case.lanes == 1 or way != "compaction"]
+    cases = [*(CodecCase(elements, p) for p in (0.01, 0.05, 0.2)), CodecCase(elements, 0.05, width=64)]
+    each = [(way, case) for case in cases for way in WAYS_MEASURED]
     found = []
     for i, (way, case) in enumerate(each):
         tell(way, i / len(each))
@@ -105,7 +102,7 @@ def codec_speeds(elements: int, *, tell: Tell = untold) -> list[dict[str, Any]]:
 def lines(figures: Sequence[Mapping[str, Any]]) -> list[str]:
     """For people."""
     return [
-        f"{f['way']:14} density {f['case']['density']:5.0%} width {f['case']['width']:3} lanes {f['case']['lanes']:4}: "
+        f"{f['way']:14} density {f['case']['density']:5.0%} width {f['case']['width']:3}: "
         f"{f['gigabytes_s']:6.2f} GB/s, {f['over_bound']:5.2f} x bound, {f['of_dense']:6.1%} of dense"
         for f in figures
     ]

@@ -37,7 +37,7 @@ from torch.futures import Future
 
 from dynamix.compression import CompressionState, Statistics, compression_hook
 from dynamix.compression.index import pack, unpack
-from dynamix.compression.wire import or_by_bor
+from dynamix.compression.wire import bitwise_or
 from dynamix.errors import ConfigError
 from dynamix_homomorphic.lossy import LossyState, lossy_hook, lossy_topk_hook
 
@@ -165,7 +165,7 @@ def nonzero_blocks_hook(state: dist.ProcessGroup | None, bucket: Bucket) -> Futu
     n = flat.numel()
     blocks = torch.nn.functional.pad(flat, (0, -n % BLOCK)).view(-1, BLOCK)
     bits = pack((blocks != 0).any(1))
-    or_by_bor(bits, group)
+    bitwise_or(bits, group)
     union = unpack(bits)[: blocks.shape[0]].nonzero().squeeze(1)
     payload = blocks[union].div_(group.size())
     if union.numel():

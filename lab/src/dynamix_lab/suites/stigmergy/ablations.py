@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy
 from dynamix.policies.stigmergic.traces import Own, TraceKind
 from dynamix.policies.stigmergic.worker import Sense
@@ -64,7 +63,7 @@ class Impaired(StigmergicPolicy):
 
 
 def _faded(alpha: float) -> Rule:
-    return lambda parameters: StigmergicPolicy(parameters, decay=Decay(alpha=alpha, beta=1.0, start=0.0))
+    return lambda parameters: StigmergicPolicy(replace(parameters, fade=alpha))
 
 
 ABLATIONS: dict[str, Rule] = {

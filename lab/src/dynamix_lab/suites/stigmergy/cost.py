@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from dynamix.policies.registry import make_policy
-from dynamix.policies.stigmergic.field import MemoryField
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range, pretrained
 from dynamix.policies.stigmergic.traces import TRACES, Own
 from dynamix.window import Bounds, Ints, Window
@@ -20,8 +19,7 @@ from dynamix.window import Bounds, Ints, Window
 def decision_costs(workers: Sequence[int], *, repeats: int = 60) -> list[dict[str, Any]]:
     """Per W, medians on one thread, in microseconds.
 
-    one_rank        what a rank of a job does by itself: make its traces, leave and read them in a field in memory,
-                    choose
+    one_rank        what a rank of a job does by itself: make its traces, take in what all left, choose
     taking_in       what a rank does with the W sizes that arrive: sum and check. Exactly-once needs them, so this grows
                     with W
     per_worker      a simulated decision of all W, over W
@@ -51,29 +49,19 @@ def _costs(workers: int, repeats: int) -> dict[str, float]:
 
 def _one_rank(workers: int, window: Window, bounds: Bounds, repeats: int) -> float:
     """One rank's decision in a field where all the others have left their traces."""
-    policy, others = pretrained(), pretrained()
-    field, cells = MemoryField(len(TRACES), policy.decay), np.arange(len(TRACES))
-    everybody = Own.of(window)
-    field.deposit(cells, others.observe(everybody)[1].sum(-2), step=0)
-    mine = _first(everybody)
+    policy, everybody = pretrained(), Own.of(window)
+    others = pretrained().observe(everybody)[1].sum(-2)
+    mine, policy.way = _first(everybody), np.zeros(len(TRACES))
     alone = Bounds(
         bounds.low[:1], bounds.high[:1], bounds.total_low, bounds.total_high, bounds.quantum, bounds.max_change
     )
-    step = [0]
-
-    def decide() -> None:
-        step[0] += 1
-        _decide(policy, mine, field, cells, alone, step[0])
-
-    return _median_us(decide, repeats)
+    return _median_us(lambda: _decide(policy, mine, others, alone), repeats)
 
 
-def _decide(policy: StigmergicPolicy, mine: Own, field: MemoryField, cells: Ints, alone: Bounds, step: int) -> None:
+def _decide(policy: StigmergicPolicy, mine: Own, others: Floats, alone: Bounds) -> None:
     sense, left = policy.observe(mine)
-    field.deposit(cells, left[0], step=step)
-    smelt = field.read(cells, step=step)[None]
-    chosen = policy.choose(mine, sense, smelt, smelt, alone)
-    field.deposit(cells, policy.moved(mine.size, mine.load, chosen)[0], step=step)
+    smelt, new = policy.smell(others + left[0], policy.way)
+    policy.way = policy.moved(mine.size, mine.load, policy.choose(mine, sense, smelt[None], new[None], alone))[0]
 
 
 def _first(own: Own) -> Own:

@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 
-from dynamix.model.least_squares import LeastSquares
 from dynamix.model.state import restored, saved
+from dynamix_lab.baselines.least_squares import LeastSquares
 
 
 def test_least_squares_recover_alpha_and_beta_exactly_and_say_when_they_cannot() -> None:
