@@ -54,7 +54,7 @@ NEIGHBOUR, FROM_WINDOW = 1.8, 6
 class Case:
     """A job: with which arguments, on how many ranks, over what data, and how the loop is written.
 
-    order        "order", "lengths", "padded", "stream" or "sharded"
+    order        "order", "lengths", "padded", "contiguous", "stream" or "sharded"
     tokens       samples count by their tokens: "loss" tells them to `controller.weight`, "given" weighs by itself
     averaging    of `dynamix.Averaging`
     exchange_s   what an exchange takes
@@ -109,6 +109,7 @@ CASES: dict[str, Case] = {
     "tokens-given": Case(3, "lb_bsp", tokens="given"),
     "lengths": Case(2, "goodput", order="lengths"),
     "padded": Case(3, "lb_bsp", order="padded"),
+    "contiguous": Case(2, "lb_bsp", order="contiguous", rounds=120),
     "stream": Case(2, "lb_bsp", order="stream"),
     "stream-sharded": Case(3, "goodput", order="sharded"),
     "resume": Case(2, "dynamix", resume=2),
@@ -195,6 +196,7 @@ class Job:
         how = {
             "lengths": {"lengths": costs},
             "padded": {"lengths": costs, "padded": True},
+            "contiguous": {"partition": "contiguous"},
         }
         sampler = self.controller.batch_sampler(self.data, seed=1, **how.get(order, {}))  # type: ignore[arg-type]
         return DataLoader(self.data, batch_sampler=sampler, generator=torch.Generator().manual_seed(5)), sampler

@@ -28,7 +28,7 @@ class Case:
     """One kind of job, and what becomes of its state.
 
     options    of `Controller`; `wrap` those of its method
-    order      how samples come: "order", "lengths", "padded" or "stream"
+    order      how samples come: "order", "lengths", "padded", "contiguous" or "stream"
     hook       a communication hook by name; see `_hook`
     saves      "first": rank 0's state is all there is; "each": every rank's own; "gather": `state_dict(gather=True)`
     refused    what today's code says, for a job that holds something that was removed; None: the state loads
@@ -124,7 +124,7 @@ CASES = (
     Case("stream", order="stream", saves="each"),
     Case("lengths", "goodput", order="lengths", saves="each"),
     Case("padded", order="padded"),
-    Case("contiguous", saves="each", refused="removed in 0.3: write batch_sampler(dataset) without partition"),
+    Case("contiguous", order="contiguous", rounds=22, saves="each"),
     Case("fsdp2", model="fsdp2", saves="each"),
     Case("fsdp2-adamw", "goodput", model="fsdp2", optimizer="adamw", workers=3, options=PIECES),
     Case("compressed-auto", hook="auto"),
@@ -170,6 +170,8 @@ class Job:
         self.x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(2))
         self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
         options: dict[str, Any] = {"batch_size": BATCH, "interval": 2, **case.options}
+        if case.order == "contiguous":
+            options.pop("interval")
         self.accumulate = options.get("accumulate", 1)
         self.controller = dynamix.Controller(case.policy, events=events, **options)
         self.batches = self._batches()
@@ -184,6 +186,7 @@ class Job:
         how: Any = {
             "lengths": {"lengths": cost},
             "padded": {"lengths": cost, "padded": True},
+            "contiguous": {"partition": "contiguous"},
         }.get(order, {})
         self.source = controller.batch_sampler(everything, seed=1, **how)
         return DataLoader(everything, batch_sampler=self.source)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import dynamix
 from dynamix.data import Allocations, BatchSampler
-from dynamix.data.computed_order import COMPUTED, LARGE, ComputedOrder
+from dynamix.data.computed_order import COMPUTED, LARGE, ComputedOrder, Spliced
 from dynamix.data.lengths import SampleCosts
 from dynamix.errors import StateError
 from dynamix.integrations.replicas import ReplicaShares
@@ -108,6 +108,29 @@ def test_the_order_is_what_states_were_saved_with() -> None:
     assert ComputedOrder(HUGE, 7, 3)[1000:1004].tolist() == [6943821199, 4720830953, 854692698, 1140493082]
 
 
+# what is left of an order
+
+
+@SETTINGS
+@given(data=st.data(), size=st.integers(1, 300))
+def test_intervals_of_intervals_are_what_arrays_would_be(data: st.DataObject, size: int) -> None:
+    whole = np.random.default_rng(size).permutation(size)
+    order: Any = whole
+    for _ in range(data.draw(st.integers(1, 4))):
+        ends = sorted(
+            data.draw(st.lists(st.integers(0, whole.size), min_size=2, max_size=8).filter(lambda e: len(e) % 2 == 0))
+        )
+        intervals = list(zip(ends[::2], ends[1::2], strict=True))
+        intervals = data.draw(st.permutations(intervals))
+        order, whole = Spliced(order, intervals), np.concatenate([whole[a:b] for a, b in intervals])
+        assert order.size == whole.size
+        assert order[0 : order.size].tolist() == whole.tolist()
+        assert order[1:3].tolist() == whole[1:3].tolist()
+    if whole.size:
+        at = np.array(data.draw(st.lists(st.integers(0, whole.size - 1), max_size=9)), dtype=np.int64)
+        assert order[at].tolist() == whole[at].tolist()
+
+
 # under a sampler
 
 
@@ -123,20 +146,22 @@ def test_it_begins_at_a_size_and_below_all_is_as_it_ever_was() -> None:
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("partition", ["stream", "contiguous"])
 @pytest.mark.parametrize(
     "sizes", [[[8, 3, 5], [6, 7], [9]], [[4], [3, 2, 1], [5, 1]], [[7, 0], [1, 2, 3, 4], [2, 9, 1]]]
 )
-def test_jobs_go_on_at_other_world_sizes_and_each_sample_comes_once(sizes: list[list[int]]) -> None:
+def test_jobs_go_on_at_other_world_sizes_and_each_sample_comes_once(partition: Any, sizes: list[list[int]]) -> None:
     state, order = None, []
     for of in sizes:
-        job = Job(331, of, state, seed=4)
+        job = Job(331, of, state, partition=partition, seed=4)
         job.set_epoch(0)
         order += seen(job.run(6))
         state = job.samplers[0].state_dict()
         assert state["order"] == COMPUTED
     order += seen(job.run())
     assert sorted(order) == list(range(331))
-    assert order == ComputedOrder(331, 4, 0)[0:331].tolist()
+    if partition == "stream":
+        assert order == ComputedOrder(331, 4, 0)[0:331].tolist()
     assert sorted(seen(job.run())) == list(range(331))
 
 
@@ -200,13 +225,15 @@ def test_an_epoch_of_8_billion_samples_takes_no_memory_on_resume_either() -> Non
     ComputedOrder(HUGE, 0, 0)[0:10]  # what is loaded once
     before = process.memory_info().rss
     tracemalloc.start()
-    for sizes in ([300, 100, 200], [256, 512], [4096]):
-        job = Job(HUGE, sizes, state)
-        job.set_epoch(0)
-        indices = seen(job.run(20))
-        assert len(set(indices)) == len(indices)
-        state = job.samplers[0].state_dict()
-        assert len(str(state)) < 1000
+    for partition in ("stream", "contiguous"):
+        state = None
+        for sizes in ([300, 100, 200], [256, 512], [4096]):
+            job = Job(HUGE, sizes, state, partition=partition)
+            job.set_epoch(0)
+            indices = seen(job.run(20))
+            assert len(set(indices)) == len(indices)
+            state = job.samplers[0].state_dict()
+            assert len(str(state)) < 1000
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 50e6

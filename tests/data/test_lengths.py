@@ -177,6 +177,11 @@ def test_impossible_lengths_are_named(lengths: Any, said: str) -> None:
         SampleCosts(lengths, 3)
 
 
+def test_regions_have_no_lengths() -> None:
+    with pytest.raises(ConfigError, match=r"partition.*lengths"):
+        BatchSampler(9, Allocations([2]), rank=0, world_size=1, partition="contiguous", costs=SampleCosts([1.0] * 9, 9))
+
+
 def test_a_resume_with_other_lengths_is_refused() -> None:
     def sampler(lengths: list[float] | None) -> BatchSampler:
         costs = None if lengths is None else SampleCosts(lengths, 4)

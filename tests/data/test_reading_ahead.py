@@ -119,12 +119,12 @@ def _cut_short(batches: Iterable[Any], most: int) -> Any:
     return Some()
 
 
-@pytest.mark.parametrize("kind", ["stream", "cut short"])
+@pytest.mark.parametrize("kind", ["regions", "stream", "cut short"])
 def test_what_cannot_be_known_is_refused_with_the_line_to_write(kind: str) -> None:
     options: dict[str, Any] = {"rank": 0, "world_size": 1}
     source: Any = Stream(range(SAMPLES), Allocations([4]), **options)
     if kind != "stream":
-        source = sampler_of()
+        source = sampler_of(partition="contiguous" if kind == "regions" else "stream")
     reader = Reader(_cut_short(source, 3) if kind == "cut short" else source, 2)
     steps = 0
     while reader.ready.get() is not None:
@@ -136,9 +136,12 @@ def test_what_cannot_be_known_is_refused_with_the_line_to_write(kind: str) -> No
     assert steps == (3 if kind == "cut short" else 11), "the loop goes on until it is told"
 
 
-def test_a_reader_that_waits_for_the_loop_is_right() -> None:
+@pytest.mark.parametrize("kind", ["regions", "stream"])
+def test_a_reader_that_waits_for_the_loop_is_right(kind: str) -> None:
     options: dict[str, Any] = {"rank": 0, "world_size": 1}
     source: Any = Stream(range(SAMPLES), Allocations([4]), **options)
+    if kind == "regions":
+        source = sampler_of(partition="contiguous")
     ready: queue.Queue[Any] = queue.Queue(5)
 
     def read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, PolicyFileError, UsageError
@@ -206,6 +207,37 @@ def _averaging(rank: int) -> float:
 def test_model_averaging_leaves_every_rank_with_the_same_model() -> None:
     first, second = run_ranks(_averaging, 2)
     assert first == second
+
+
+def _contiguous(rank: int) -> dict[str, Any]:
+    controller = dynamix.Controller("dbs", batch_size=8, max_batch_size=32)
+    data = TensorDataset(*classes(240).tensors, torch.arange(240))
+    job = Training(controller, data, sampling={"shuffle": False, "partition": "contiguous"})
+    regions = []
+    for epoch in range(4):
+        job.sampler.set_epoch(epoch)
+        mine: list[int] = []
+        for x, y, index in job.loader:
+            mine += index.tolist() if job.sampler.plan().counts[rank] else []
+            job.backward(x, y)
+            if rank == 1:
+                time.sleep(0.01)  # far slower, whatever else the machine does
+            job.finish()
+        regions.append((min(mine), max(mine), len(mine)))
+    controller.close()
+    return {"regions": regions, "sizes": controller.batch_sizes.tolist()}
+
+
+@pytest.mark.multiproc
+def test_contiguous_partition_recuts_regions_each_epoch_by_share() -> None:
+    first, second = run_ranks(_contiguous, 2)
+    assert first["sizes"] == second["sizes"]
+    for (low, high, count), (low2, high2, count2) in zip(first["regions"], second["regions"], strict=True):
+        assert (low, high2) == (0, 239)
+        assert high + 1 == low2
+        assert (count, count2) == (high + 1, 240 - low2)
+    assert first["regions"][0][2] == 120
+    assert max(count for _, _, count in first["regions"]) > 150, "the slow worker's region never shrank"
 
 
 def _after_a_decision(policy: Any) -> dict[str, Any]:

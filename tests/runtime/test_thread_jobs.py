@@ -128,6 +128,7 @@ UNLIKE: dict[str, tuple[Odd, Odd, int, list[str]]] = {
     "seed": ({}, {"sampling": {"seed": 7}}, 1, ["seed is 0 on", "7 on rank {last}", "seed=0, not seed=rank"]),
     "length": ({}, {"samples": 58}, 1, ["dataset_size is 60 on", "58 on rank {last}", "whole data set"]),
     "shuffle": ({}, {"sampling": {"shuffle": False}}, 1, ["shuffle is true on", "false on rank {last}"]),
+    "partition": ({}, {"sampling": {"partition": "contiguous"}}, 1, ['"stream"', '"contiguous" on rank {last}']),
     "epoch": ({}, {"first": 1}, 2, ["epoch is 0 on", "1 on rank {last}"]),
     "steps": ({"load": 0}, {"load": 1}, 1, ["consumed is 2 on", "3 on rank {last}", "checkpoint of one step"]),
     "finished": ({"load": 0}, {"load": 2}, 2, ["epoch is 0 on", "1 on rank {last}", "checkpoint of one step"]),

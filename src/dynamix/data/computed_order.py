@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -78,6 +79,38 @@ def order_of_epoch(epoch: int, size: int, seed: int | None, *, computed: bool) -
         return np.arange(size, dtype=np.int64)
     drawn: Ints = torch.randperm(size, generator=torch.Generator().manual_seed(seed + epoch)).numpy()
     return drawn
+
+
+class Spliced:
+    """Intervals of an order, one behind the other: what is left of it where it was cut otherwise.
+
+    >>> Spliced(np.arange(10), [(1, 3), (5, 5), (7, 9)])[0:3].tolist()
+    [1, 2, 7]
+    """
+
+    def __init__(self, order: Order, intervals: Sequence[tuple[int, int]]) -> None:
+        if isinstance(order, Spliced):
+            intervals = [own for begin, end in intervals for own in order._within(begin, end)]
+            order = order._order
+        self._order: Order = order
+        begins, ends = np.asarray(intervals, dtype=np.int64).reshape(-1, 2).T
+        self._begins, self._upto = begins, np.cumsum(ends - begins)
+        self._shift = ends - self._upto  # from a position here to one there
+        self.size = int(self._upto[-1]) if begins.size else 0
+
+    def __getitem__(self, at: slice | Ints) -> Ints:
+        positions = _positions(at, self.size)
+        there = positions + self._shift[np.searchsorted(self._upto, positions, side="right")]
+        return self._order[there]
+
+    def _within(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """The intervals there of what lies from `begin` to `end` here."""
+        first, last = np.searchsorted(self._upto, [begin, end], side="left")
+        for i in range(first, min(last + 1, self._upto.size)):
+            low, high = begin + self._shift[i], end + self._shift[i]
+            low, high = max(low, self._begins[i]), min(high, self._upto[i] + self._shift[i])
+            if low < high:
+                yield int(low), int(high)
 
 
 def _positions(at: slice | Ints, size: int) -> Ints:

@@ -10,6 +10,7 @@ import numpy as np
 from dynamix.projection import project
 from dynamix.window import Bounds, Ints
 
+RULES_VERSION = 3  # regions that were cut by another end elsewhere
 NO_LIMIT = 2**40  # samples; stands for "no upper bound" where a number is needed
 
 
@@ -65,14 +66,19 @@ def regular_groups(left: int, total: int, accumulate: int, *, first: bool = Fals
     return groups + (left - groups * whole == whole)
 
 
-def groups_left(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints, first: bool = False) -> int:
-    """Optimizer steps until nothing of `left` remains, under one allocation."""
+def whole_epoch(
+    left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints, first: bool = False
+) -> tuple[int, Ints]:
+    """(optimizer steps, samples per rank (W,)) until nothing of `left` remains, under one allocation."""
     groups = regular_groups(left, int(sizes.sum()), accumulate, first=first)
-    left -= groups * accumulate * int(sizes.sum())
+    totals = groups * accumulate * sizes
+    left -= int(totals.sum())
     while left:
-        left -= int(next_group(left, sizes, accumulate=accumulate, low=low, high=high).sum())
+        group = next_group(left, sizes, accumulate=accumulate, low=low, high=high)
+        totals = totals + group.sum(0)
+        left -= int(group.sum())
         groups += 1
-    return groups
+    return groups, totals
 
 
 def _last_groups(left: int, sizes: Ints, accumulate: int, low: Ints, high: Ints) -> Ints:

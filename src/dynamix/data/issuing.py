@@ -142,7 +142,7 @@ class Issuable(Consumption, ABC):
     rank: int
     accumulate: int
     micro_batch: int | None
-    goes_on_ahead = False  # whether an epoch can be issued while the one before is not consumed
+    goes_on_ahead: bool
     owner: SourceOwner
 
     @abstractmethod

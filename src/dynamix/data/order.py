@@ -39,6 +39,7 @@ class SampleOrder(Issuable):
     placeholder    what the loop gets in place of a batch that is none
     owner          whom the source belongs to
     draws_alike    whether ranks' samples are as if drawn from the same
+    goes_on_ahead  whether an epoch can be issued while the one before is not consumed
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SampleOrder(Issuable):
         placeholder: Callable[[Any], Any] | None = None,
         owner: SourceOwner | None = None,
         draws_alike: bool = True,
+        goes_on_ahead: bool = False,
     ) -> None:
         if world_size < 1:
             raise ConfigError("world_size", world_size, "1 or more", "pass dist.get_world_size()")
@@ -74,7 +76,7 @@ class SampleOrder(Issuable):
         self.micro_batch, self.placeholder = micro_batch, placeholder
         self.owner: SourceOwner = Nobody() if owner is None else owner
         self._meeting = self.owner.meeting
-        self.draws_alike = draws_alike
+        self.draws_alike, self.goes_on_ahead = draws_alike, goes_on_ahead
         self._told = set[int]()  # batches of an epoch, as somebody was told who asked at the beginning of one
         self._issuer = Issuer(self)
         self.received = self._issuer.received

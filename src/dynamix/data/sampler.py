@@ -3,25 +3,37 @@
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from dynamix.data.allocations import Allocations
-from dynamix.data.computed_order import COMPUTED, LARGE, Order, order_of_epoch
-from dynamix.data.cutting import enough, groups_left, next_group
+from dynamix.data.computed_order import COMPUTED, LARGE, Order, Spliced, order_of_epoch
+from dynamix.data.cutting import RULES_VERSION, enough, next_group, whole_epoch
 from dynamix.data.lengths import SampleCosts
 from dynamix.data.order import OrderOptions, SampleOrder, require_equal, require_known
 from dynamix.data.plan import Cursor, Group, Piece, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of
 from dynamix.data.selection import SELECTED, Selection
-from dynamix.errors import ConfigError, StateError, UsageError
-from dynamix.removed import removed_arguments
+from dynamix.errors import ConfigError, StateError, UsageError, spelling
 from dynamix.window import Ints
 
-NO_REGIONS = "nothing: all ranks read one shared order"
+Partition = Literal["stream", "contiguous"]
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """partition="contiguous": rank i owns order[starts[i] : starts[i] + lengths[i]], cut by the allocation `sizes`."""
+
+    sizes: Ints
+    lengths: Ints
+    begin: int  # position in the epoch at which this cut was made
+
+    @property
+    def starts(self) -> Ints:
+        return np.cumsum(self.lengths) - self.lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +60,11 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     dataset_size   samples of an epoch: those of the data set, or of the `selection`
     allocations    the ledger all ranks share; read once per optimizer step
     accumulate     A micro-steps per optimizer step; an allocation holds for all of them
+    partition      "stream", or "contiguous": each rank reads its own region of the epoch's order, cut anew
+                   by share every epoch (DBS, arXiv 2007.11831, section 3); allocations then apply at epoch ends only
     low, high      bounds per micro-step, a number or (W,); None: no upper bound on what the end of an epoch adds
     costs          of the samples: a step's samples are then cut such that each rank's *cost* is in proportion to its
-                   size. Which samples a step has does not change
+                   size. Which samples a step has does not change. Not with partition="contiguous"
     size_now       says how many samples the data set has; asked at the beginning of every epoch, in which it must be
                    `dataset_size` still
     selection      which samples an epoch has, where that is not each of the data set once
@@ -65,9 +79,6 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     [[1, 2, 3], [5, 6, 7], [8, 9]]
     """
 
-    goes_on_ahead = True
-
-    @removed_arguments(partition=NO_REGIONS)
     def __init__(
         self,
         dataset_size: int,
@@ -75,12 +86,19 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         *,
         seed: int = 0,
         shuffle: bool = True,
+        partition: Partition = "stream",
         costs: SampleCosts | None = None,
         size_now: Callable[[], int] | None = None,
         selection: Selection | None = None,
         **shared: Unpack[OrderOptions],
     ) -> None:
-        super().__init__(allocations, **shared, draws_alike=costs is None or not costs.padded)
+        super().__init__(
+            allocations,
+            **shared,
+            draws_alike=costs is None or not costs.padded,
+            goes_on_ahead=partition == "stream",  # regions are those of the epoch being consumed
+        )
+        _require_partition(partition, costs)
         needed = int(allocations.at(allocations.begin).sum())
         if needed > dataset_size:
             raise ConfigError(
@@ -89,10 +107,12 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
                 f"1 to {dataset_size}, the samples of an epoch",
                 "lower batch_size or accumulate, or use a larger data set",
             )
-        self.dataset_size, self.shuffle = dataset_size, shuffle
+        self.dataset_size, self.shuffle, self.partition = dataset_size, shuffle, partition
         self.seed = _seed(seed, shuffle=shuffle)
         self.size_now, self.costs, self.selection = size_now, costs, selection
         self._selected = dict.fromkeys(SELECTED, "") if selection is None else selection.digests
+        self._cuts: list[dict[str, list[int]]] = []  # of this epoch, at earlier world sizes
+        self._regions: Regions | None = None
         self._order: tuple[int, Order] | None = None
         # A loaded job goes on with the order that it had. A subset or weights take as much memory as a drawn one.
         self._order_name = COMPUTED if dataset_size >= LARGE and selection is None else ""
@@ -101,7 +121,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     @property
     def compares(self) -> bool:
         """Whether all ranks' batches are drawn alike, and cut alike, so that figures of theirs can be compared."""
-        return self.shuffle and self.draws_alike and self.micro_batch is None
+        return self.shuffle and self.draws_alike and self.partition == "stream" and self.micro_batch is None
 
     def __len__(self) -> int:
         """Batches left in this epoch (of the next, after a finished one) if the current allocation stays.
@@ -115,7 +135,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
     def epoch_steps(self, sizes: Ints) -> int:
         """Micro-steps of a whole epoch under an allocation (W,)."""
-        return self.accumulate * self._groups_from(0, sizes)
+        return self.accumulate * self._whole_epoch(0, sizes)[0]
 
     def _batches_left(self) -> int:
         now = self.place
@@ -123,8 +143,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         if now.group is not None:
             rest = self.accumulate - now.micro
             position += int(now.group.counts[now.micro :].sum())
-        sizes = self.sizes_at(now.index)
-        groups = self._groups_from(position, sizes)
+        sizes = self._regions.sizes if self._regions and not now.finished else self.sizes_at(now.index)
+        groups, _ = self._whole_epoch(position, sizes)
         if (most := self.most_of_piece(self.allocations.piece_at(now.index // self.accumulate))) is not None:
             return groups * len(pieces_of(int(sizes[self.rank]), most))
         return rest + groups * self.accumulate
@@ -132,8 +152,11 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     def shares(self) -> list[list[int]]:
         """Indices that every rank takes in the micro-step being consumed now, empty for a share of zero.
 
-        What the ranks of a job load, for one process that plays all of them.
+        What the ranks of a job load, for one process that plays all of them. Raises `UsageError` with regions, whose
+        order is not the union batch's.
         """
+        if self.partition != "stream":
+            raise UsageError('shares() needs partition="stream": with regions no two ranks read one order')
         plan = self.plan()
         order, start = self._dealt(plan)
         ends = start + np.cumsum(plan.counts)
@@ -145,20 +168,37 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             "dataset_size": self.dataset_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
+            "partition": self.partition,
             "lengths": "" if self.costs is None else self.costs.checksum,
             "order": self._order_name,
             **self._selected,
+            "cuts": [dict(cut) for cut in self._cuts],
+            "regions": self._regions_state(),
         }
 
     def identity(self) -> dict[str, Any]:
-        named = ("dataset_size", "seed", "shuffle", "epoch", "consumed")
+        named = ("dataset_size", "seed", "shuffle", "partition", "epoch", "consumed")
         state = self.state_dict()
         padded = {} if self.costs is None else {"padded": self.costs.padded}
         return {name: state.pop(name) for name in named} | state | padded
 
+    def _regions_state(self) -> dict[str, Any] | None:
+        """The regions that this epoch has begun to read; None where a load may cut them anew."""
+        regions = self._regions
+        if regions is None or self._saved.position <= regions.begin:
+            return None
+        return {
+            "sizes": regions.sizes.tolist(),
+            "lengths": regions.lengths.tolist(),
+            "begin": regions.begin,
+            "rules": RULES_VERSION,
+        }
+
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise `StateError` if the order of samples would differ from the one that was saved."""
-        require_equal(state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle)
+        require_equal(
+            state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle, partition=self.partition
+        )
         require_known(state["order"])
         for name, mine in self._selected.items():
             if (theirs := state.get(name, "")) != mine:
@@ -170,6 +210,12 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             raise StateError(
                 f"lengths have the checksum {lengths} in the checkpoint, {self.costs.checksum} here: they are of "
                 "another data set; pass batch_sampler(dataset, lengths=...) those that saved it, or none"
+            )
+        saved = state["regions"]
+        if saved is not None and saved.get("rules") != RULES_VERSION:
+            raise StateError(
+                f"the regions of this epoch were cut by rules of version {saved.get('rules', 1)}, this one has "
+                f"{RULES_VERSION}: samples would be lost; finish the epoch with the version that saved it"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -185,8 +231,15 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Go on after the saved step of a state that was checked."""
+        saved = state["regions"]
         self._load_position(state)
-        self._order_name, self._order = state["order"], None
+        self._cuts, self._regions = [dict(cut) for cut in state["cuts"]], None
+        self._order_name = state["order"]
+        if saved is not None and len(saved["lengths"]) == self.world_size:
+            self._regions = Regions(np.asarray(saved["sizes"]), np.asarray(saved["lengths"]), int(saved["begin"]))
+        elif saved is not None:
+            self._cuts.append({"lengths": list(saved["lengths"]), "taken": list(state["taken"])})
+        self._order = None
 
     def _keeps_place(self, state: dict[str, Any], reader: BatchReader) -> bool:
         """Whether `state` is a loader's own, which says where it was, and not where the loop is to go on."""
@@ -206,11 +259,15 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
     def begin_epoch(self, now: Cursor) -> None:
         super().begin_epoch(now)
-        self._order = None
+        self._cuts, self._regions, self._order = [], None, None
 
     def read(self, piece: Piece, before: Cursor) -> list[int]:
         order, first = self._dealt(piece.plan)
-        first += piece.before + piece.offset
+        if self._regions is not None:
+            first = int(self._regions.starts[self.rank] + before.taken[self.rank])
+        else:
+            first += piece.before
+        first += piece.offset
         at = slice(first, first + piece.samples) if piece.samples else np.clip([first, first + 1], 0, order.size - 1)
         indices: list[int] = order[at].tolist()
         return indices
@@ -248,19 +305,24 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         left = self.dataset_size - now.position
         ledger, entries, number = self.allocations, self.allocations.entries, now.index // self.accumulate
         sizes = self.sizes_at(now.index)
+        if self.partition == "contiguous":
+            if self._regions is None:
+                _, lengths = self._whole_epoch(now.position, sizes)
+                self._regions = Regions(sizes, lengths, now.position)
+            sizes = self._regions.sizes
         first = now.position == 0
         counts = next_group(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=first)
         group = self.planned(number, counts, sizes, final=int(counts.sum()) == left)
-        if self.costs is None and all(group.regular) and not group.final:
+        if self.costs is None and self._regions is None and all(group.regular) and not group.final:
             self._usual = Usual(group, entries, ledger.span(number), enough(group.total[0], self.accumulate))
         return group
 
-    def _groups_from(self, position: int, sizes: Ints) -> int:
+    def _whole_epoch(self, position: int, sizes: Ints) -> tuple[int, Ints]:
         left = self.dataset_size - position
-        return groups_left(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=position == 0)
+        return whole_epoch(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=position == 0)
 
     def _epoch_order(self, epoch: int) -> Order:
-        """The indices of an epoch in order."""
+        """The indices of an epoch in order; after cuts at other world sizes, only those left then."""
         if self._order is None or self._order[0] != epoch:
             self._require_size()
             self._order = epoch, self._draw(epoch)
@@ -277,9 +339,28 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     def _draw(self, epoch: int) -> Order:
         if self.selection is None:
             seed = self.seed if self.shuffle else None
-            return order_of_epoch(epoch, self.dataset_size, seed, computed=self._order_name == COMPUTED)
-        drawn = torch.Generator().manual_seed(self.seed + epoch)
-        return self.selection.order(drawn, shuffle=self.shuffle)
+            order = order_of_epoch(epoch, self.dataset_size, seed, computed=self._order_name == COMPUTED)
+        else:
+            drawn = torch.Generator().manual_seed(self.seed + epoch)
+            order = self.selection.order(drawn, shuffle=self.shuffle)
+        for cut in self._cuts:
+            ends = np.cumsum(cut["lengths"])
+            starts = ends - cut["lengths"] + cut["taken"]
+            left = list(zip(starts, ends, strict=True))
+            if self.partition == "stream":  # positions are of the whole epoch: what is trained stays, in front
+                trained = [(a - t, a) for a, t in zip(starts, cut["taken"], strict=True)]
+                left = [*trained, *left, (ends[-1], order.size)]
+            order = Spliced(order, left)
+        return order
+
+
+def _require_partition(partition: str, costs: SampleCosts | None) -> None:
+    if costs is not None and partition != "stream":
+        fix = "leave lengths out, or use partition='stream'"
+        raise ConfigError("partition", partition, "'stream' where lengths are given", fix)
+    if partition not in ("stream", "contiguous"):
+        fix = spelling(partition, ("stream", "contiguous"))
+        raise ConfigError("partition", partition, "'stream' or 'contiguous'", fix)
 
 
 def _seed(seed: Any, *, shuffle: bool) -> int:

@@ -8,10 +8,9 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 from dynamix.data import BatchSampler, Stream
 from dynamix.data.lengths import Lengths, costs_by_length
 from dynamix.data.loader import Loader, LoaderOrder, made_anew, order_of, require_batch_size
-from dynamix.data.sampler import NO_REGIONS
+from dynamix.data.sampler import Partition
 from dynamix.data.selection import Indices, Selection, Weights
 from dynamix.errors import ConfigError
-from dynamix.removed import removed_arguments
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.job import TrainingJob
 
@@ -24,13 +23,13 @@ class Feeding:
     _config: JobConfig
     _job: TrainingJob
 
-    @removed_arguments(partition=NO_REGIONS)
     def batch_sampler(
         self,
         dataset: Sized,
         *,
         seed: int = 0,
         shuffle: bool = True,
+        partition: Partition = "stream",
         indices: Indices | None = None,
         weights: Weights | None = None,
         num_samples: int | None = None,
@@ -39,6 +38,8 @@ class Feeding:
     ) -> BatchSampler:
         """A sampler for `DataLoader(dataset, batch_sampler=...)`: unequal shares, every sample once per epoch.
 
+        partition   "stream": all ranks read one shared order. "contiguous": each rank reads a region of its own, cut by
+                    share at every epoch (DBS's data partition, local disks); any policy then decides once per epoch.
         indices     samples to train on, where that is not all of the data set: each of them comes once an epoch
         weights     of each sample (of `indices`, where they are given), 0 or more: an epoch's samples are drawn with
                     replacement, in proportion to them. The draw is one for all ranks, so each sample's weight is
@@ -54,21 +55,18 @@ class Feeding:
         `ConfigError` when an epoch is smaller than one global step, and for indices and weights that are not possible.
         """
         order = LoaderOrder(shuffle, seed, indices, weights, num_samples)
-        return self._sampler(dataset, order, lengths, padded)
+        return self._sampler(dataset, order, lengths, padded, partition=partition)
 
     def _sampler(
-        self,
-        dataset: Sized,
-        order: LoaderOrder,
-        lengths: Lengths | None,
-        padded: bool,
-        placeholder: Collate | None = None,
+        self, dataset: Sized, order: LoaderOrder, lengths: Lengths | None, padded: bool, **others: Any
     ) -> BatchSampler:
-        """As `batch_sampler` and `loader`."""
+        """As `batch_sampler`; `others`: of `BatchSampler` itself."""
         job = self._job
         shuffle, seed, indices, weights, num_samples = order
         with job.ranks.setting_up():
             _require_data(dataset)
+            if others.get("partition") == "contiguous":
+                job.facts.decide_per_epoch()  # regions are cut once per epoch
             chosen = None
             if any(given is not None for given in (indices, weights, num_samples)):
                 chosen = Selection(len(dataset), indices=indices, weights=weights, num_samples=num_samples)
@@ -79,8 +77,9 @@ class Feeding:
             apart, fixed = job.facts.sync_schedule.steps_apart, job.facts.fixed
             costs = costs_by_length(lengths, padded, len(dataset), apart=apart, fixed=fixed)
             own = job.of_source() | {"size_now": (lambda: len(dataset)) if chosen is None else None}
-            own |= {"selection": chosen, "costs": costs, "placeholder": placeholder}
-            sampler = BatchSampler(size, job.allocations, seed=seed, shuffle=shuffle, **own)
+            sampler = BatchSampler(
+                size, job.allocations, seed=seed, shuffle=shuffle, selection=chosen, costs=costs, **others, **own
+            )
             job.feed(sampler)
             return sampler
 
@@ -116,7 +115,7 @@ class Feeding:
             require_batch_size(loader, self._config.loop_batches)
             if seed is not None:
                 order = order._replace(seed=seed)
-            sampler = self._sampler(cast(Sized, loader.dataset), order, lengths, padded, placeholder)
+            sampler = self._sampler(cast(Sized, loader.dataset), order, lengths, padded, placeholder=placeholder)
             return made_anew(loader, sampler)
 
     def stream(

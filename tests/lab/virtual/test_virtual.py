@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dynamix
 from dynamix.data import Allocations, BatchSampler
-from dynamix.errors import ConfigError, StateError
+from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.events.records import read_events
 from dynamix.window import Bounds
 from dynamix_lab.simulator import ClusterEnv, sample_clusters
@@ -375,6 +375,8 @@ def test_every_ranks_indices_need_one_shared_order() -> None:
     for _ in sampler:
         break
     assert sampler.shares() == [[0, 1], [2, 3, 4]]
+    regions = BatchSampler(20, Allocations([2, 3]), rank=0, world_size=2, partition="contiguous")
+    refused(UsageError, "stream", regions.shares)
 
 
 def test_models_that_cannot_be_played_by_one_process_are_refused() -> None:

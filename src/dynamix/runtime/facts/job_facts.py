@@ -130,6 +130,10 @@ class JobFacts:
         """Sizes are kept within `bounds` from now on."""
         self.bounds = bounds
 
+    def decide_per_epoch(self) -> None:
+        """From now on windows are epochs: nothing is issued under an old allocation after one closed."""
+        self.per_epoch, self.slack = True, 0
+
     def require_right(self) -> None:
         """Raise `UsageError` where ranks were seen to do what others did not, or losses to carry other weights."""
         of_weights = None if self.weight_test is None else self.weight_test.wrong

@@ -34,7 +34,7 @@ FIXES = {
     **dict.fromkeys(("lengths", "padded"), "Give batch_sampler(dataset, lengths=...) the same on every rank"),
     "indices": "Give batch_sampler(dataset, indices=...) the same on every rank: the sampler deals them to the ranks",
     "weights": "Give batch_sampler(dataset, weights=...) the same on every rank",
-    **dict.fromkeys(("samples", "shuffle", "sharded"), _SAMPLER),
+    **dict.fromkeys(("samples", "shuffle", "partition", "sharded"), _SAMPLER),
     **dict.fromkeys(_POSITION, _LOAD),
     "parameters": "Load weights on every rank, or before DDP(net) is made, which sends the first rank's to all",
     "optimizers": "Make the same optimizers of the same parameters, with the same arguments, on every rank",

@@ -9,31 +9,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynamix.data import Allocations, BatchSampler, Stream
-from dynamix.data.sampler import NO_REGIONS
 from dynamix.data.selection import SELECTED
 from dynamix.errors import StateError, shown
 from dynamix.projection import project
-from dynamix.removed import message
 from dynamix.runtime.facts.job_facts import JobFacts
 from dynamix.runtime.part import MOST, Part, fields, of_type, whole, wholes, wrong
 from dynamix.runtime.ranks.hosts import remembered, shares_of, workers_of
 from dynamix.runtime.state.packing import alike
 
 MOST_WORKERS = 2**20
-ORDER = ("dataset_size", "seed", "shuffle", "sharded")  # what must be the same in a job that goes on
+ORDER = ("dataset_size", "seed", "shuffle", "partition", "sharded")  # what must be the same in a job that goes on
 CHECKSUMS = ("lengths", "order", *SELECTED)  # of what the sampler was given, and its order's name; empty where usual
 PLACE = {"epoch": int, "position": int, "rounds": int, "finished": bool, "taken": list}
-_USUAL = {"sampler": "stream", "stream": None}  # `partition` by kind: 0.2 had another one, and wrote `regions` then
 _STREAM = {**PLACE, **dict.fromkeys((*ORDER, "kind", "cuts", "regions", "iterable"), object), "sharded": bool}
-_STREAM |= {"partition": type(None)}
-_SAMPLER = {**_STREAM, "dataset_size": int, "shuffle": bool, "partition": str}
+_SAMPLER = {**_STREAM, "dataset_size": int, "shuffle": bool}
 
 
 class SourceState(Part):
     """Keeps what was loaded until there is a sampler or stream, which goes on from it.
 
-    Its state holds `kind` (none, sampler, stream), `PLACE` and `ORDER`, and the `iterable`'s own state, which is this
-    rank's. `CHECKSUMS` that are not empty are in `cuts`, so that a state without them is as it ever was.
+    Its state holds `kind` (none, sampler, stream), `PLACE` and `ORDER`, `cuts` and `regions` of the epoch, and the
+    `iterable`'s own state, which is this rank's. `CHECKSUMS` that are not empty are beside the cuts, so that a state
+    without them is as it ever was.
     """
 
     name = "source"
@@ -52,19 +49,17 @@ class SourceState(Part):
 
     def state_dict(self) -> dict[str, Any]:
         state = {} if self._source is None else self._source.state_dict()
-        kind = "none" if not state else "sampler" if "dataset_size" in state else "stream"
         none = {"epoch": 0, "position": 0, "finished": False, "taken": [0] * self.workers, **dict.fromkeys(ORDER)}
         order = {name: state.get(name, value) for name, value in none.items()}
         if state:
             order["sharded"] = bool(order["sharded"])
-        given = {name: state[name] for name in CHECKSUMS if state.get(name)}
+        cuts, given = state.get("cuts", []), {name: state[name] for name in CHECKSUMS if state.get(name)}
         return {
-            "kind": kind,
+            "kind": "none" if not state else "sampler" if "dataset_size" in state else "stream",
             "rounds": state.get("consumed", 0) // self.accumulate,
             **order,
-            "partition": _USUAL.get(kind),
-            "cuts": {"cuts": [], **given} if given else [],
-            "regions": None,
+            "cuts": {"cuts": cuts, **given} if given else cuts,
+            "regions": state.get("regions"),
             "iterable": state.get("source"),
         }
 
@@ -92,7 +87,7 @@ class SourceState(Part):
         """The sampler's or stream's own state; None: there was none yet."""
         if state["kind"] == "none":
             return None
-        given = state["cuts"] if isinstance(state["cuts"], dict) else {}
+        given = state["cuts"] if isinstance(state["cuts"], dict) else {"cuts": state["cuts"]}
         counted = {"consumed": state["rounds"] * self.accumulate, "source": state["iterable"]}
         return {**state, **dict.fromkeys(CHECKSUMS, ""), **given, **counted}
 
@@ -113,16 +108,33 @@ def _require_place(state: Any) -> None:
     if isinstance(cuts := state["cuts"], dict):
         fields("source.cuts", cuts, {"cuts": list, **{name: str for name in CHECKSUMS if name in cuts}})
         cuts = cuts["cuts"]
-    if type(cuts) is not list or cuts or state["regions"] is not None or state["partition"] != _USUAL[kind]:
-        gone = f"the saved state has source.partition={shown(state['partition'])}, in which each rank had a region"
-        fix = f"batch_sampler(dataset) without partition: {NO_REGIONS.removeprefix('nothing: ')}"
-        raise StateError(f"{gone}. {message(fix)}; begin a new job from the model's weights")
-    size = state["dataset_size"]
-    if kind == "stream" and size is not None:
-        wrong("source.dataset_size", size, "none of a stream")
-    if kind == "sampler" and (not size > 0 or position > size or state["finished"] != (position == size)):
+    if kind == "sampler":
+        _require_cuts(state, cuts, taken)
+    elif cuts or state["regions"] is not None or state["dataset_size"] is not None:
+        wrong("source", "a stream with regions", "neither cuts nor regions nor a size")
+
+
+def _require_cuts(state: dict[str, Any], cuts: Any, taken: int) -> None:
+    """Of the epoch's order, by jobs of other sizes and by regions: within the data set, and taken as far as said."""
+    size, position, regions = state["dataset_size"], state["position"], state["regions"]
+    if not size > 0 or position > size or state["finished"] != (position == size):
         said = f"position={position}, finished={state['finished']}"
         wrong("source.position", said, f"at most dataset_size={size}, and finished there")
+    if type(cuts) is not list:
+        wrong("source.cuts", cuts, "a list")
+    for cut in cuts:
+        fields("source.cuts", cut, {"lengths": list, "taken": list})
+        lengths = wholes("source.cuts", cut["lengths"])
+        if np.greater(wholes("source.cuts", cut["taken"], len(lengths)), lengths).any() or sum(lengths) > size:
+            wrong("source.cuts", cut, "taken at most lengths, lengths at most the data set")
+    if regions is None:
+        return
+    fields("source.regions", regions, {"begin": int, "lengths": list, "rules": object, "sizes": list})
+    begin, lengths = regions["begin"], wholes("source.regions.lengths", regions["lengths"], len(state["taken"]))
+    if not any(wholes("source.regions.sizes", regions["sizes"], len(lengths))):
+        wrong("source.regions.sizes", regions["sizes"], "at least one above 0")
+    if sum(lengths) != size - begin or begin + taken != position or np.greater(state["taken"], lengths).any():
+        wrong("source.regions", f"begin={begin}, {sum(lengths)} samples", f"those of position={position}")
 
 
 class Resumed(NamedTuple):

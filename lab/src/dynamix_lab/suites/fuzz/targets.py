@@ -59,7 +59,8 @@ class Job:
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         options["global_batch"] = "fixed" if policy in FIXED_TOTAL else "adaptive"
         self.controller = dynamix.Controller(policy, batch_size=4, interval=2, **options)
-        self.sampler = self.controller.batch_sampler(self.data)
+        partition = "contiguous" if policy == "dbs" else "stream"
+        self.sampler = self.controller.batch_sampler(self.data, partition=partition)  # type: ignore[arg-type]
         self.model = self.controller.wrap(net, self.optimizer)
 
     def train(self, steps: int | None = None) -> list[int]:

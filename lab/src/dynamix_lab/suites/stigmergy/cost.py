@@ -13,7 +13,7 @@ import torch
 from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range, pretrained
 from dynamix.policies.stigmergic.traces import TRACES, Own
-from dynamix.window import Bounds, Ints, Window
+from dynamix.window import Bounds, Floats, Ints, Window
 
 
 def decision_costs(workers: Sequence[int], *, repeats: int = 60) -> list[dict[str, Any]]:
