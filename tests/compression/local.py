@@ -24,13 +24,19 @@ def sparse_inputs(
     return list((torch.randn(shape, generator=generator) * keep).to(dtype))
 
 
-def ordered_mean(inputs: Sequence[Tensor]) -> Tensor:
-    """x / W, added in the order of ranks."""
+def ordered_mean(inputs: Sequence[Tensor], groups: Sequence[range] | None = None) -> Tensor:
+    """x / W, added in the order of ranks; first within groups, where there are some."""
     wide = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in inputs]
+    sums = []
+    for group in groups or [range(len(inputs))]:
+        total = torch.zeros_like(wide[0])
+        for rank in group:
+            total = total + wide[rank] / len(inputs)
+        sums.append(total)
     total = torch.zeros_like(wide[0])
-    for one in wide:
-        total = total + one / len(inputs)
-    return total.to(inputs[0].dtype)
+    for one in sums:
+        total = total + one
+    return (sums[0] if len(sums) == 1 else total).to(inputs[0].dtype)
 
 
 def in_threads(wires: Sequence[Any], function: Callable[[int, Any], Any]) -> list[Any]:

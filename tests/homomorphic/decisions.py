@@ -1,5 +1,4 @@
-"""What `auto` decides on given links, step by step; `recorded_ways.json` holds what 0.2 decided (commit 4bbfdc7), and
-what 0.3 does with 16 ranks, which gathered in two levels then.
+"""What `auto` decides on given links, step by step; `recorded_ways.json` holds what 0.2 decided (commit 4bbfdc7).
 
 Times come from the model of bytes and hops, with computing beside them, so that decisions repeat on every machine.
 """

@@ -1,7 +1,7 @@
 """Blocks: ranks learn which items anybody holds, and each adds up its share of the union's values for all.
 
 After OmniReduce (Fei et al., SIGCOMM 2021), without aggregators: a block is an item, such as a row of an embedding. The
-sum is that of floating point in the order of ranks, the same bits as a gather's. A link carries an index
+sum is that of floating point in the order of ranks, the same bits as a gather's in one level. A link carries an index
 W - 1 times and the union's values 2 (W-1)/W times, where a gather carries a rank's own values W - 1 times.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynamix.compression.checks import Doubt
-from dynamix.compression.gather import SUMMED_IN, Heads, busiest, exchange_headers, send_to_all
+from dynamix.compression.gather import SUMMED_IN, Heads, busiest, exchange_headers, send_to
 from dynamix.compression.rows import Index, Rows, heads_of, read_items, union_of_rows
 from dynamix.compression.shares import add_shares
 from dynamix.compression.wire import Messages
@@ -96,7 +96,7 @@ def _exchange_items(
     heads = exchange_headers(payload, wire, mark)
     if busiest(heads.sizes) > most_bytes:
         raise Doubt("full", heads.sizes)
-    came = send_to_all(payload, wire, heads)
+    came = send_to(payload, wire, heads, to=range(wire.workers), of=range(wire.workers))
     found: list[list[Tensor]] = [[] for _ in tables]
     bytes_: list[list[int]] = [[] for _ in tables]
     for rank in range(wire.workers):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynamix.compression.blocks import add_blocks
 from dynamix.compression.checks import Doubt, Statistics, digest
-from dynamix.compression.gather import gather, rows_not_zero, union_items, write_mean_
+from dynamix.compression.gather import FLAT, Brought, Levels, gather, rows_not_zero, union_items, write_mean_
 from dynamix.compression.layout import Layout
 from dynamix.compression.rows import Rows, index_bytes
 from dynamix.compression.settings import ExchangeSettings
@@ -21,6 +21,7 @@ from dynamix.errors import ConfigError
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of gradients that are exchanged
 VERSION = 3
+OVERLAP = 0.9  # a union smaller than this share of what ranks bring makes a second level of gathering pay
 RELEARN = 8  # unions after which a bucket is looked at anew
 
 
@@ -40,6 +41,7 @@ class BucketExchange:
     def __init__(self, layout: Layout, *, index: int = 0, settings: ExchangeSettings | None = None) -> None:
         self.layout, self.index, self.settings = layout, index, settings or ExchangeSettings()
         self.unions = 0  # since the last doubt
+        self._levels = True
         self.memories: dict[type[Any], BucketMemory] = {}
         self.spread: Spread | None = None  # what the last exchange saw, alike on all ranks
 
@@ -70,7 +72,7 @@ class BucketExchange:
                 sent += wire.payload_bytes - before
                 instead = known.of(taken).instead if doubt.reason == "peel" else None  # the sketch holds too many items
                 if doubt.reason != "nonfinite":  # what was learned from unions may differ between ranks
-                    self.unions = 0
+                    self.unions, self._levels = 0, True
                     for memory in self.memories.values():
                         memory.forget(undecoded=instead is not None)
                 if instead is not None:
@@ -95,10 +97,13 @@ class BucketExchange:
         values, workers, tables = flat.detach(), wire.workers, self._tables(flat)
         if not tables:
             return
-        ours = (VERSION, self.settings, self.index, step, "gather", self.layout, flat.dtype)
+        ours = (VERSION, self.settings, self.index, step, "gather", self.layout, flat.dtype, self._levels)
         most = 2 * (workers - 1) / workers * flat.nbytes
+        if self._levels and workers > FLAT:  # if ranks bring the same; what that is has not been seen yet
+            groups = Levels.of(workers).groups
+            most *= (workers - 1) / (len(groups[0]) + len(groups) - 2)
         try:
-            brought = gather(tables, wire.messages, digest(*ours), most_bytes=most)
+            brought = gather(tables, wire.messages, digest(*ours), levels=self._levels, most_bytes=most)
         except Doubt as doubt:
             if doubt.sizes:  # the union holds at least what the fullest rank does
                 self.spread = Spread(doubt.sizes, max(doubt.sizes), flat.nbytes)
@@ -106,7 +111,7 @@ class BucketExchange:
         for place, (s, rows) in enumerate(zip(self.layout.segments, tables, strict=True)):
             write_mean_(values, s.start, rows.items, brought, place, workers)
         if self.unions % RELEARN == 0:
-            self.spread = self.spread_of(brought.sizes, [union_items(parts) for parts in brought.parts], flat)
+            self._look_at(brought, workers, flat)
         self.unions += 1
 
     def add_blocks(self, flat: Tensor, wire: Wire, step: int) -> None:
@@ -136,6 +141,11 @@ class BucketExchange:
     def _tables(self, flat: Tensor) -> list[Rows]:
         values = flat.detach()
         return [rows_not_zero(values[s.start : s.stop], s.width) for s in self.layout.segments]
+
+    def _look_at(self, brought: Brought, workers: int, flat: Tensor) -> None:
+        self.spread = self.spread_of(brought.sizes, [union_items(parts) for parts in brought.parts], flat)
+        if workers > FLAT:
+            self._levels = self.spread.union_bytes < OVERLAP * sum(brought.sizes)
 
     def spread_of(self, sizes: Sequence[int], union: Sequence[Tensor], flat: Tensor) -> Spread:
         """Which part of `flat` is not zero, from the bytes that each rank brought and the union's items by segment."""

@@ -2,12 +2,15 @@
 
 No fixed point and no index to agree on: one small header says how much each rank brings, then index and values go from
 everyone to everyone. The sum is that of floating point in a fixed order, so it is the same on every rank and in every
-run. A rank sends its own items W - 1 times; a ring sends those of the union about twice.
+run. A rank sends its own items W - 1 times; a ring sends those of the union about twice. Above `FLAT` ranks it goes in
+two levels, and items that several ranks of a group hold travel on once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,20 +24,57 @@ from dynamix.compression.rows import Index, Rows, block_of, heads_of, padded, re
 from dynamix.compression.shares import damaged
 from dynamix.compression.wire import Messages
 
+FLAT = 8  # ranks up to which all send to all at once
 _HEADER = 5  # int64: a digest, how many bytes follow, their sum, how many a hop is worth, and the sum of these four
 CROWDED = 0.12  # of their time that large messages are taken to lose where all send to all at once, not around a ring
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # added up in
 
 
 @dataclass(frozen=True)
-class Brought:
-    """What has to be added up, by table and in the order of ranks.
+class Levels:
+    """Who sends to whom in two levels: groups of neighbours first, then one rank of each other group.
 
-    sizes       bytes that each rank brought
+    >>> levels = Levels.of(10)
+    >>> levels.groups
+    (range(0, 4), range(4, 7), range(7, 10))
+    >>> levels.beyond(9)
+    [2, 6]
+    """
+
+    groups: tuple[range, ...]
+
+    @classmethod
+    def of(cls, workers: int) -> Levels:
+        count = math.ceil(workers / math.ceil(math.sqrt(workers)))
+        least, more = divmod(workers, count)
+        starts = [group * least + min(group, more) for group in range(count + 1)]
+        return cls(tuple(range(a, b) for a, b in itertools.pairwise(starts)))
+
+    def mine(self, rank: int) -> range:
+        """The ranks of `rank`'s group."""
+        return next(group for group in self.groups if rank in group)
+
+    def beyond(self, rank: int) -> list[int]:
+        """Whose sums `rank` gets in the second level, one of each other group."""
+        place, own = rank - self.mine(rank).start, self.mine(rank)
+        return [group[place % len(group)] for group in self.groups if group is not own]
+
+    def followers(self, rank: int) -> list[int]:
+        """Who gets `rank`'s sums in the second level."""
+        ranks = range(self.groups[-1].stop)
+        return [other for other in ranks if other not in self.mine(rank) and rank in self.beyond(other)]
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What has to be added up, by table and in the order of ranks; divided already where `divided`.
+
+    sizes       bytes that each rank brought at first
     hop_bytes   as of `Heads`
     """
 
     parts: list[list[Rows]]
+    divided: bool
     sizes: list[int]
     hop_bytes: int
 
@@ -62,23 +102,54 @@ class Heads:
         return self.hop_bytes > 0 and CROWDED * others * max(self.sizes) > (others - 1) * self.hop_bytes
 
 
-def gather(tables: Sequence[Rows], wire: Messages, mark: bytes, *, most_bytes: float) -> Brought:
+def gather(
+    tables: Sequence[Rows],
+    wire: Messages,
+    mark: bytes,
+    *,
+    levels: bool,
+    most_bytes: float,
+    divisor: int | None = None,
+) -> Brought:
     """Everything that must be added up for the mean over ranks of `tables`, the same tables on every rank.
 
     mark         eight bytes; ranks with different ones get `Doubt("mixed")`, all of them
+    levels       in two levels, where there are more ranks than `FLAT`
     most_bytes   `Doubt("full")`, on every rank, where some rank would have to send or receive more
+    divisor      of the sums of the first of two levels; None: the number of ranks
 
     Raises `DynamixError` for a message that is damaged: nothing is applied, and the job ends.
     """
+    ranks, own = range(wire.workers), wire.rank
+    if not levels or wire.workers <= FLAT:
+        found, heads = _swap(tables, wire, mark, to=ranks, of=ranks, most_bytes=most_bytes)
+        return Brought(_by_table(found), False, heads.sizes, heads.hop_bytes)
+    plan = Levels.of(wire.workers)
+    near = plan.mine(own)
+    found, heads = _swap(tables, wire, mark, to=near, of=near, most_bytes=most_bytes)
+    sums = [add_up(parts, divisor or wire.workers) for parts in _by_table(found)]
+    far, _ = _swap(sums, wire, mark, to=plan.followers(own), of=plan.beyond(own), most_bytes=math.inf)
+    return Brought(_by_table(far), True, heads.sizes, heads.hop_bytes)
+
+
+def _by_table(found: Sequence[Sequence[Rows]]) -> list[list[Rows]]:
+    return [list(parts) for parts in zip(*found, strict=True)]
+
+
+def _swap(
+    tables: Sequence[Rows], wire: Messages, mark: bytes, *, to: Sequence[int], of: Sequence[int], most_bytes: float
+) -> tuple[list[list[Rows]], Heads]:
+    """The tables of the ranks `of` and the own ones, in the order of ranks; and what all said before."""
     payload, written = _pack(tables)
+    ranks, own = range(wire.workers), wire.rank
     heads = exchange_headers(payload, wire, mark)
-    if busiest(heads.sizes) > most_bytes:
-        raise Doubt("full", heads.sizes)
-    found = [written]
-    if any(size != 16 * len(tables) for size in heads.sizes):  # more than counts, all of them zero
-        came = send_to_all(payload, wire, heads)
-        found = [written if r == wire.rank else _unpack(message, tables, r) for r, message in enumerate(came)]
-    return Brought([list(parts) for parts in zip(*found, strict=True)], heads.sizes, heads.hop_bytes)
+    sizes = heads.sizes
+    if busiest(sizes) > most_bytes:
+        raise Doubt("full", sizes)
+    if all(size == 16 * len(tables) for size in sizes):  # nothing but counts, all of them zero
+        return [written], heads
+    came = send_to(payload, wire, heads, to=to, of=of)
+    return [written if rank == own else _unpack(came[rank], tables, rank) for rank in ranks if rank in came], heads
 
 
 def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> Heads:
@@ -105,19 +176,20 @@ def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> Heads:
     return Heads(sizes, sums, known[len(known) // 2] if known else 0)
 
 
-def send_to_all(payload: Tensor, wire: Messages, heads: Heads) -> list[Tensor]:
-    """By rank, what each sent, and the own `payload`; raises `DynamixError` for what was damaged."""
+def send_to(
+    payload: Tensor, wire: Messages, heads: Heads, *, to: Sequence[int], of: Sequence[int]
+) -> dict[int, Tensor]:
+    """By rank, what those of `of` sent, and the own `payload`; raises `DynamixError` for what was damaged."""
     ranks, own, empty = range(wire.workers), wire.rank, payload.new_empty(0)
-    if heads.ring:
+    wanted = [heads.sizes[rank] if rank in of and rank != own else 0 for rank in ranks]
+    if heads.ring and len(to) == len(of) == wire.workers:
         came = wire.pass_on(payload, heads.sizes)
     else:
-        others = [size * (rank != own) for rank, size in enumerate(heads.sizes)]
-        came = wire.swap([empty if rank == own else payload for rank in ranks], others)
-    came[own] = payload
+        came = wire.swap([payload if rank in to and rank != own else empty for rank in ranks], wanted)
     for rank in ranks:
-        if rank != own and sum_of(came[rank]) != heads.sums[rank]:
+        if wanted[rank] and sum_of(came[rank]) != heads.sums[rank]:
             raise damaged(rank)
-    return came
+    return {rank: payload if rank == own else came[rank] for rank in ranks if rank == own or wanted[rank]}
 
 
 def busiest(sizes: Sequence[int]) -> int:
@@ -201,10 +273,11 @@ def write_mean_(flat: Tensor, start: int, own: Tensor, brought: Brought, place: 
     parts = brought.parts[place]
     span, width = parts[0].span, parts[0].values.shape[1]
     table = flat[start : start + span * width].view(span, width)
+    divisor = 1 if brought.divided else workers
     if table.dtype in SUMMED_IN:
-        sums = add_up(parts, workers)
+        sums = add_up(parts, divisor)
         table[sums.items] = sums.values.to(table.dtype)
         return
     table[own] = 0.0
     for rows in parts:
-        add_rows_(table, rows.items, rows.values, workers)
+        add_rows_(table, rows.items, rows.values, divisor)

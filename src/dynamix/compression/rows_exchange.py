@@ -1,7 +1,7 @@
 """Sums of rows over ranks, table by table by the way that sends less: gathered, or in blocks.
 
 Which way that is, ranks read off what they have all seen, so they choose alike without a word. Both ways add in the
-order of ranks, to the same bits.
+order of ranks, up to `gather.FLAT` of them to the same bits.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class RowsExchange:
     ) -> dict[int, Rows]:
         before = wire.payload_bytes
         some = [tables[place] for place in places]
-        brought = gather(some, wire, mark, most_bytes=most)
-        sums = {place: add_up(found, divisor) for place, found in zip(places, brought.parts, strict=True)}
-        if self.exchanges % LOOK_EVERY == 0:
+        brought = gather(some, wire, mark, levels=True, most_bytes=most, divisor=divisor)
+        left = 1 if brought.divided else divisor
+        sums = {place: add_up(found, left) for place, found in zip(places, brought.parts, strict=True)}
+        if not brought.divided and self.exchanges % LOOK_EVERY == 0:
             for place, found in zip(places, brought.parts, strict=True):
                 index = [rows.index_bytes for rows in found]
                 own = [size + rows.values.nbytes for size, rows in zip(index, found, strict=True)]

@@ -6,6 +6,7 @@ link, in 2 (W-1) hops. Messages from all to all take one hop. A small maximum go
 
 from __future__ import annotations
 
+from dynamix.compression.gather import FLAT, Levels
 from dynamix.compression.spread import Sent, Spread
 from dynamix.compression.ways import registry
 
@@ -39,8 +40,16 @@ def blocked(spread: Spread) -> Sent:
 
 
 def gathered(spread: Spread) -> Sent:
-    """From all to all."""
+    """From all to all, in one level or in two."""
     sizes, workers = spread.sizes, len(spread.sizes)
     header = HEADER_BYTES * (workers - 1)
     flat = max((workers - 1) * max(sizes), sum(sizes) - min(sizes))
-    return Sent(flat + header, 2)
+    if workers <= FLAT:
+        return Sent(flat + header, 2)
+    groups = Levels.of(workers).groups
+    near, others = len(groups[0]), len(groups) - 1
+    brought, union = near * max(sizes), spread.union_bytes
+    # What a group's ranks have in common travels on once: as the union does, from none in common to everything.
+    shared = 1 - (union - max(sizes)) / max(sum(sizes) - max(sizes), 1)
+    group = max(sizes) + (brought - max(sizes)) * min(max(1 - shared, 0.0), 1.0)
+    return Sent((near - 1) * max(sizes) + others * group + 2 * header, 4)

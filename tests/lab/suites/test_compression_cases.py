@@ -53,8 +53,8 @@ def test_a_wrong_mean_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_gathered_mean_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cases.ordered_mean
-    monkeypatch.setattr(cases, "ordered_mean", lambda inputs: right(inputs) + 1)
+    right = cases.ordered_means
+    monkeypatch.setattr(cases, "ordered_means", lambda inputs: [one + 1 for one in right(inputs)])
     assert run_cases(60)["failed"] > 5
 
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from dynamix.cli.app import app
 from dynamix.compression.spread import Spread
+from dynamix.compression.traffic import HEADER_BYTES, traffic
 from dynamix_lab.suites.compression.region import HOMOMORPHIC, MapCell, compare, make_map, sections, sent
 
 
@@ -25,6 +26,13 @@ def test_a_host_that_adds_for_all_has_their_bytes_on_its_link() -> None:
     spread = Spread([1000] * 8, 5000, 1_000_000)
     inside, host = (sent(f"aggregator {where}", spread, 1000) for where in ("in the switch", "on a host"))
     assert host.bytes == 8 * inside.bytes
+
+
+def test_two_levels_send_less_the_more_rows_are_shared() -> None:
+    apart, same = (Spread([1000] * 16, union, 1_000_000) for union in (16_000, 1000))
+    assert traffic("gather", same).bytes < 0.5 * traffic("gather", apart).bytes
+    headers = 2 * 15 * HEADER_BYTES  # in each level from all to all
+    assert traffic("gather", apart).bytes == pytest.approx(15_000 + headers, rel=0.01)
 
 
 def test_the_command_prints_the_map_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
