@@ -51,7 +51,7 @@ class StrayCollectives:
         self._marks = self._begun()
 
     def end(self) -> None:
-        """This rank has come to a meeting."""
+        """This rank has come to a meeting, or its job ends."""
         if self._marks is not None:
             self._marks = None
             for _, backend, usual in self._groups:
@@ -101,14 +101,14 @@ class StrayCollectives:
 def _collective(thread: int) -> tuple[str, Any, int]:
     """The collective that the loop is in, in `thread`: its name, its group, and what tells it from the next.
 
-    The name is empty if the loop is in none, or in one of ours.
+    The name is empty if the loop is in none, or in one that dynamix or torch has called.
     """
     found, frame = None, sys._current_frames().get(thread)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
         if frame.f_globals["__name__"] == "torch.distributed.distributed_c10d" and frame.f_code.co_name in _ALL_CALL:
             found = frame
         frame = frame.f_back
-    if found is None or frame is None or frame.f_globals.get("__name__", "").startswith("dynamix."):
+    if found is None or frame is None or frame.f_globals.get("__name__", "").startswith(("dynamix.", "torch.")):
         return "", None, 0
     return found.f_code.co_name, found.f_locals.get("group") or dist.group.WORLD, id(found)
 
