@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import dynamix
 from tests.ranks import run_ranks
-from tests.runtime.one_loop import OPTIMIZERS, WAYS, Case, Job, Net, compared, dataset, flat, shard, the_loop
+from tests.runtime.one_loop import OPTIMIZERS, WAYS, Case, Job, Net, compared, dataset, flat, shard, the_loop, trained
 
 pytestmark = pytest.mark.multiproc
 SWITCHES = 11
@@ -55,6 +55,16 @@ def test_the_plain_loop_trains_the_same_bits_over_many_changes_of_way(cases: dic
         assert {name: differs for name, (differs, _, _) in told.items() if differs} == {}
         assert [*told] == [*cases]
         assert min(switches for _, _, switches in told.values()) >= SWITCHES
+
+
+def _in_both_modes(rank: int, meet: str) -> str:
+    training, in_eval = (trained(the_loop, Case(meet, in_eval=mode), pieces=False) for mode in (False, True))
+    return in_eval.differs_from(training, 0.0)
+
+
+@pytest.mark.parametrize("meet", ["parameters", "auto"])
+def test_a_net_without_modes_trains_the_same_in_eval_mode(meet: str) -> None:
+    assert run_ranks(_in_both_modes, 2, meet) == ["", ""]
 
 
 def _under_no_sync_of_its_own(job: Job) -> None:
