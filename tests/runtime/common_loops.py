@@ -140,6 +140,24 @@ def saves_where_due(job: Job) -> None:
     _each(job, save)
 
 
+def saves_in_the_background(job: Job) -> None:
+    """Its own thread talks to the other ranks while the loop trains on."""
+    from torch.distributed.checkpoint import async_save
+
+    group, under_way = dist.new_group(), list[Any]()
+
+    def save(number: int, loss: Tensor) -> None:
+        if job.controller.checkpoint_due(every=5):
+            for before in under_way:
+                before.result()
+            saved = async_save(job.net.state_dict(), checkpoint_id=Path(folder, str(number)), process_group=group)
+            under_way[:] = [saved]
+
+    with tempfile.TemporaryDirectory() as folder:
+        _each(job, save)
+        under_way[0].result()
+
+
 def leaves_where_due(job: Job) -> None:
     _each(job, lambda number, loss: job.controller.checkpoint_due(every=12))
 
@@ -158,6 +176,7 @@ SERVED = {
         schedules_by_samples,
         profiles,
         saves_where_due,
+        saves_in_the_background,
         leaves_where_due,
     )
 }

@@ -141,7 +141,7 @@ class Job:
         self.loader = DataLoader(data, batch_sampler=self.sampler, num_workers=case.num_workers)
         self.net = Net(case.kind).double() if case.double else Net(case.kind)
         inner = torch.compile(self.net, backend="eager") if case.compiled == "inside" else self.net
-        whole = _sharded(self.net, case.reshard) if case.sharded else DDP(inner, **case.ddp)
+        whole = shard(self.net, case.reshard) if case.sharded else DDP(inner, **case.ddp)
         self.model: Any = torch.compile(whole, backend="eager") if case.compiled == "around" else whole
         self.optimizer = OPTIMIZERS[case.optimizer](self.net.parameters())
 
@@ -207,7 +207,8 @@ def flat(net: nn.Module) -> Tensor:
     return torch.cat([t.detach().flatten().double() for t in held])
 
 
-def _sharded(net: Net, reshard: bool | None) -> nn.Module:
+def shard(net: Net, reshard: bool | None = None) -> nn.Module:
+    """By FSDP2, over all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (net.first, net.middle, net.last, net):
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.runtime import common_loops as loops
-from tests.runtime.one_loop import WAYS, Case, Loop, compared, ends_of
+from tests.runtime.one_loop import WAYS, Case, Job, Loop, compared, ends_of
 
 pytestmark = pytest.mark.multiproc
 
@@ -72,3 +76,28 @@ def test_what_is_counted_in_batches_ends_all_ranks_with_the_line_to_write(loop: 
 )
 def test_batches_that_accumulate_by_hand_end_all_ranks_with_the_line_to_write(meet: str, words: str) -> None:
     _end_soon(loops.accumulates_by_hand, Case(meet=meet), [words])
+
+
+def _timeout_s() -> float:
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    return backend.options._timeout.total_seconds()
+
+
+def _left_between(rank: int) -> tuple[float, float]:
+    before, job = _timeout_s(), Job(Case(meet="parameters"))
+    job.wrap()
+    for x, y in job.batches():
+        loss = job.backward(x, y)
+        job.update()
+        job.step(loss)
+        if not job.controller.met:
+            break
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the models differ
+        job.controller.close()
+    return before, _timeout_s()
+
+
+def test_a_loop_that_is_left_between_meetings_gets_its_groups_back_as_they_were() -> None:
+    for before, after in run_ranks(_left_between, 2):
+        assert after == before

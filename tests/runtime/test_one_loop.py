@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import dynamix
 from tests.ranks import run_ranks
-from tests.runtime.one_loop import OPTIMIZERS, WAYS, Case, Job, Net, compared, dataset, flat, the_loop
+from tests.runtime.one_loop import OPTIMIZERS, WAYS, Case, Job, Net, compared, dataset, flat, shard, the_loop, trained
 
 pytestmark = pytest.mark.multiproc
 SWITCHES = 11
@@ -57,6 +57,16 @@ def test_the_plain_loop_trains_the_same_bits_over_many_changes_of_way(cases: dic
         assert min(switches for _, _, switches in told.values()) >= SWITCHES
 
 
+def _in_both_modes(rank: int, meet: str) -> str:
+    training, in_eval = (trained(the_loop, Case(meet, in_eval=mode), pieces=False) for mode in (False, True))
+    return in_eval.differs_from(training, 0.0)
+
+
+@pytest.mark.parametrize("meet", ["parameters", "auto"])
+def test_a_net_without_modes_trains_the_same_in_eval_mode(meet: str) -> None:
+    assert run_ranks(_in_both_modes, 2, meet) == ["", ""]
+
+
 def _under_no_sync_of_its_own(job: Job) -> None:
     """As DDP's page has it, for all batches of a round but the last."""
     job.wrap()
@@ -81,9 +91,11 @@ def test_the_plain_loop_trains_the_same_bits_over_gradients_in_pieces() -> None:
         assert min(rounds for _, rounds, _ in told.values()) >= 12
 
 
-def _alone(options: dict[str, int], *, pieces: bool) -> Tensor:
+def _alone(options: dict[str, int], *, sharded: bool, pieces: bool) -> Tensor:
     controller = dynamix.Controller("static", interval=2, **options)
     net, data = Net("plain"), dataset()
+    if sharded:
+        shard(net)
     optimizer = OPTIMIZERS["sgd"](net.parameters())
     controller.wrap(net, optimizer)
     for x, y in DataLoader(data, batch_sampler=controller.batch_sampler(data)):
@@ -98,9 +110,18 @@ def _alone(options: dict[str, int], *, pieces: bool) -> Tensor:
     return flat(net)
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 10, "micro_batch": 4}, {"batch_size": 5, "accumulate": 3}], ids=str)
-def test_one_worker_clips_what_its_optimizer_applies(options: dict[str, int]) -> None:
-    assert torch.equal(_alone(options, pieces=False), _alone(options, pieces=True))
+def _alone_alike(rank: int) -> dict[str, bool]:
+    found = {}
+    for options in ({"batch_size": 10, "micro_batch": 4}, {"batch_size": 5, "accumulate": 3}):
+        for sharded in (False, True):
+            plain, pieces = (_alone(options, sharded=sharded, pieces=under) for under in (False, True))
+            found[f"{options}, sharded: {sharded}"] = torch.equal(plain, pieces)
+    return found
+
+
+def test_one_worker_clips_what_its_optimizer_applies() -> None:
+    (found,) = run_ranks(_alone_alike, 1)
+    assert [name for name, alike in found.items() if not alike] == []
 
 
 Batch = tuple[Tensor, Tensor]

@@ -218,6 +218,7 @@ class TrainingJob:
         kept = source.draws_alike and self.windows.measures(piece)
         for hears in self._heard["pass_begins"]:
             hears(piece, kept)
+        self.rates.follow(piece.round, piece.samples)  # also of a model that is trained in eval mode
         if not training:
             recorder.timer.interrupted()
             return
@@ -353,6 +354,7 @@ class TrainingJob:
             self.windows.channel.close(patience_s)
             self.loop.job_ends()
             self.rates.job_ends()
+            self.boundary.job_ends()
             owners: list[Any] = [*self.models, self.loss_weight]
             groups = [group for owner in owners for group in owner.close()]
             self.end_events()

@@ -10,10 +10,11 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from dynamix.data import Piece
 from dynamix.runtime.sync.gradients import Around, scale_
-from dynamix.runtime.sync.shards import gradients_of
+from dynamix.runtime.sync.shards import gradients_of, is_fully_sharded
 from dynamix.runtime.sync.sync import Sync
 
 
@@ -39,6 +40,13 @@ class SingleWorker(Sync):
             if (sync := alive()) is not None and not sync._ends:
                 sync._backward_begins()
 
+        def passed(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(begins)
+
+        if is_fully_sharded(self.model):  # then no parameter's hook is called; FSDP's own hook of outputs comes first
+            return [self.model.register_forward_hook(passed)]
         return [parameter.register_hook(begins) for parameter in self.model.parameters() if parameter.requires_grad]
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
@@ -57,7 +65,7 @@ class SingleWorker(Sync):
 
     @contextmanager
     def piece(self, piece: Piece) -> Iterator[None]:
-        """Under FSDP2 no parameter's hook is called in a backward pass."""
+        """Passes need not go through the model's own call."""
         self._piece = piece
         self._finish(more=True)
         yield

@@ -6,6 +6,8 @@ collective ends by itself after a few seconds.
 
 At a meeting a loop may call what it likes, but all ranks the same. If a loop counts its own batches, only some ranks
 call a collective there. These are stuck in it, and the others wait for them at the next meeting.
+
+Another thread may talk to other ranks meanwhile, as that of a checkpoint which is saved in the background does.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import contextlib
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +42,7 @@ class StrayCollectives:
         self._known = -1
         self._groups: list[tuple[Any, Any, timedelta]] = []
         self._marks: list[int] | None = None  # collectives that each had begun; None: ranks are at a meeting
+        self._others = False  # when this was looked at last, another thread was in torch.distributed
 
     def begin(self) -> None:
         """This rank steps apart from the others; safe to call for every step."""
@@ -46,12 +50,13 @@ class StrayCollectives:
             return
         if self._known != len(_all_groups()):
             self._find()
-        for _, backend, _ in self._groups:
+        self._others = _others_talk(self._thread)
+        for _, backend, _ in self._groups if not self._others else ():
             backend._set_default_timeout(timedelta(seconds=STUCK_S))
         self._marks = self._begun()
 
     def end(self) -> None:
-        """This rank has come to a meeting."""
+        """This rank has come to a meeting, or its job ends."""
         if self._marks is not None:
             self._marks = None
             for _, backend, usual in self._groups:
@@ -61,6 +66,10 @@ class StrayCollectives:
         """What is wrong if the loop has begun a collective since `begin`. Any thread may ask."""
         begun, marks = self._begun(), self._marks  # in this order: the loop's thread may be at a meeting by now
         if marks is None or len(begun) != len(marks) or not any(map(int.__gt__, begun, marks)):
+            return None
+        before, self._others = self._others, _others_talk(self._thread)
+        if before or self._others:
+            marks[:] = begun
             return None
         called = "the loop called a collective of its own (all_reduce, barrier, ...) while workers stepped apart"
         return UsageError(f"{called}, of which ranks call unlike numbers: {_FIX}")
@@ -98,17 +107,26 @@ class StrayCollectives:
         self._groups = found
 
 
+def _others_talk(thread: int) -> bool:
+    """Whether a thread besides `thread` and those of dynamix is in torch.distributed."""
+    for other, frame in sys._current_frames().items():
+        names = [] if other == thread else [at.f_globals.get("__name__", "") for at, _ in traceback.walk_stack(frame)]
+        if any(n.startswith("torch.distributed.") for n in names) and not any(n.startswith("dynamix.") for n in names):
+            return True
+    return False
+
+
 def _collective(thread: int) -> tuple[str, Any, int]:
     """The collective that the loop is in, in `thread`: its name, its group, and what tells it from the next.
 
-    The name is empty if the loop is in none, or in one of ours.
+    The name is empty if the loop is in none, or in one that dynamix or torch has called.
     """
     found, frame = None, sys._current_frames().get(thread)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
         if frame.f_globals["__name__"] == "torch.distributed.distributed_c10d" and frame.f_code.co_name in _ALL_CALL:
             found = frame
         frame = frame.f_back
-    if found is None or frame is None or frame.f_globals.get("__name__", "").startswith("dynamix."):
+    if found is None or frame is None or frame.f_globals.get("__name__", "").startswith(("dynamix.", "torch.")):
         return "", None, 0
     return found.f_code.co_name, found.f_locals.get("group") or dist.group.WORLD, id(found)
 
