@@ -218,7 +218,6 @@ class TrainingJob:
         kept = source.draws_alike and self.windows.measures(piece)
         for hears in self._heard["pass_begins"]:
             hears(piece, kept)
-        self.rates.follow(piece.round, piece.samples)  # also of a model that is trained in eval mode
         if not training:
             recorder.timer.interrupted()
             return
@@ -242,9 +241,7 @@ class TrainingJob:
 
     def step(self, loss: Any, logits: Any, target: Any, count: int | None) -> None:
         """`Controller.step`: the batch in hand is done."""
-        source, weight = self.source, self.loss_weight
-        if source is None:
-            source = self.need_source()
+        source, weight = self.need_source() if self.source is None else self.source, self.loss_weight
         piece = source.current or source.piece()
         mine = piece.samples
         if count is not None and mine and count != mine:
@@ -342,9 +339,9 @@ class TrainingJob:
         """`Controller.close`. Waits for nobody where an error is on its way out, or a rank is lost."""
         ranks, error = self.ranks, sys.exception()
         failing = error or ranks.lost
-        if error is not None and self.memory is not None:
-            self.memory.note.uncaught(error)  # the loop closes its controller on its way out
         if error is not None:
+            if self.memory is not None:
+                self.memory.note.uncaught(error)  # the loop closes its controller on its way out
             ranks.leave_with(error)
         try:
             if not failing:
@@ -352,9 +349,8 @@ class TrainingJob:
         finally:
             patience_s = 0.0 if failing else DRAIN_S
             self.windows.channel.close(patience_s)
-            self.loop.job_ends()
-            self.rates.job_ends()
-            self.boundary.job_ends()
+            for part in (self.loop, self.rates, self.boundary):
+                part.job_ends()
             owners: list[Any] = [*self.models, self.loss_weight]
             groups = [group for owner in owners for group in owner.close()]
             self.end_events()
