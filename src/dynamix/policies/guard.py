@@ -56,8 +56,8 @@ def as_written_now(state: dict[str, Any]) -> dict[str, Any]:
     """A policy's state as this version writes it, whichever version did."""
     if isinstance(inner := state.get("paced"), dict):
         return {**state, "paced": as_written_now(inner)}
-    if "worlds" in state:  # of the stigmergic policy, whose field 0.2 wrote beside what was last read of it
-        return {**state, **dict.fromkeys(("windows", "field", "worlds"))}
+    if isinstance(state.get("field"), dict) and isinstance(state.get("worlds"), list):
+        return {**state, "field": None, "worlds": None}  # of the stigmergic policy: 0.2 wrote its traces twice
     own = state.get("guard")
     if not isinstance(own, dict) or "check" not in own:
         return state

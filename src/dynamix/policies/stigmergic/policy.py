@@ -39,7 +39,7 @@ LOUDEST = 4.0  # the same for its parts of |g|^2, over a mean one; one worker's 
 KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
 HEAVINESS = 12  # the same for the one whose smallest size takes longest
 SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound
-_OF_0_2 = ("windows", "field", "worlds")  # which states held, too, and by which they are told from other policies'
+_OF_0_2 = ("field", "worlds")  # which states held, too, and by which they are told from other policies'
 
 
 def _number(default: float, low: float, high: float) -> Any:
@@ -107,7 +107,7 @@ class StigmergicPolicy:
     ) -> None:
         self.parameters = parameters or Parameters()
         self.shared, self.about = shared, dict(about or {})
-        self.habit = Habit()
+        self.habit, self.windows = Habit(), 0
         self.crowd = Crowd(self.parameters.heed)
         self._smelt: Floats = UNKNOWN  # the field after the last window, (..., 16); nothing before the first
         self.way: Floats = UNKNOWN  # what was left about the last move, (..., 16); the field takes it in with the next
@@ -152,6 +152,7 @@ class StigmergicPolicy:
         left   sum over workers of what `observe` says, (..., 16)
         way    the same of `moved` after the window before. It counts from then
         """
+        self.windows += 1
         kept = 1.0 - self.parameters.fade
         before = self._smelt if self._smelt.shape == left.shape else np.zeros(left.shape)
         self._smelt = smelt = (before + way) * kept + left
@@ -244,7 +245,7 @@ class StigmergicPolicy:
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: value.tolist() for name, value in self._arrays().items()}
         parts = {"habit": self.habit.state_dict(), "crowd": self.crowd.state_dict()}
-        return {**parts, **arrays, **dict.fromkeys(_OF_0_2)}
+        return {**parts, **arrays, "windows": self.windows, **dict.fromkeys(_OF_0_2)}
 
     def _arrays(self) -> dict[str, Floats]:
         return {"smelt": self._smelt, "way": self.way, "common": self.common, "target": self.target}
@@ -253,6 +254,7 @@ class StigmergicPolicy:
         self.habit.load_state_dict(state["habit"])
         self.crowd.load_state_dict(state["crowd"])
         self._smelt, self.way, self.common, self.target = (np.asarray(state[name]) for name in self._arrays())
+        self.windows = int(state["windows"])
         if self._smelt.size and self._smelt.shape[-1] != len(TraceKind):
             raise StateError(f"the saved field has {self._smelt.shape[-1]} traces, this one {len(TraceKind)}")
 
