@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
 
 from dynamix.data import Piece
 from dynamix.runtime.sync.gradients import Around, scale_
-from dynamix.runtime.sync.shards import gradients_of
 from dynamix.runtime.sync.sync import Sync
 
 
@@ -30,19 +31,35 @@ class SingleWorker(Sync):
         self._piece: Piece | None = None  # of the passes under way
         self._finished: Piece | None = None  # whose gradients are as the optimizer is to have them
         self._ends = False  # a backward pass is under way, at whose end they will be
-        self._hooks = self._watch() if around.in_pieces or around.weights.accumulate > 1 else []
+        self._cuts = around.in_pieces or around.weights.accumulate > 1
+        self._beside: list[nn.Parameter] = []  # of its optimizers, and not in the model
+        self._hooks: dict[nn.Parameter, Any] = {}
 
-    def _watch(self) -> list[Any]:
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        known = {id(p) for p in (*self.model.parameters(), *self._beside)}
+        self._beside += [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+
+    def _watch(self) -> None:
+        """Hear of the gradients of all that is trained by now: a loop may have thawed some of it."""
         alive = weakref.ref(self)  # what torch holds in C++ no collector of garbage sees
 
         def begins(gradient: Tensor) -> None:
             if (sync := alive()) is not None and not sync._ends:
                 sync._backward_begins()
 
-        return [parameter.register_hook(begins) for parameter in self.model.parameters() if parameter.requires_grad]
+        for parameter in (*self.model.parameters(), *self._beside):
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_hook(begins)
+
+    def own_gradients(self) -> list[Tensor]:
+        beside = (p.grad for p in self._beside if p.grad is not None)
+        return [*super().own_gradients(), *({id(g): g for g in beside}.values())]
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
         self._piece = piece
+        if self._cuts and piece.last and torch._C._current_graph_task_id() == -1:
+            self._ends = False  # a backward pass before it may have been broken off
+            self._watch()
 
     def _backward_begins(self) -> None:
         """The first gradient of a backward pass is known, and not yet added to others."""
@@ -75,9 +92,9 @@ class SingleWorker(Sync):
         self._finished = None if more else piece
         own, whole = self._weights.accumulate * piece.samples, piece.share
         if finished == more:
-            scale_(gradients_of(self.model) if own != whole else (), whole / own if more else own / whole)
+            scale_(self.own_gradients() if own != whole else (), whole / own if more else own / whole)
 
     def close(self) -> list[dist.ProcessGroup]:
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         return []
