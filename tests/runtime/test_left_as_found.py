@@ -25,7 +25,7 @@ USUAL = timedelta(seconds=30)
 
 
 def _left(rank: int, case: Case) -> tuple[timedelta, list[bool]]:
-    """After a loop that is left at the first piece that is not its round's last: timeout, and whether gradients cross."""
+    """After a loop that is left at a piece that is not its round's last: timeout, and whether gradients cross."""
     job = Job(case)
     job.wrap()
     for x, y in job.batches():
