@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import time
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +22,6 @@ from dynamix.runtime.ranks.liveness import failed_collective
 from dynamix.runtime.ranks.rendezvous import require_alone
 from dynamix.runtime.ranks.watch import CLOSED, LOOK_EVERY, LOOK_EVERY_S, AbortableWait, Look, RankWatch
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 2e-3  # between two looks at whether a collective is done
 _PARTED = {
     "": "Set what optimizers use alike on every rank, by the optimizer step and not by what one rank measures",
     GROUPS: "Call add_param_group alike on every rank",
@@ -55,16 +54,14 @@ class Ranks:
         what   it is for, in words: where it fails, a `WorkerLostError` then names the rank
         """
         future = isinstance(work, torch._C.Future)  # what a hook returns need be no `torch.futures.Future`
-        done = work.done if future else work.is_completed
-        # No callback: gloo's thread would take Python's lock for it. If the interpreter is about to end, that aborts.
-        wait, pause_s, look_at = None, SHORTEST_PAUSE_S, time.monotonic() + LOOK_EVERY_S
-        while not done():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            if time.monotonic() >= look_at:
+        if not (work.done() if future else work.is_completed()):
+            arrived = threading.Event()
+            # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
+            (work if future else work.get_future()).add_done_callback(lambda _: arrived.set())
+            wait = None
+            while not arrived.wait(LOOK_EVERY_S):
                 wait = wait or AbortableWait(self._watch)
                 wait.look()
-                look_at = time.monotonic() + LOOK_EVERY_S
         with self.naming(what):
             try:
                 work.wait()
