@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from dynamix.errors import ConfigError
-from dynamix.runtime.ranks.process_groups import begun, keep, new_gloo_group
+from dynamix.runtime.ranks.process_groups import keep, new_gloo_group
 
 FLAT_UP_TO = 256
 SPARE = 64  # descriptors for the loader, files and whatever else the job opens later
@@ -67,6 +67,12 @@ def chained(steps: Callable[P, Iterator[Work]]) -> Callable[P, Work]:
     return begin
 
 
+def _begun(work: Any) -> Work:
+    """Of an asynchronous collective. Its tensors live as long as it takes."""
+    future: Work = work.get_future()
+    return future
+
+
 class ControlGroup:
     """Messages to the first rank and back, over a gloo group of the ranks with these global numbers, in order.
 
@@ -84,25 +90,25 @@ class ControlGroup:
     def send(self, row: Tensor, answer: Tensor) -> Work:
         """Not on the first rank: give it `row`; done when its `answer` is here."""
         self._sending = dist.gather(row, dst=self._root, group=self._group, async_op=True), row
-        return begun(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
+        return _begun(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
 
     def collect(self, row: Tensor, rows: Tensor) -> Work:
         """On the first rank: its own `row` (n,) and everyone's into `rows` (W, n)."""
         every = list(rows.unbind())
-        return begun(dist.gather(row, every, dst=self._root, group=self._group, async_op=True))
+        return _begun(dist.gather(row, every, dst=self._root, group=self._group, async_op=True))
 
     def answer(self, answer: Tensor) -> Work:
         """On the first rank: to all, once what they sent was collected."""
-        return begun(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
+        return _begun(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
 
     def all_gather(self, row: Tensor, rows: Tensor) -> Work:
         """Everyone's `row` (n,) into `rows` (W, n), on every rank."""
-        return begun(dist.all_gather(list(rows.unbind()), row, group=self._group, async_op=True))
+        return _begun(dist.all_gather(list(rows.unbind()), row, group=self._group, async_op=True))
 
     def all_sum(self, row: Tensor, total: Tensor) -> Work:
         """The sum of everyone's `row` (n,) into `total` (n,), on every rank."""
         total.copy_(row)
-        return begun(dist.all_reduce(total, group=self._group, async_op=True))
+        return _begun(dist.all_reduce(total, group=self._group, async_op=True))
 
     @chained
     def broadcast(self, values: Tensor) -> Iterator[Work]:

@@ -8,15 +8,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 MOST_PATIENCE_S = 2.0  # a backend's thread needs milliseconds
 OURS = "dynamix"  # the description of a group that a controller made
 _UNASKED = 0x64796E  # a tag of messages that nobody else has
 _kept: list[dist.ProcessGroup] = []  # for ever: the last reference was somebody else's
-_begun: list[Any] = []  # works that may be under way
-for _each in (_kept, _begun):  # where the interpreter ends, it lets go of everything else
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_each))
 
 
 def destroy_groups(groups: list[dist.ProcessGroup], *, patience_s: float) -> None:
@@ -29,7 +25,6 @@ def destroy_groups(groups: list[dist.ProcessGroup], *, patience_s: float) -> Non
     deadline = time.monotonic() + min(patience_s, MOST_PATIENCE_S)
     while groups:
         group = groups.pop()
-        forget_done()
         if patience_s > 0 and dist.is_initialized():
             with contextlib.suppress(ValueError):  # the job has destroyed all groups already
                 dist.destroy_process_group(group)
@@ -42,26 +37,7 @@ def destroy_groups(groups: list[dist.ProcessGroup], *, patience_s: float) -> Non
 def keep(group: dist.ProcessGroup) -> None:
     """Never let go of `group`, also where the interpreter ends and lets go of everything that it knows."""
     _kept.append(group)
-
-
-def begun(work: Any) -> Future[Any]:
-    """When `work`, an asynchronous collective, is done. It is kept until then, also where the interpreter ends.
-
-    Else gloo's thread has the last reference to its tensors. To let go of them it takes Python's lock, and if the
-    interpreter is about to end, that ends the thread inside a C++ destructor: the process aborts. It happens when
-    another rank's process ends, and so its connection.
-    """
-    forget_done()
-    _begun.append(work)
-    future: Future[Any] = work.get_future()
-    return future
-
-
-def forget_done() -> None:
-    """Let go of works that are done, and so of their groups' sockets. Several threads may be here at once."""
-    for work in [one for one in _begun if one.is_completed()]:
-        with contextlib.suppress(ValueError):
-            _begun.remove(work)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def on_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
