@@ -165,8 +165,7 @@ class TrainingJob:
         """Let the learning rate of `optimizer` follow the batch, and what it applies be finished gradients."""
         if self.ranks.workers == 1 or self.facts.sync_schedule.steps_apart:  # else gradients meet in the model's hook
             optimizer.register_step_pre_hook(lambda *of: self._before_optimizer(model, optimizer, first=first))
-        for averaging in model.averagings:
-            averaging.add_optimizer(optimizer)
+        model.add_optimizer(optimizer)
         self.rates.add(optimizer)
         # If workers step apart, they have taken unlike numbers of steps, which they may count.
         if not self.facts.sync_schedule.steps_apart:

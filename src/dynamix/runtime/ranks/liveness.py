@@ -19,6 +19,7 @@ import torch.distributed as dist
 from dynamix.errors import DynamixError, WorkerLostError
 
 BEAT_S = 1.0
+QUIET_S = 1.5  # of silence: what the rank said of what it waits for is no longer known
 SUSPECT_S = 3.5  # of silence: a failed collective then names the rank
 LATE_S = 6.0  # of silence, of a rank that has yet to begin
 SILENT_S = 5.0  # of silence: the log says it then, and again after twice as long
@@ -74,6 +75,7 @@ class Liveness:
         self.rank, self.workers = rank, workers
         self.word, self.left, self.news = "", dict[int, str](), 0
         self.here = {rank}  # ranks that the first one hears
+        self.quiet = set[int]()  # of these, those that have missed a beat
         self.unaware = set(range(1, workers))  # of these, who has not read the first rank's last word
         self._others: dict[int, float] = {}  # seconds of silence, of ranks that the first one hears
         self._first: dict[int, float] = {}  # the same of the first, or of the store
@@ -121,6 +123,7 @@ class Liveness:
         left = {rank: beat["left"] for rank, beat in beats.items() if beat["left"]}
         silent = {rank: s for rank, s in heard.items() if s >= SUSPECT_S and rank not in left and rank != self.rank}
         self.here = set(numbers) - silent.keys() - left.keys()
+        self.quiet = {rank for rank, s in heard.items() if s >= QUIET_S}
         self.unaware = {rank for rank in self.here if rank and not (rank in beats and beats[rank]["aware"])}
         self.unaware |= {rank for rank, s in heard.items() if rank not in beats and s < LATE_S}
         named = {0, *silent, *left} & beats.keys()

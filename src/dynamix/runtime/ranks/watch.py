@@ -21,7 +21,7 @@ from typing import Any
 
 from dynamix.errors import DynamixError, UsageError, WorkerLostError
 from dynamix.runtime.ranks.errors import JobErrors
-from dynamix.runtime.ranks.liveness import BEAT_S, LATE_S, Liveness, failed_collective, first_line
+from dynamix.runtime.ranks.liveness import BEAT_S, LATE_S, QUIET_S, Liveness, Silence, failed_collective, first_line
 from dynamix.runtime.ranks.stopping import Stopping
 from dynamix.runtime.ranks.store import LINGER_S, own_connection
 from dynamix.runtime.ranks.uncaught import tell_of_uncaught
@@ -69,6 +69,7 @@ class RankWatch:
         self.errors, self.alive, self.stopping = JobErrors(rank), Liveness(rank, workers), Stopping(alone=workers == 1)
         self.lost: WorkerLostError | None = None
         self._looks, self._places = list[Look](), ""
+        self._viewed = Silence()
         self._setting_up = True
         self._source: Any = store
         self._store: Any = None  # a connection of the thread's own
@@ -201,8 +202,10 @@ class RankWatch:
             self._store = own_connection(self._source)
         store, key = self._store, f"{self._prefix}/view"
         place = WAITS if self.clock() < self._haste_until else RUNS
+        # A rank that stands still, the first one too, may have gone on since it waited.
+        stale = self._viewed.after(self.clock(), self.alive.news, most=2 * BEAT_S) >= QUIET_S
         for look in self._looks:
-            inside, wrong = look(self._places)
+            inside, wrong = look(RUNS * len(self._places) if stale else self._places)
             place = INSIDE if inside else place
             if wrong is not None and self.errors.ended is None:
                 self.errors.end(wrong)
@@ -239,7 +242,8 @@ class RankWatch:
         errors = self.errors.lead({rank: beat["errors"] for rank, beat in beats.items()}, self.alive.here)
         if len(begun) == self.workers:
             self.stopping.lead([beats[rank]["stop"] for rank in begun], now)
-        places = "".join(beats[rank]["place"] if rank in beats else RUNS for rank in range(self.workers))
+        known = beats.keys() - self.alive.quiet
+        places = "".join(beats[rank]["place"] if rank in known else RUNS for rank in range(self.workers))
         return json.dumps({"alive": alive, "errors": errors, "stop": self.stopping.proposal(), "places": places})
 
     def _talk(self) -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -125,14 +126,22 @@ class LocalPasses(DDPGradients):
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         self._local.close()
 
+    def close(self) -> list[dist.ProcessGroup]:
+        self._local.close()
+        return super().close()
+
 
 class EitherWay(LocalPasses):
     """DDP whose workers meet over gradients or over parameters, as each round's plan says."""
 
     def round_done(self, done: Round) -> None:
-        if not done.apart and self.hook.steps == 1:
-            self.model.reducer._rebuild_buckets()  # its next pass would, which crosses ranks and may be one apart
-        if done.apart and self.model.find_unused_parameters:
+        if not done.apart:
+            # After its first reduction DDP's next pass would, which crosses ranks and may be one apart.
+            self.model.reducer._rebuild_buckets()
+            return
+        # Buffers are alike after a meeting. Only a pass of this rank's would have turned that exchange off.
+        self.model.require_forward_param_sync = False
+        if self.model.find_unused_parameters:
             # DDP counts a parameter as used by passes on the rank, too, and would then ask for its gradient.
             self.model.reducer._reset_state()
 
@@ -194,7 +203,7 @@ def exchange_buffers(model: DistributedDataParallel, weights: GradientHook, *, a
 
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:
         piece = weights.piece if model.training else None
-        if piece is not None and torch.is_grad_enabled() and piece.round.apart:
+        if piece is not None and piece.round.apart:
             return  # DDP asks for it before the first of several passes that cross nothing
         with ranks.naming("the ranks could not exchange the model's buffers"), recorder.timer.exchanging():
             if averaged:

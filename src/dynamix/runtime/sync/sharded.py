@@ -267,6 +267,11 @@ class ShardedPasses(Sync):
     def piece(self, piece: Piece) -> AbstractContextManager[None]:
         return nullcontext() if piece.last or piece.by_size else self._without_sync()
 
+    def close(self) -> list[dist.ProcessGroup]:
+        self._local.close()
+        self._forget()
+        return super().close()
+
     def own_gradients(self) -> list[Tensor]:
         """FSDP adds to what it has reduced, which has its own weight."""
         return self.shards.kept_back()

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dynamix.data import Piece
 from dynamix.runtime.sync.gradients import Around, scale_
-from dynamix.runtime.sync.shards import gradients_of, is_fully_sharded
+from dynamix.runtime.sync.shards import is_fully_sharded
 from dynamix.runtime.sync.sync import Sync
 
 
@@ -31,9 +33,16 @@ class SingleWorker(Sync):
         self._piece: Piece | None = None  # of the passes under way
         self._finished: Piece | None = None  # whose gradients are as the optimizer is to have them
         self._ends = False  # a backward pass is under way, at whose end they will be
-        self._hooks = self._watch() if around.in_pieces or around.weights.accumulate > 1 else []
+        self._cuts = around.in_pieces or around.weights.accumulate > 1
+        self._beside: list[nn.Parameter] = []  # of its optimizers, and not in the model
+        self._hooks: dict[Any, Any] = {}
 
-    def _watch(self) -> list[Any]:
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        known = {id(p) for p in (*self.model.parameters(), *self._beside)}
+        self._beside += [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+
+    def _watch(self) -> None:
+        """Hear of the gradients of all that is trained by now: a loop may have thawed some of it."""
         alive = weakref.ref(self)  # what torch holds in C++ no collector of garbage sees
 
         def begins(gradient: Tensor) -> None:
@@ -45,12 +54,22 @@ class SingleWorker(Sync):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(begins)
 
-        if is_fully_sharded(self.model):  # then no parameter's hook is called; FSDP's own hook of outputs comes first
-            return [self.model.register_forward_hook(passed)]
-        return [parameter.register_hook(begins) for parameter in self.model.parameters() if parameter.requires_grad]
+        # Under FSDP no parameter's hook is called; FSDP's own hook of outputs comes first.
+        if is_fully_sharded(self.model) and self.model not in self._hooks:
+            self._hooks[self.model] = self.model.register_forward_hook(passed)
+        for parameter in (*self.model.parameters(), *self._beside):
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_hook(begins)
+
+    def own_gradients(self) -> list[Tensor]:
+        beside = (p.grad for p in self._beside if p.grad is not None)
+        return [*super().own_gradients(), *({id(g): g for g in beside}.values())]
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
         self._piece = piece
+        if self._cuts and piece.last and torch._C._current_graph_task_id() == -1:
+            self._ends = False  # a backward pass before it may have been broken off
+            self._watch()
 
     def _backward_begins(self) -> None:
         """The first gradient of a backward pass is known, and not yet added to others."""
@@ -83,9 +102,9 @@ class SingleWorker(Sync):
         self._finished = None if more else piece
         own, whole = self._weights.accumulate * piece.samples, piece.share
         if finished == more:
-            scale_(gradients_of(self.model) if own != whole else (), whole / own if more else own / whole)
+            scale_(self.own_gradients() if own != whole else (), whole / own if more else own / whole)
 
     def close(self) -> list[dist.ProcessGroup]:
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         return []

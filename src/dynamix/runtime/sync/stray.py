@@ -27,7 +27,7 @@ from dynamix.runtime.ranks.process_groups import OURS
 from dynamix.runtime.ranks.watch import RUNS, WAITS
 
 STUCK_S = 5.0  # longest that a collective may take that is none of ours, between two meetings
-BESIDE_S = 3.0  # longest that this rank may be in one while all others in it wait elsewhere
+BESIDE_S = 4.0  # longest that this rank may be in one while all others in it wait elsewhere
 _FIX = "call it at a meeting: `if controller.met:`, or every N steps, `if controller.checkpoint_due(every=N):`"
 _ALL_CALL = frozenset(dist.distributed_c10d.__all__) - {"send", "recv", "isend", "irecv"}
 

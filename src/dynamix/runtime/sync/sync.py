@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dynamix.data import Piece
 from dynamix.errors import ConfigError, UsageError, spelling
@@ -49,6 +50,11 @@ class Sync(Part):
         self.model, self.recorder, self.owners = model, recorder, owners
         self.averagings = [owner for owner in owners if isinstance(owner, ParameterAveraging)]
         self.exchanges, self.settings = exchanges, settings or {}
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """One more optimizer of the model. Raises `UsageError` for one that this way of meeting does not serve."""
+        for averaging in self.averagings:
+            averaging.add_optimizer(optimizer)
 
     def before_forward(self, piece: Piece) -> None:
         """A forward pass of training begins. Raises `UsageError` if torch would fail later without a reason."""
