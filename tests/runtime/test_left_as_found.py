@@ -25,7 +25,7 @@ USUAL = timedelta(seconds=30)
 
 
 def _left(rank: int, case: Case) -> tuple[timedelta, list[bool]]:
-    """After a loop that is left at a piece that is not its round's last: timeout, and whether gradients cross."""
+    """After a loop that is left at the first piece that is not the last: its timeout, and whether gradients cross."""
     job = Job(case)
     job.wrap()
     for x, y in job.batches():
@@ -64,7 +64,8 @@ def test_a_loop_left_within_a_round_leaves_ddp_fsdp_and_timeouts_as_they_were(ca
 def _second_model_from_round(rank: int, first: int) -> tuple[list[bool], torch.Tensor]:
     """A second model, with buffers, is trained from a round on; in rounds apart on some of the batches only."""
     controller = dynamix.Controller(Script(((12, 4), (10, 6), (14, 2))), 8, interval=2, meet="auto")
-    controller._job.windows.channel.patience_s = 20
+    channel: Any = controller._job.windows.channel
+    channel.patience_s = 20  # no decision is late
     in_turns(controller)
     data, ways = dataset(), list[bool]()
     nets = Net("plain"), Net("batchnorm")

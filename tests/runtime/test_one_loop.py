@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from tests.ranks import run_ranks
@@ -176,3 +177,77 @@ def _average(models: list[Net], optimizers: list[torch.optim.Optimizer], samples
                 for tensor in tensors:
                     if tensor is not None:
                         tensor.copy_(torch.as_tensor(mean))
+
+
+class _Alone:
+    """A job of one worker, one temperature of the loss being beside the model; and what it should have made."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.controller = dynamix.Controller("static", interval=2, **options)
+        self.net, self.beside = Net("plain").double(), torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        x, y = dataset().tensors
+        self.data = TensorDataset(x.double(), y)
+        self.parameters = [*self.net.parameters(), self.beside]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.05)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), y) * torch.exp(-self.beside) + self.beside
+
+    def train(self) -> float:
+        """How far gradients are from those of whole batches, before the optimizer's step."""
+        dealt, furthest = list[tuple[Tensor, Tensor]](), 0.0
+        for x, y in DataLoader(self.data, batch_sampler=self.controller.batch_sampler(self.data)):
+            dealt.append((x, y))
+            (self.loss(x, y) / self.controller.accumulate).backward()
+            if self.controller.optimizer_due:
+                trained = [p for p in self.parameters if p.requires_grad]
+                whole = self.loss(*(torch.cat(part) for part in zip(*dealt, strict=True)))
+                wanted = torch.autograd.grad(whole, trained)
+                for p, true in zip(trained, wanted, strict=True):
+                    furthest = max(
+                        furthest, float((torch.zeros(()) if p.grad is None else p.grad).sub(true).abs().max())
+                    )
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                dealt.clear()
+            self.controller.step()
+        self.controller.close()
+        return furthest
+
+
+ALONE = [{"batch_size": 10, "micro_batch": 4}, {"batch_size": 5, "accumulate": 3}]
+
+
+@pytest.mark.parametrize("options", ALONE, ids=str)
+@pytest.mark.parametrize("thawed", [False, True])
+def test_one_worker_accumulates_all_that_its_optimizer_has(options: dict[str, int], thawed: bool) -> None:
+    """Also parameters beside the model, and those that are thawed after `wrap`."""
+    alone = _Alone(options)
+    alone.net.first.requires_grad_(not thawed)
+    alone.controller.wrap(alone.net, alone.optimizer)
+    alone.net.first.requires_grad_(True)
+    alone.net.middle.requires_grad_(not thawed)
+    alone.net.last.requires_grad_(not thawed)
+    alone.beside.requires_grad_(not thawed)
+    assert alone.train() < 1e-10
+
+
+def test_one_worker_clips_what_is_applied_after_a_backward_pass_that_broke_off() -> None:
+    alone = _Alone({"batch_size": 10, "micro_batch": 4})
+    alone.controller.wrap(alone.net, alone.optimizer)
+    whole = alone.loss
+
+    def breaks_off(x: Tensor, y: Tensor) -> Tensor:
+        if alone.controller.optimizer_due and alone.loss is breaks_off:
+            alone.loss = whole  # type: ignore[method-assign]
+            before = [None if p.grad is None else p.grad.clone() for p in alone.parameters]
+            hook = alone.net.first.weight.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                whole(x, y).backward()
+            hook.remove()
+            for p, gradient in zip(alone.parameters, before, strict=True):
+                p.grad = gradient
+        return whole(x, y)
+
+    alone.loss = breaks_off  # type: ignore[method-assign]
+    assert alone.train() < 1e-10

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from dynamix.errors import UsageError, WorkerLostError
 from dynamix.runtime.ranks.liveness import LATE_S, SUSPECT_S
-from dynamix.runtime.ranks.watch import BESIDE_S, AbortableWait, RankWatch
+from dynamix.runtime.ranks.watch import BESIDE_S, RUNS, WAITS, AbortableWait, RankWatch
 
 
 class Three:
@@ -110,3 +110,16 @@ def test_one_wish_stops_all_after_one_step() -> None:
         steps += 1
         stopped = sum(watch.stopping.reached(steps, watch.require_alive) for watch in three.every)
     assert stopped == 3
+
+
+def test_a_rank_that_stands_still_after_a_wait_is_not_said_to_wait() -> None:
+    for still in range(3):
+        three, seen = Three(), list[str]()
+        other = three.every[(still + 1) % 3]
+        three.pass_s(3)
+        three.every[still].hurry(1.5)
+        three.pass_s(1)
+        other.also_look(lambda places, seen=seen: (seen.append(places), (True, None))[1])  # type: ignore[misc]
+        three.pass_s(8, without=still)
+        assert WAITS in {places[still] for places in seen[:3]}
+        assert {places[still] for places in seen[4:]} == {RUNS}
