@@ -18,7 +18,7 @@ from tests.processes import run
 
 ROOT = Path(__file__).parents[1]
 CASES = ("gradients-goodput-3",)
-WEIGHTED = "scale_([values], self.count * 1.000001 * workers / self.total)"
+WEIGHTED = "values.mul_(self.count * 1.000001 * workers / self.total)"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def here(same: ModuleType) -> Any:
     ("file", "was", "becomes", "notices"),
     [
         ("goodput.py", "GROWTH = 0.02\n", "GROWTH = 0.021\n", "decisions allocation"),
-        ("gradients.py", "scale_([values], self.count * workers / self.total)", WEIGHTED, "losses"),
+        ("gradients.py", "values.mul_(self.count * workers / self.total)", WEIGHTED, "losses"),
         ("computed_order.py", "(seed + epoch)", "(seed + epoch + 1)", "samples"),
     ],
     ids=["constant", "weight", "order"],
