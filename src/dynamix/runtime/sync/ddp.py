@@ -17,7 +17,7 @@ from dynamix.runtime.part import Observation
 from dynamix.runtime.ranks.compare import hook_settings
 from dynamix.runtime.sync.collectives import average_, broadcast_
 from dynamix.runtime.sync.gradients import Around, GradientHook, scale_, wipe_nonfinite_
-from dynamix.runtime.sync.holding import holding
+from dynamix.runtime.sync.holding import holding, put
 from dynamix.runtime.sync.inner_hook import InnerHook
 from dynamix.runtime.sync.local_sgd import averaging_of
 from dynamix.runtime.sync.other_reductions import require_no_optimizers_in_backward
@@ -140,7 +140,7 @@ class EitherWay(LocalPasses):
             self.model.reducer._rebuild_buckets()
             return
         # Buffers are alike after a meeting. Only a pass of this rank's would have turned that exchange off.
-        self.model.require_forward_param_sync = False
+        put(self.model, require_forward_param_sync=False)
         if self.model.find_unused_parameters:
             # DDP counts a parameter as used by passes on the rank, too, and would then ask for its gradient.
             self.model.reducer._reset_state()

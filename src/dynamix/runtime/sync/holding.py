@@ -1,8 +1,14 @@
-"""Attributes of torch's and of users' objects, for a while."""
+"""Attributes of torch's and of users' objects."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+
+def put(held: Any, **values: Any) -> None:
+    """Let the attributes of `held` have these values from now on."""
+    for name, value in values.items():
+        setattr(held, name, value)
 
 
 @contextmanager
@@ -19,9 +25,7 @@ def holding(held: Any, **values: Any) -> Iterator[None]:
     """
     before = {name: getattr(held, name) for name in values}
     try:
-        for name, value in values.items():
-            setattr(held, name, value)
+        put(held, **values)
         yield
     finally:
-        for name, value in before.items():
-            setattr(held, name, value)
+        put(held, **before)

@@ -15,6 +15,7 @@ from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.process_groups import new_gloo_group
 from dynamix.runtime.sync.collectives import Workers, broadcast_
 from dynamix.runtime.sync.gradients import Around
+from dynamix.runtime.sync.holding import put
 from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
 from dynamix.runtime.sync.sync import Options, Sync
 
@@ -59,8 +60,7 @@ def _keep_silent(model: DistributedDataParallel, recorder: Recorder) -> None:
     if model.static_graph:
         fix = "leave static_graph out, or pass the module without DDP: workers that meet over parameters need none"
         raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {fix}")
-    for exchange in ("broadcast_buffers", "require_backward_grad_sync"):
-        setattr(model, exchange, False)
+    put(model, broadcast_buffers=False, require_backward_grad_sync=False)
 
     def refuse(state: Any, bucket: Any) -> Any:
         if recorder.muted:  # passes that are discarded
