@@ -19,7 +19,7 @@ def bench_overhead(
     context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="Two models, three launches of each.")] = False,
     step_ms: Annotated[
-        str | None, typer.Option("--step-ms", help="Milliseconds a plain step, comma-separated (default: 1,22,131).")
+        str | None, typer.Option("--step-ms", help="Milliseconds a plain step, comma-separated (default: 2,22,131).")
     ] = None,
     launches: Annotated[int | None, typer.Option(help="Of each model.")] = None,
     decision_only: Annotated[bool, typer.Option("--decision-only", help="Only the decision and its line.")] = False,
