@@ -20,15 +20,14 @@ import dynamix
 from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
-from dynamix.model.sync_schedule import Ask, Conditions
 from dynamix.runtime.sync.parameter_averaging import Averaging
-from dynamix.window import Bounds, Ints, Window
+from dynamix.window import Bounds
 from dynamix_lab.simulator import Clusters, sample_clusters
 from dynamix_lab.virtual.cluster import VirtualCluster
 from dynamix_lab.virtual.run import VirtualRun
 from tests.lab.virtual.small import Watched, assert_same_windows, dataset, network, weights
 from tests.ranks import run_ranks
-from tests.runtime.jobs import decided
+from tests.runtime.jobs import decided, in_turns
 from tests.union import Script
 
 SHARE, PIECE, INTERVAL, SAMPLES, EPOCHS = 32, 8, 3, 1000, 2
@@ -100,18 +99,6 @@ def live(rank: int, events: str, case: dict[str, Any]) -> dict[str, Any]:
 
 def trained(net: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten().double() for p in net.parameters()])
-
-
-def in_turns(controller: dynamix.Controller) -> None:
-    """Let workers meet otherwise after every window, in rounds apart of three steps in the mean."""
-    ways = controller._job.facts.sync_schedule
-
-    def decide(ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
-        sizes = ask(ways.as_step(window, now.piece), bounds)
-        after = ways._piece(int(sizes.sum()), bounds, 0)
-        return (sizes, 0) if now.piece else (ways._shares(sizes, after, 3 * after * len(sizes)), after)
-
-    ways.decide = decide  # type: ignore[method-assign]
 
 
 CASES: list[dict[str, Any]] = [

@@ -40,9 +40,8 @@ LOOK_EVERY = timedelta(seconds=LOOK_EVERY_S)
 BESIDE_S = 5.0  # in one wait, while another rank waits for an agreement that this one does not know of: a deadlock
 SETUP_ERROR_S = 8.0  # in one wait, while another rank has raised an error before training and not gone on
 CLOSED = "its controller was closed"
-RUNS, WAITS, INSIDE = (
-    "012"  # for nobody; for others, where their errors reach it; for others in a collective of the loop
-)
+# What a rank does: it waits for nobody; for others, where their errors reach it; in a collective of its loop.
+RUNS, WAITS, INSIDE = "012"
 Look = Callable[[str], tuple[bool, DynamixError | None]]
 """Gets the place of every rank, a character each; says whether this one is INSIDE, and an error that ends the job."""
 _log = logging.getLogger("dynamix")
