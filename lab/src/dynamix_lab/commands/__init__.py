@@ -3,7 +3,17 @@
 Each module adds its commands to `bench` when it is imported. What a command measures with is imported when it runs.
 """
 
-from dynamix_lab.commands import compression, experiments, measures, opponents, peers, quality, removed, results, suites
+from dynamix_lab.commands import (
+    compression,
+    experiment,
+    experiments,
+    measures,
+    peers,
+    quality,
+    removed,
+    results,
+    suites,
+)
 from dynamix_lab.commands.demo import demo
 from dynamix_lab.commands.group import bench
 
@@ -11,9 +21,9 @@ __all__ = [
     "bench",
     "compression",
     "demo",
+    "experiment",
     "experiments",
     "measures",
-    "opponents",
     "peers",
     "quality",
     "removed",

@@ -1,4 +1,4 @@
-"""`dynamix bench quality`."""
+"""`dynamix bench quality`, `rounds`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from dynamix.cli.console import Json, Out, guarded, print_json
-from dynamix_lab.commands.group import Resume, bench, command_line, names_of, progress
+from dynamix_lab.commands.group import Resume, bench, command_line, conducted, names_of, progress
 
 
 @bench.command("quality")
@@ -59,3 +59,23 @@ def bench_quality(
     with RunFolder("quality", out, resume=resume) as folder, progress("quality") as tell:
         result = run_in_stages(plan, folder, command=command_line(context), tell=tell, processes=processes)
     print_json(result) if as_json else typer.echo(pages.markdown(result))
+
+
+@bench.command("rounds")
+@guarded
+def bench_rounds(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="One job, one seed.")] = False,
+    jobs: Annotated[str | None, typer.Option(help="Jobs, separated by semicolons (default: all).")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Fresh seeds for each row's winner.")] = 2,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """How often workers meet: the rule against every fixed number of steps, AdaComm, QSR and plain training."""
+    from dynamix_lab.suites.rounds.jobs import JOBS
+    from dynamix_lab.suites.rounds.suite import RoundsPlan, RoundsSuite
+
+    named = tuple(name.strip() for name in jobs.split(";")) if jobs is not None else tuple(JOBS)
+    plan = RoundsPlan(named[:1], 1) if quick else RoundsPlan(named, seeds)
+    conducted(context, RoundsSuite(plan), out=out, resume=resume, as_json=as_json)

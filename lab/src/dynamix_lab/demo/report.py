@@ -10,10 +10,10 @@ from dynamix_lab.demo.plots import moves, plot_accuracy, plot_sizes
 from dynamix_lab.demo.rows import ABOUT
 from dynamix_lab.demo.table import SHARED, a_a_lines, caveats, ratio_lines, shared_cells, shared_legend
 from dynamix_lab.emulator import Scenario
+from dynamix_lab.experiment.places import DISTURBANCE
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import PolicyRun
 from dynamix_lab.report import Page, Section, Table, measured, provenance
-from dynamix_lab.suites.opponents.virtual import DISTURBANCE
 
 HEAD = ("row", *SHARED, "samples", "late", "batch sizes")
 

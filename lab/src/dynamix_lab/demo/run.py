@@ -13,18 +13,17 @@ from dynamix_lab.demo.rows import SOURCE, WORKLOAD
 from dynamix_lab.demo.settings import CENSOR_FACTOR, DemoSettings
 from dynamix_lab.demo.watch import DemoWatch, scoring
 from dynamix_lab.emulator import Emulation, Scenario, load_scenario
+from dynamix_lab.experiment.places import DISTURBANCE, Place
+from dynamix_lab.experiment.verdict import SINGLE, verdict
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.finished import FinishedSeeds, facts_of
 from dynamix_lab.harness.folder import read_run
 from dynamix_lab.harness.host import host
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, summarise
-from dynamix_lab.opponents.launch import LiveJob, LiveRun, launch, until_paced
+from dynamix_lab.opponents.launch import LiveJob, LiveRun, Ranks, until_paced
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.virtual import fastest_worker
 from dynamix_lab.statistics import censored
-from dynamix_lab.suites.opponents.plan import Place
-from dynamix_lab.suites.opponents.verdict import SINGLE, verdict
-from dynamix_lab.suites.opponents.virtual import DISTURBANCE, world_at
 from dynamix_lab.tasks import make_workload
 
 REPEATS = 3  # of a run whose devices overran, where pairs are compared
@@ -95,7 +94,7 @@ class _Demo:
         """One start of the ranks: runs as the demo keeps them, and as the launch saw them."""
         settings, scenario = self.settings, self.scenario
         workload = make_workload(WORKLOAD)
-        world = world_at(Place(settings.scenario, WORKLOAD), next(iter(trials.values())), seed)
+        world = Place(settings.scenario, WORKLOAD).world(seed, next(iter(trials.values())).batch_size)
         job = LiveJob(
             WORKLOAD,
             seed,
@@ -112,19 +111,22 @@ class _Demo:
             self.folder.write_run(**self.facts, host=self.started_on)
             self.display.say(about_hosts(hosts.mechanisms))
             before = len(self.runs)
-            with DemoWatch(
-                hosts,
-                self.folder,
-                self.display,
-                self.runs,
-                trials,
-                scoring(workload, seed),
-                seed=seed,
-                attempt=attempt,
-                target=settings.job.target,
-                stops=not settings.quick,
-            ) as watch:
-                runs = launch(hosts, job, trials, watch=watch, snapshots=True)
+            with (
+                DemoWatch(
+                    hosts,
+                    self.folder,
+                    self.display,
+                    self.runs,
+                    trials,
+                    scoring(workload, seed),
+                    seed=seed,
+                    attempt=attempt,
+                    target=settings.job.target,
+                    stops=not settings.quick,
+                ) as watch,
+                Ranks(hosts, job, watch=watch, snapshots=True) as started,
+            ):
+                runs = [started.run(name, trial) for name, trial in trials.items()]
         return self.runs[before:], runs
 
     def _conclude(self, *, interrupted: bool = False) -> dict[str, Any]:

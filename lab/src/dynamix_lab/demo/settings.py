@@ -14,12 +14,12 @@ from dynamix.policies.registry import parse_name
 from dynamix_lab.demo.rows import SCENARIO, TRIALS, WORKLOAD
 from dynamix_lab.emulator import load_scenario, shipped_scenarios
 from dynamix_lab.emulator.cluster import Mechanism, load_permitted
+from dynamix_lab.experiment.places import JOBS, Job
 from dynamix_lab.harness.runs import AGAIN, policy_facts
 from dynamix_lab.installed import how_to_install
 from dynamix_lab.opponents.runs import RunLimits
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.statistics import balanced_order
-from dynamix_lab.suites.opponents.places import JobNumbers, job_numbers
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
 PATIENCE_S = 180.0  # a run ends here at the latest
@@ -74,9 +74,9 @@ class DemoSettings:
                 make_policy(trial.policy)
 
     @property
-    def job(self) -> JobNumbers:
+    def job(self) -> Job:
         """The job, with its target."""
-        return job_numbers(WORKLOAD)
+        return JOBS[WORKLOAD]
 
     @property
     def limits(self) -> RunLimits:

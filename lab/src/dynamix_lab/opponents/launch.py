@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import select
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dynamix.errors import WorkerLostError
 from dynamix_lab.emulator import Emulation
@@ -91,107 +92,108 @@ class LiveWatch:
         """A run is over, its limits are lifted."""
 
 
-def launch(
-    hosts: Emulation,
-    job: LiveJob,
-    trials: Mapping[str, Trial],
-    *,
-    watch: LiveWatch | None = None,
-    snapshots: bool = False,
-) -> list[LiveRun]:
-    """Run `trials`, by name and in their order, in one start of the ranks on `hosts`.
+class Ranks:
+    """Started ranks of a job on `hosts`, that make one run after the other until they are closed.
 
     watch       is told how it goes on
     snapshots   weights go to `watch` while a run goes on, too
 
-    Raises `WorkerLostError` when a rank fails or nothing is heard of any for two minutes. Nothing is left running.
+    A context manager. Raises `WorkerLostError` when a rank fails or nothing is heard of any for two minutes. Nothing is
+    left running.
     """
-    with tempfile.TemporaryDirectory(prefix="dynamix-live-") as scratch:
-        folder = Path(scratch)
-        config = {
-            "socket": str(folder / "link"),
-            "snapshots": str(folder) if snapshots else None,
-            "events": str(hosts.run_dir / "{run}.events.jsonl"),
-            "timeout_s": TIMEOUT_S,
-            **{name: getattr(job, name) for name in ("workload", "seed", "scenario", "disturbance_seed", "fastest")},
-            "limits": asdict(job.limits),
-            "runs": [{"name": n, "file": file_name(n), "trial": trial.to_dict()} for n, trial in trials.items()],
-        }
-        path = folder / "config.json"
-        path.write_text(json.dumps(config))
-        listener = Listener(config["socket"], backlog=hosts.scenario.workers)
-        links: list[JobChannel] = []
-        try:
+
+    def __init__(
+        self, hosts: Emulation, job: LiveJob, *, watch: LiveWatch | None = None, snapshots: bool = False
+    ) -> None:
+        self._hosts, self._watch = hosts, watch or LiveWatch()
+        self._stack = contextlib.ExitStack()
+        self._links: list[JobChannel] = []
+        with contextlib.ExitStack() as starting:
+            folder = Path(starting.enter_context(tempfile.TemporaryDirectory(prefix="dynamix-live-")))
+            config = {
+                "socket": str(folder / "link"),
+                "snapshots": str(folder) if snapshots else None,
+                "events": str(hosts.run_dir / "{run}.events.jsonl"),
+                "timeout_s": TIMEOUT_S,
+                **{
+                    name: getattr(job, name) for name in ("workload", "seed", "scenario", "disturbance_seed", "fastest")
+                },
+                "limits": asdict(job.limits),
+            }
+            path = folder / "config.json"
+            path.write_text(json.dumps(config))
+            starting.callback(self._hang_up)
+            listener = Listener(config["socket"], backlog=hosts.scenario.workers)
+            starting.callback(listener.close)
+            starting.callback(hosts.terminate, patience_s=1.0)
             hosts.launch([sys.executable, "-m", "dynamix_lab.opponents.rank", str(path)])
-            links = _accepted(hosts, listener)
-            return _Conversation(hosts, links, watch or LiveWatch()).until_done()
-        finally:
-            hosts.terminate(patience_s=1.0)
-            listener.close()
-            for link in links:
-                link.close()
+            self._accept(listener)
+            self._stack = starting.pop_all()
 
-
-class _Conversation:
-    """The parent's side while runs go on."""
-
-    def __init__(self, hosts: Emulation, links: Sequence[JobChannel], watch: LiveWatch) -> None:
-        self.hosts, self.links, self.watch = hosts, list(links), watch
-        self.runs: list[LiveRun] = []
-        self._name, self._stopping, self._began = "", False, processor_times()
-
-    def until_done(self) -> list[LiveRun]:
-        """All runs, once every rank has said that it is done."""
-        heard = time.monotonic()
-        while self.links:
-            if not any(link.buffered for link in self.links):
-                select.select(self.links, [], [], 0.2)
-            for link in list(self.links):
+    def run(self, name: str, trial: Trial) -> LiveRun:
+        """One run of all ranks. `name` differs from those of the runs before."""
+        for link in self._links:
+            link.send("run", name=name, file=file_name(name), trial=trial.to_dict())
+        began, stopping, heard = processor_times(), False, time.monotonic()
+        while True:
+            if not any(link.buffered for link in self._links):
+                select.select(self._links, [], [], 0.2)
+            for link in self._links:
                 if (message := link.receive(timeout_s=0)) is None:
                     continue
-                heard = time.monotonic()
-                if message["kind"] == "done":
-                    self.links.remove(link)
-                self._take(link, message)
-            check_ranks(self.hosts)
+                heard, kind = time.monotonic(), message.pop("kind")
+                if kind == "start":
+                    began = processor_times()
+                    self._hosts.start_clock()
+                    link.send("go")
+                    self._watch.began(name)
+                elif kind == "progress":
+                    self._watch.progress(name, **message)
+                    if not stopping and self._watch.stop(name):
+                        stopping = True
+                        link.send("stop")
+                elif kind == "snapshot":
+                    self._watch.snapshot(name, **{**message, "path": Path(message["path"])})
+                elif kind == "finished":
+                    made = self._finished(name, message, began)
+                    link.send("go")
+                    return made
+            check_ranks(self._hosts)
             if time.monotonic() - heard > SILENCE_S:
-                raise WorkerLostError(f"nothing was heard of any rank for {SILENCE_S:.0f} s; see {self.hosts.run_dir}")
-        return self.runs
+                raise WorkerLostError(f"nothing was heard of any rank for {SILENCE_S:.0f} s; see {self._hosts.run_dir}")
 
-    def _take(self, link: JobChannel, message: dict[str, Any]) -> None:
-        kind = message.pop("kind")
-        if kind == "start":
-            self._name, self._stopping, self._began = message["run"], False, processor_times()
-            self.hosts.start_clock()
-            link.send("go")
-            self.watch.began(self._name)
-        elif kind == "progress":
-            self.watch.progress(self._name, **message)
-            if not self._stopping and self.watch.stop(self._name):
-                self._stopping = True
-                link.send("stop")
-        elif kind == "snapshot":
-            self.watch.snapshot(self._name, **{**message, "path": Path(message["path"])})
-        elif kind == "finished":
-            devices = tuple(self.hosts.overruns())
-            self.hosts.unthrottle()
-            spent = [now - then for now, then in zip(processor_times(), self._began, strict=True)]
-            stolen = spent[0] / spent[1] if spent[1] else math.nan
-            self.runs.append(LiveRun(message["run"], TrialRun.from_dict(message["result"]), devices, stolen))
-            self.watch.finished(self.runs[-1])
-            link.send("go")
+    def _finished(self, name: str, message: Mapping[str, Any], began: Sequence[float]) -> LiveRun:
+        devices = tuple(self._hosts.overruns())
+        self._hosts.unthrottle()
+        spent = [now - then for now, then in zip(processor_times(), began, strict=True)]
+        stolen = spent[0] / spent[1] if spent[1] else math.nan
+        made = LiveRun(name, TrialRun.from_dict(message["result"]), devices, stolen)
+        self._watch.finished(made)
+        return made
 
+    def _accept(self, listener: Listener) -> None:
+        """A link to every rank."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while len(self._links) < self._hosts.scenario.workers:
+            if (link := listener.accept(0.2)) is not None:
+                self._links.append(link)
+            check_ranks(self._hosts)
+            if time.monotonic() > deadline:
+                raise WorkerLostError(f"not all ranks called within {START_TIMEOUT_S:.0f} s of their start")
 
-def _accepted(hosts: Emulation, listener: Listener) -> list[JobChannel]:
-    """A link to every rank."""
-    deadline, links = time.monotonic() + START_TIMEOUT_S, list[JobChannel]()
-    while len(links) < hosts.scenario.workers:
-        link = listener.accept(0.2)
-        links += [] if link is None else [link]
-        check_ranks(hosts)
-        if time.monotonic() > deadline:
-            raise WorkerLostError(f"not all ranks called within {START_TIMEOUT_S:.0f} s of their start")
-    return links
+    def _hang_up(self) -> None:
+        for link in self._links:
+            link.close()
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def check_ranks(hosts: Emulation) -> None:

@@ -41,7 +41,7 @@ class ParentObserver(RunObserver):
         self._stopped = False
 
     def start(self) -> None:
-        ask(self.link, "start", run=self.name)
+        ask(self.link, "start")
         self.began = time.monotonic()
 
     def clock(self) -> float:
@@ -73,7 +73,7 @@ def ask(link: JobChannel, kind: str, **fields: Any) -> None:
 
 
 def main(path: str) -> None:
-    """All runs of one launch."""
+    """One run after the other, as the parent asks for them; the parent ends this process."""
     config = json.loads(Path(path).read_text())
     torch.set_num_threads(1)
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -85,8 +85,11 @@ def main(path: str) -> None:
     workload = make_workload(config["workload"])
     data = workload.make_data(config["seed"])
     limits = RunLimits(**config["limits"])
-    for entry in config["runs"]:
-        name, began = entry["name"], ParentObserver(link, entry["name"], config["snapshots"])
+    while True:
+        if (entry := link.receive()) is None or entry["kind"] != "run":  # the news of a stop that came too late
+            continue
+        name = entry["name"]
+        began = ParentObserver(link, name, config["snapshots"])
         others = references(config["scenario"], seed=config["disturbance_seed"], clock=began.clock)
         group = PrefixStore(name, store)
         dist.init_process_group("gloo", store=group, rank=rank, world_size=workers, timeout=timeout)
@@ -105,8 +108,7 @@ def main(path: str) -> None:
         finally:
             dist.destroy_process_group()
         if run is not None:
-            ask(link, "finished", run=name, result=run.to_dict())
-    link.send("done")
+            ask(link, "finished", result=run.to_dict())
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from dynamix_lab.tasks import Arrays, Workload
 from dynamix_lab.yardstick import time_to_loss
 
 HELD_OUT = 1000  # samples of the test set that a run is scored on
+MEAN_OF = 5  # evaluations: a score is noisy, and their mean is what counts
+FALLS = 0.005  # of the metric: how far later means may fall below a target that was reached
+LATER = 10  # evaluations after a target was reached, in which it has to stay
 ROWS = 250  # that pass through a model at once when it is scored
 
 
@@ -29,6 +33,7 @@ class RunLimits:
     time_s    seconds of the run's clock
     samples   trained on by all workers
     target    metric that two scores in a row reach; target_loss the same for the held-out loss
+    stays     the target must stay: the run goes on until `reached_for_good` has seen enough
     every_samples, every_s   between scores; the start and the end are scored too
 
     Raises `ConfigError` where nothing would end the run.
@@ -38,6 +43,7 @@ class RunLimits:
     samples: int | None = None
     target: float | None = None
     target_loss: float | None = None
+    stays: bool = False
     every_samples: int | None = None
     every_s: float | None = None
 
@@ -75,6 +81,7 @@ class TrialRun:
     meetings_s         (k,) when each step over gradients, or round over parameters, ended
     samples_by_worker  (W,) trained on by each worker
     steps              optimizer steps; over parameters those of the worker that took most
+    overrun            too many steps of an emulated device came late: the run is no measurement
     """
 
     trial: Trial
@@ -84,6 +91,7 @@ class TrialRun:
     meetings_s: tuple[float, ...]
     samples_by_worker: tuple[int, ...]
     steps: int
+    overrun: bool = False
 
     @property
     def samples(self) -> int:
@@ -99,6 +107,23 @@ class TrialRun:
     def diverged(self) -> bool:
         """Whether the loss is no number any more."""
         return not math.isfinite(self.evaluations[-1].loss)
+
+    def mean_score(self) -> float:
+        """Of the last `MEAN_OF` evaluations; 0 if the loss is no number."""
+        return 0.0 if self.diverged else fmean(e.score for e in self.evaluations[-MEAN_OF:])
+
+    def time_to_stay(self, target: float) -> float | None:
+        """Seconds until the mean of `MEAN_OF` evaluations reached `target` and stayed; None if it did not.
+
+        It is interpolated between the last mean below and the first at the target, each at its last evaluation.
+        """
+        scores, times = ([getattr(e, name) for e in self.evaluations] for name in ("score", "time_s"))
+        if self.diverged or (at := reached_for_good(scores, target)) is None:
+            return None
+        mean = fmean(scores[at + 1 - MEAN_OF : at + 1])
+        before = fmean(scores[at - MEAN_OF : at]) if at >= MEAN_OF else mean
+        part = (target - before) / (mean - before) if before < target else 1.0
+        return float(times[at - 1] + part * (times[at] - times[at - 1]))
 
     def time_to_score(self, target: float) -> float | None:
         """Seconds until the metric reached `target` for good (two scores in a row); None if it did not."""
@@ -139,6 +164,24 @@ class TrialRun:
             samples_by_worker=tuple(plain["samples_by_worker"]),
             steps=plain["steps"],
         )
+
+
+def reached_for_good(scores: Sequence[float], target: float) -> int | None:
+    """Which score ends the first mean of `MEAN_OF` at `target` that no later mean falls below by more than `FALLS`.
+
+    None if there is none. A single crossing of a noisy score is luck; the mean of several that stays is not.
+
+    >>> reached_for_good([0.9] * 5 + [0.5] * 5, 0.8), reached_for_good([0.5] * 5 + [0.9] * 6, 0.82)
+    (None, 9)
+    """
+    found = None
+    for at in range(MEAN_OF - 1, len(scores)):
+        mean = fmean(scores[at + 1 - MEAN_OF : at + 1])
+        if found is None:
+            found = at if mean >= target else None
+        elif mean < target - FALLS:
+            found = None
+    return found
 
 
 class HeldOut:
@@ -222,10 +265,13 @@ class RunLog:
 
     @property
     def arrived(self) -> bool:
-        """Whether the last two scores reach the target, or nothing will: the loss is no number."""
+        """Whether the target is reached (see `RunLimits`), or nothing will be: the loss is no number."""
         if self.evaluations and not math.isfinite(self.evaluations[-1].loss):
             return True
         last, limits = self.evaluations[-2:], self.limits
+        if limits.stays and limits.target is not None:
+            found = reached_for_good([e.score for e in self.evaluations], limits.target)
+            return found is not None and len(self.evaluations) - 1 - found >= LATER
         by_score = limits.target is not None and all(e.score >= limits.target for e in last)
         by_loss = limits.target_loss is not None and all(e.loss <= limits.target_loss for e in last)
         return len(last) == 2 and (by_score or by_loss)

@@ -1,16 +1,15 @@
 """Every row is tuned alike: as many trials, on the same tuning seeds, halved by the same rule.
 
-A grid is learning rates times three choices of what a row has besides: batch sizes where they are fixed, rules and
-starting batches where a policy moves them, periods and momentum where workers meet over parameters. From the best of
-it the search goes on to its neighbours, so that no row is held back by where its grid ends.
+A grid is learning rates times three choices of what a row has besides, for each schedule of the rate: batch sizes if
+they are fixed, rules and starting batches if a policy moves them, periods and momentum if workers meet over parameters.
+From the best of it the search goes on to its neighbours, so that no row is held back by where its grid ends.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,10 @@ from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 RATE_FACTORS = (0.5, 1.0, 2.0)  # of the curve's best rate at the batch whose noise the rate meets
 ALONE = 4  # times the batch sizes of the others: one worker shares its batch with nobody
 CHOICES = 3  # of everything else; with the rates above 9 trials a row
-CLIMBS, STEPS_OF_CLIMB = 2, 3  # so often so many neighbours of the best one: 15 trials a row in all
-KEPT = 3  # one of so many trials goes on to the next seed
+CLIMBS, STEPS_OF_CLIMB = 2, 3  # so often so many neighbours of the best one
+KEPT, FEWEST = 3, 3  # one of so many trials goes on to the next seed, and never fewer than these
+LONGER = math.sqrt(2)  # the next length of a schedule
+CONSTANT = ("constant", 1.0)
 
 FIXED_SHARES = ("static", "profiled", "reference")
 POLICIES = ("dbs", "lb_bsp", "noise_scale", "pollux", "cannikin", "goodput", "dynamix", "dynamix-paper", "stigmergic")
@@ -50,7 +51,7 @@ class TuningSpace:
     budget         samples that a run is planned for
     batch_sizes    three sizes of a worker's batch, small to large
     periods        few and many local steps between meetings
-    schedule       of the rate, for every row alike
+    schedules      of the rate, each with its length in budgets; every row tries all of them
     """
 
     rates: Mapping[int, float]
@@ -58,7 +59,7 @@ class TuningSpace:
     budget: int
     batch_sizes: tuple[int, int, int] = (16, 32, 64)
     periods: tuple[int, int] = (8, 32)
-    schedule: str = "constant"
+    schedules: tuple[tuple[str, float], ...] = (CONSTANT,)
 
     def rate_at(self, batch: float) -> float:
         """The rate about which a grid is laid, with two digits.
@@ -80,7 +81,7 @@ class TuningSpace:
 
 
 def grid(row: str, space: TuningSpace) -> list[Trial]:
-    """The first nine trials of a row. Raises `ConfigError` for a row that is not known.
+    """The first trials of a row: nine for each schedule. Raises `ConfigError` for a row that is not known.
 
     >>> space = TuningSpace({128: 0.1}, 4, 20_000)
     >>> {len(grid(row, space)) for row in ROWS}
@@ -93,7 +94,8 @@ def grid(row: str, space: TuningSpace) -> list[Trial]:
         raise ConfigError("row", row, ", ".join(ROWS), "check the spelling")
     return [
         _at_rate(choice, rate)
-        for choice in _choices(row, space)
+        for schedule, length in space.schedules
+        for choice in _choices(row, space, schedule, math.ceil(length * space.budget))
         for rate in (factor * space.rate_at(_global_batch(choice, space.workers)) for factor in RATE_FACTORS)
     ]
 
@@ -111,13 +113,21 @@ def neighbours(trial: Trial, space: TuningSpace) -> list[Trial]:
     here = space.rate_at(_global_batch(trial, space.workers))
 
     def sized(size: int) -> Trial:
-        other = dataclasses.replace(trial, batch_size=size)
+        other = replace(trial, batch_size=size)
         return _at_rate(other, rate * space.rate_at(_global_batch(other, space.workers)) / here)
 
-    near = [sized(2 * trial.batch_size), _at_rate(trial, 2 * rate), _at_rate(trial, rate / 2)]
+    near = _other_lengths(trial)
+    near += [sized(2 * trial.batch_size), _at_rate(trial, 2 * rate), _at_rate(trial, rate / 2)]
     near += [sized(trial.batch_size // 2)] if trial.batch_size > 1 else []
     near += [_at_rate(_with_steps(trial, steps), rate) for steps in _other_steps(trial)]
     return [*near, _at_rate(trial, rate * math.sqrt(2)), _at_rate(trial, rate / math.sqrt(2))]
+
+
+def _other_lengths(trial: Trial) -> list[Trial]:
+    """A schedule that falls may be longer or shorter; a constant rate has no length."""
+    if trial.schedule == "constant" or trial.budget is None:
+        return []
+    return [replace(trial, budget=math.ceil(trial.budget * factor)) for factor in (1 / LONGER, LONGER)]
 
 
 def _other_steps(trial: Trial) -> list[int]:
@@ -128,11 +138,11 @@ def _other_steps(trial: Trial) -> list[int]:
 
 def _with_steps(trial: Trial, steps: int) -> Trial:
     """The same way of meeting, so many steps apart."""
-    return dataclasses.replace(trial, local=_settings(trial.row, 4 * steps if trial.row == "qsr" else steps))
+    return replace(trial, local=_settings(trial.row, 4 * steps if trial.row == "qsr" else steps))
 
 
 def _at_rate(trial: Trial, rate: float) -> Trial:
-    return dataclasses.replace(trial, learning_rate=rate, local=_local_at_rate(trial, rate))
+    return replace(trial, learning_rate=rate, local=_local_at_rate(trial, rate))
 
 
 def _global_batch(trial: Trial, workers: int) -> float:
@@ -151,10 +161,10 @@ _SHARED: dict[str, Callable[[int], float]] = {
 }
 
 
-def _choices(row: str, space: TuningSpace) -> list[Trial]:
+def _choices(row: str, space: TuningSpace, schedule: str, budget: int) -> list[Trial]:
     """The row's three choices, at a learning rate of 1."""
     small, middle, _ = space.batch_sizes
-    common: dict[str, Any] = {"schedule": space.schedule, "budget": space.budget}
+    common: dict[str, Any] = {"schedule": schedule, "budget": budget}
     if row == "single":
         return [Trial(row, None, ALONE * size, 1.0, **common) for size in space.batch_sizes]
     if row in FIXED_SHARES or row in FIXED_TOTAL:
@@ -180,8 +190,8 @@ def _settings(row: str, steps: int) -> LocalSettings:
     small = steps <= 4 or row == "post_local"  # whole steps of slow workers would cost most
     settings = LocalSettings(steps=steps, momentum="kept" if steps <= 4 else "averaged", smaller_pieces=small)
     if row == "diloco":  # inner states are each worker's own there
-        return dataclasses.replace(settings, outer="nesterov", momentum="kept")
-    return dataclasses.replace(settings, period=row) if row in ("post_local", "adacomm") else settings
+        return replace(settings, outer="nesterov", momentum="kept")
+    return replace(settings, period=row) if row in ("post_local", "adacomm") else settings
 
 
 def _local_at_rate(trial: Trial, rate: float) -> LocalSettings | None:
@@ -189,7 +199,7 @@ def _local_at_rate(trial: Trial, rate: float) -> LocalSettings | None:
     local = trial.local
     if local is None or local.period != "qsr":
         return local
-    return dataclasses.replace(local, alpha=rate * math.sqrt(local.steps))
+    return replace(local, alpha=rate * math.sqrt(local.steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,17 +234,18 @@ def tune(
     *,
     seeds: Sequence[int] = TUNING_SEEDS,
     near: Callable[[Trial], Sequence[Trial]] | None = None,
+    climbs: int = CLIMBS,
 ) -> tuple[Trial, list[TriedTrial]]:
-    """Successive halving: all trials on the first seed, the best third of them on the next, and so on.
+    """Successive halving: all trials on the first seed, the best third of them on the next, and so on, three at least.
 
-    With `near` the first seed also sees neighbours of its best trial, twice three of those that are new. Returns the
-    best of those that saw every seed, and all trials, best first: those that went further come first. Where no run
-    arrives anywhere, the first trials of the grid go on. Raises `ConfigError` without trials or seeds.
+    With `near` the first seed also sees neighbours of its best trial: `climbs` times three of those that are new.
+    Returns the best of those that saw every seed, and all trials, best first: those that went further come first. If no
+    run arrives anywhere, the first trials of the grid go on. Raises `ConfigError` without trials or seeds.
 
-    >>> trials = [Trial("single", None, size, 0.1) for size in (8, 16, 32)]
+    >>> trials = [Trial("single", None, size, 0.1) for size in (8, 16, 32, 64)]
     >>> best, tried = tune(trials, lambda trial, seed: trial, lambda run: abs(run.batch_size - 15))
     >>> best.batch_size, [len(t.worth) for t in tried]
-    (16, [2, 1, 1])
+    (16, [2, 2, 2, 1])
     """
     if not trials or not seeds:
         raise ConfigError("trials, seeds", (len(trials), len(seeds)), "1 or more of both", "pass grid(row, space)")
@@ -248,10 +259,10 @@ def tune(
     running, done = [TriedTrial(trial, ()) for trial in trials], list[TriedTrial]()
     for at, seed in enumerate(seeds):
         if at:
-            keep = -(-len(running) // KEPT)
+            keep = max(-(-len(running) // KEPT), FEWEST)
             running, done = running[:keep], running[keep:] + done
         running = best_first(seen(running, seed))
-        for _ in range(CLIMBS if near is not None and not at else 0):
+        for _ in range(climbs if near is not None and not at else 0):
             known = {_rounded(tried.trial) for tried in running}
             new = [trial for trial in near(running[0].trial) if _rounded(trial) not in known] if near else []
             running = best_first(running + seen([TriedTrial(trial, ()) for trial in new[:STEPS_OF_CLIMB]], seed))
@@ -261,4 +272,5 @@ def tune(
 def _rounded(trial: Trial) -> tuple[object, ...]:
     """What makes two trials of one row the same: rates a rounding error apart are one rate."""
     steps = None if trial.local is None else trial.local.steps
-    return trial.batch_size, float(f"{trial.learning_rate:.2g}"), trial.lr_rule, steps
+    length = trial.budget if trial.schedule != "constant" else None
+    return trial.batch_size, float(f"{trial.learning_rate:.2g}"), trial.lr_rule, steps, trial.schedule, length

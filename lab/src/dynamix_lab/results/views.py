@@ -95,8 +95,6 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.suites.faults import suite as faults
     from dynamix_lab.suites.fuzz import suite as fuzz
     from dynamix_lab.suites.observe import suite as observe
-    from dynamix_lab.suites.opponents import live_pages
-    from dynamix_lab.suites.opponents import pages as opponents
     from dynamix_lab.suites.overhead import suite as overhead
     from dynamix_lab.suites.quality import pages as quality
     from dynamix_lab.suites.rounds import pages as rounds
@@ -108,8 +106,6 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "scaling simulator": simulated.table,
         "scaling virtual": scaling.sections,
         "reaction": reaction.sections,
-        "opponents virtual": opponents.sections,
-        "opponents emulator": live_pages.sections,
         "excavation": excavation.sections,
         "faults": faults.table,
         "fuzz": fuzz.table,

@@ -1,4 +1,4 @@
-"""What the times of one job on one cluster say: does distributing pay, and who is first?"""
+"""What the times of one job on one cluster say: does distributing pay?"""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from typing import Any
 
 from dynamix_lab.opponents.trial import FIXED_TOTAL
 from dynamix_lab.opponents.tuning import FIXED_SHARES, LOCAL
-from dynamix_lab.statistics import geometric_mean, paired_ratio
+from dynamix_lab.statistics import geometric_mean
 
 SINGLE = "single"
 OPPONENTS = (*FIXED_SHARES, *FIXED_TOTAL)
 """Synchronous opponents: those whose workers meet after every step, ours left out."""
 PAYS = 1.5
-OVER = (SINGLE, "static", "local", "goodput")
-"""Rows that the others' times are divided by over all places, where they ran."""
 
 Times = Mapping[str, Sequence[float]]
-"""Row -> seconds to the target by seed, censored, never missing."""
+"""Row -> seconds by seed, censored, never missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What opponents alone say of a job on a cluster, before any policy of ours is looked at.
 
-    best_synchronous      the fastest of `OPPONENTS` there, by the geometric mean of its seconds
+    best_synchronous      the fastest synchronous opponent, by the geometric mean of its seconds
     over_single           its speed over the fastest worker alone
-    best_rarely           the fastest of `LOCAL`; None where none was run
+    best_rarely           the fastest of those whose workers meet over parameters; None if none was run
     rarely_over_single    its speed over the fastest worker alone; None likewise
     """
 
@@ -64,39 +62,18 @@ class Verdict:
         }
 
 
-def verdict(times: Times) -> Verdict:
+def verdict(times: Times, synchronous: Sequence[str] = OPPONENTS, rarely: Sequence[str] = LOCAL) -> Verdict:
     """Read the opponents' times.
+
+    synchronous   opponents whose workers meet after every step
+    rarely        opponents whose workers meet over parameters
 
     >>> found = verdict({"single": [9.0, 9.0], "static": [4.0, 4.5], "local": [6.0, 6.0], "dynamix": [1.0, 1.0]})
     >>> found.pays, found.best_synchronous, round(found.over_single, 2), found.best_rarely
     (True, 'static', 2.12, 'local')
     """
     means = {row: geometric_mean(list(values)) for row, values in times.items()}
-    best = min((row for row in means if row in OPPONENTS), key=means.__getitem__)
-    rarely = min((row for row in means if row in LOCAL), key=means.__getitem__, default=None)
-    over = None if rarely is None else means[SINGLE] / means[rarely]
-    return Verdict(best, means[SINGLE] / means[best], rarely, over)
-
-
-def over(rows: Sequence[str], usual: Sequence[str | None]) -> list[str]:
-    """Those of `usual` that are among the rows, once each; and `dynamix` where the rule without an arbiter ran.
-
-    >>> over(("goodput", "dynamix", "stigmergic"), ("single", "goodput", None))
-    ['goodput', 'dynamix']
-    """
-    asked = (*usual, "dynamix") if "stigmergic" in rows else usual
-    return list(dict.fromkeys(name for name in asked if name is not None and name in rows))
-
-
-def ratios(times: Times) -> dict[str, dict[str, float | None]]:
-    """Time over another row's with its interval, by "row/other", for the others that a reader asks about."""
-    means = {row: geometric_mean(list(values)) for row, values in times.items()}
-    rarely = min((row for row in means if row in LOCAL), key=means.__getitem__, default=None)
-    synchronous = min((row for row in means if row in OPPONENTS), key=means.__getitem__, default=None)
-    others = over(tuple(times), (SINGLE, "static", synchronous, rarely, "goodput"))
-    return {
-        f"{row}/{other}": paired_ratio(times[row], times[other]).to_dict()
-        for other in others
-        for row in times
-        if row != other
-    }
+    best = min((row for row in means if row in synchronous), key=means.__getitem__)
+    seldom = min((row for row in means if row in rarely), key=means.__getitem__, default=None)
+    over = None if seldom is None else means[SINGLE] / means[seldom]
+    return Verdict(best, means[SINGLE] / means[best], seldom, over)

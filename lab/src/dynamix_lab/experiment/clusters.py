@@ -1,0 +1,106 @@
+"""Where a trial becomes a run: on the virtual clock, or by real processes on emulated devices."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+
+from dynamix_lab.emulator import Emulation
+from dynamix_lab.experiment.places import DISTURBANCE, Place
+from dynamix_lab.opponents.launch import LiveJob, Ranks
+from dynamix_lab.opponents.runs import RunLimits, TrialRun
+from dynamix_lab.opponents.trial import Trial
+from dynamix_lab.opponents.virtual import fastest_worker, run_virtual
+from dynamix_lab.tasks import make_workload
+
+REPEATS = 3  # of a run whose devices overran
+
+
+class Cluster(Protocol):
+    """Runs trials at places; closed when it is left.
+
+    mechanisms   what its hosts are made of; empty if they are computed
+    """
+
+    mechanisms: dict[str, str]
+
+    def run(self, trial: Trial, place: Place, seed: int, limits: RunLimits) -> TrialRun:
+        """One run. The same seed means the same data, weights, order of samples and disturbances."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class VirtualClock:
+    """Real training in this process; time from a simulated world. Runs come out alike to the last digit."""
+
+    def __init__(self) -> None:
+        self.mechanisms = dict[str, str]()
+
+    def run(self, trial: Trial, place: Place, seed: int, limits: RunLimits) -> TrialRun:
+        torch.set_num_threads(1)  # these nets are small: threads would wait for each other
+        workload = make_workload(place.workload)
+        world = place.world(seed, trial.batch_size)
+        return run_virtual(trial, workload, workload.make_data(seed), world, seed=seed, limits=limits)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+class EmulatedDevices:
+    """Real processes, sockets and links; each computes as long as its device would.
+
+    Ranks are started once for a place and a seed, and go on to the next trial as long as both stay. A run in which too
+    many steps overran their device is made again, at most `REPEATS` times; one that overruns to the end says so.
+
+    folder      for what ranks write
+    mechanisms  what the hosts of the last run are made of
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.mechanisms = folder, dict[str, str]()
+        self._started: tuple[tuple[Place, int, RunLimits], Ranks] | None = None
+        self._stack = contextlib.ExitStack()
+
+    def run(self, trial: Trial, place: Place, seed: int, limits: RunLimits) -> TrialRun:
+        ranks = self._ranks(place, seed, limits)
+        for attempt in range(1 + REPEATS):
+            live = ranks.run(f"{trial.row}, again {attempt}" if attempt else trial.row, trial)
+            if not live.overrun:
+                break
+        return replace(live.run, overrun=live.overrun)
+
+    def _ranks(self, place: Place, seed: int, limits: RunLimits) -> Ranks:
+        wanted = place, seed, limits
+        if self._started is not None and self._started[0] == wanted:
+            return self._started[1]
+        self.__exit__(None, None, None)
+        scenario = place.load()
+        fastest = fastest_worker(place.world(seed, 1), scenario.workers)
+        job = LiveJob(place.workload, seed, place.scenario, DISTURBANCE + seed, limits, fastest=fastest)
+        folder = self.folder / f"{place.key}-{seed}"
+        hosts = self._stack.enter_context(Emulation(scenario, seed=DISTURBANCE + seed, run_dir=folder, keep_awake=True))
+        self.mechanisms = hosts.mechanisms
+        ranks = self._stack.enter_context(Ranks(hosts, job))
+        self._started = wanted, ranks
+        return ranks
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._started = None
+        self._stack.close()
+
+
+def cluster_of(name: str, folder: Path) -> Cluster:
+    """A cluster by the name that files have; `folder` is for what real processes write."""
+    return VirtualClock() if name == "virtual" else EmulatedDevices(folder)

@@ -1,0 +1,234 @@
+"""What an experiment is: rows at places with seeds, on a cluster, in one or more settings. Read from a TOML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dynamix.errors import ConfigError
+from dynamix.runtime.rules import AUTO
+from dynamix_lab.experiment.measures import SETTINGS
+from dynamix_lab.experiment.places import Job, Place, places_named
+from dynamix_lab.opponents.trial import LocalSettings, Trial
+from dynamix_lab.opponents.tuning import CONSTANT, ROWS
+from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
+
+CLUSTERS = ("virtual", "emulator")
+FACTORS = {"r0": lambda workers: 1.0, "sqrt(W) r0": math.sqrt, "W r0": float}
+"""What becomes of one worker's rate on W workers."""
+SCHEDULE = {"finish": "cosine"}  # of a recipe, by setting; a constant rate elsewhere
+
+Plain = TypeVar("Plain")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a row does with a recipe for one worker: b0 samples a step, rate r0.
+
+    name          in tables; "single" is one worker alone
+    policy, lr_rule, global_batch, local    as in `Trial`; without `policy` and `local` it is one worker alone
+    rate          "r0", "sqrt(W) r0", "W r0", or a number that r0 is multiplied by
+    workloads     jobs that the row is for; empty: all
+
+    Every worker begins with b0 samples a step.
+    """
+
+    name: str
+    policy: str | None = None
+    rate: str | float = "r0"
+    lr_rule: str = AUTO
+    global_batch: str = "fixed"
+    local: Mapping[str, Any] | None = None
+    workloads: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rate, str) and self.rate not in FACTORS:
+            raise ConfigError(f"rate of {self.name}", self.rate, ", ".join(FACTORS), "or give a number")
+
+    def trial(self, job: Job, setting: str, batch: int, workers: int) -> Trial:
+        """The row at a job's recipe for `batch` samples. Raises `ConfigError` for impossible settings."""
+        schedule = SCHEDULE.get(setting, "constant")
+        factor = FACTORS[self.rate](workers) if isinstance(self.rate, str) else self.rate
+        return Trial(
+            self.name,
+            self.policy,
+            batch,
+            job.recipe(schedule, batch) * factor,
+            lr_rule=self.lr_rule,
+            local=None if self.local is None else LocalSettings.from_dict(self.local),
+            schedule=schedule,
+            budget=job.budget,
+            global_batch=self.global_batch,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How rows are tuned, all alike (`dynamix_lab.opponents.tuning`).
+
+    seeds      on which; none: each row takes the first of its grid (a smoke run)
+    schedules  of the rate that every row tries, each with its length in budgets
+    climbs     so often the search goes on to neighbours of the best
+    """
+
+    seeds: tuple[int, ...]
+    schedules: tuple[tuple[str, float], ...] = (CONSTANT,)
+    climbs: int = 2
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Rows at places with seeds; everything else is derived.
+
+    name, title   of the command, and for its help and page
+    cluster     whose seconds: "virtual", the virtual clock, or "emulator", real processes on emulated devices
+    settings    of `SETTINGS`: how a run ends and what is read from it
+    rows        what each does with a recipe, or names of rows that are tuned
+    places      of `Place.of`
+    seeds       how many pairs; `first_seed`, `first_seed` + 1, ...
+    against     rows that times are over
+    beside      rows of which the best score at a place is the one that scores stand beside; empty: none
+    ours        rows that stand beside the best of all others
+    batches     b0 of the recipes
+    tuning      None: rows do what they say
+    about       what a reader should know, for the page
+
+    `check` raises `ConfigError` before anything runs.
+    """
+
+    name: str
+    title: str
+    cluster: str
+    settings: tuple[str, ...]
+    rows: tuple[Row, ...]
+    places: tuple[str, ...]
+    against: tuple[str, ...]
+    seeds: int = 5
+    first_seed: int = 0
+    beside: tuple[str, ...] = ()
+    ours: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
+    tuning: Tuning | None = None
+    about: tuple[str, ...] = field(default=())
+
+    @property
+    def all_seeds(self) -> list[int]:
+        """The seeds of the pairs."""
+        return list(range(self.first_seed, self.first_seed + self.seeds))
+
+    def check(self) -> None:
+        """Raises `ConfigError` for what cannot be run."""
+        _known("cluster", (self.cluster,), CLUSTERS)
+        _known("settings", self.settings, tuple(SETTINGS))
+        names = [row.name for row in self.rows]
+        if len(set(names)) < len(names):
+            raise ConfigError("rows", ", ".join(names), "names that differ", "rename one")
+        _known("against", self.against, names)
+        places_named(self.places)
+        if self.seeds < 1 or self.first_seed < 0:
+            raise ConfigError("seeds", (self.first_seed, self.seeds), "1 or more, from 0 on", "ask for some")
+        if self.cluster == "emulator" and set(self.settings) != {"finish"}:
+            raise ConfigError("settings", ", ".join(self.settings), "finish: nobody scores a live run", "say finish")
+        if self.tuning is None:
+            if not self.batches:
+                raise ConfigError("batches", (), "one or more", "say for which recipes of one worker")
+            for text in self.places:
+                place = Place.of(text)
+                for setting in self.settings:
+                    for batch in self.batches:
+                        for row in self.rows_at(place):
+                            row.trial(place.job, setting, batch, 2)
+            return
+        _known("rows that are tuned", names, ROWS)
+        if "finish" in self.settings or self.batches or self.cluster != "virtual":
+            allowed = "a target, no batches, on the virtual clock"
+            raise ConfigError("tuning", ", ".join(self.settings), allowed, "leave the tuning out")
+        if used := set(self.all_seeds) & {*TUNING_SEEDS, *self.tuning.seeds}:
+            raise ConfigError("seeds", sorted(used), "seeds on which nothing was tuned", "take others")
+
+    def rows_at(self, place: Place) -> list[Row]:
+        """The rows for a place's job."""
+        return [row for row in self.rows if not row.workloads or place.workload in row.workloads]
+
+    def only(self, **chosen: Sequence[str] | None) -> Experiment:
+        """The same with these rows, places, settings or batches alone; None: all that it has.
+
+        `against`, `beside` and `ours` lose what is left out. Raises `ConfigError` for names that it has not.
+        """
+        changes: dict[str, Any] = {}
+        for name, wanted in chosen.items():
+            if wanted is not None and name != "places":  # a place is a job on any cluster
+                known = [row.name if isinstance(row, Row) else str(row) for row in getattr(self, name)]
+                _known(name, wanted, known)
+                changes[name] = tuple(
+                    one for one, text in zip(getattr(self, name), known, strict=True) if text in wanted
+                )
+            elif wanted is not None:
+                changes[name] = tuple(wanted)
+        names = [row.name for row in changes.get("rows", self.rows)]
+        for name in ("against", "beside", "ours"):
+            changes[name] = tuple(row for row in getattr(self, name) if row in names)
+        changes["against"] = changes["against"] or tuple(names[:1])
+        return dataclasses.replace(self, **changes)
+
+    def smoke(self) -> Experiment:
+        """The smallest part that goes through everything: one place and batch, three rows, one seed, nothing tuned."""
+        rows = [row.name for row in self.rows[:3]]
+        part = self.only(rows=rows, settings=self.settings[:1], places=self.places[:1])
+        tuning = self.tuning and dataclasses.replace(self.tuning, seeds=())
+        return dataclasses.replace(part, seeds=1, batches=self.batches[:1], tuning=tuning)
+
+
+def shipped() -> list[str]:
+    """Names of the experiments that come with the laboratory."""
+    folder = resources.files("dynamix_lab.experiments")
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load(name: str) -> Experiment:
+    """An experiment by name, or from a TOML file. Raises `ConfigError` for an unknown name and a wrong file."""
+    if name in shipped():
+        text = (resources.files("dynamix_lab.experiments") / f"{name}.toml").read_text(encoding="utf-8")
+    elif name.endswith(".toml") and Path(name).is_file():
+        text = Path(name).read_text(encoding="utf-8")
+    else:
+        raise ConfigError("experiment", name, f"{', '.join(shipped())}, or a TOML file", "check the spelling")
+    try:
+        plain = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("experiment", name, f"TOML ({error})", "mend the file") from error
+    rows = plain.pop("rows", {})
+    made = rows if isinstance(rows, dict) else {row: {} for row in rows}
+    plain["rows"] = tuple(_made(Row, {"name": row, **said}, f"row {row}") for row, said in made.items())
+    if (tuning := plain.pop("tuning", None)) is not None:
+        plain["tuning"] = _made(Tuning, tuning, "tuning")
+    plain.setdefault("name", Path(name).name.removesuffix(".toml"))
+    plain["places"] = places_named(tuple(plain.get("places", ())))
+    return _made(Experiment, plain, name)
+
+
+def _made(cls: type[Plain], plain: Mapping[str, Any], what: str) -> Plain:
+    """A dataclass of a table of TOML, lists as tuples."""
+    names = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
+    _known(f"fields of {what}", tuple(plain), names)
+    values = {name: _tuples(value) for name, value in plain.items()}
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ConfigError(what, sorted(plain), f"a table with {', '.join(names)}", str(error)) from error
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+
+
+def _known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(what, name, ", ".join(map(str, known)), "check the spelling")

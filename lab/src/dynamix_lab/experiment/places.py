@@ -1,0 +1,197 @@
+"""Where runs take place: a job, with its numbers and recipes, on a cluster. All of it is fixed before rows are run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dynamix.errors import ConfigError
+from dynamix_lab.emulator import Scenario, load_scenario
+from dynamix_lab.experiment.regimes import EXTRAS, is_regime, regime, regime_places
+from dynamix_lab.opponents.buckets import gradient_buckets
+from dynamix_lab.opponents.course import Course
+from dynamix_lab.opponents.virtual import INTERVAL
+from dynamix_lab.opponents.world import DeviceWorld, Outage
+from dynamix_lab.tasks import make_workload
+from dynamix_lab.tasks.claim_jobs import CLAIM_JOBS
+
+DISTURBANCE = 1000  # apart from the seed of model and data; all rows of one seed share both
+REGIME_LONGER = 4  # links may be slow there, so runs get longer
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job's numbers, the same for every row.
+
+    workload       its name
+    target         metric at which a run has arrived
+    budget         samples that runs are planned for
+    every_samples  between scores of a run to the target
+    limit_s        clock time at which a run to the target is ended
+    recipes        schedule -> batch of one worker -> the rate that is best there, alone (`dynamix bench recipes`)
+    rates          global batch -> best constant rate there, about which tuning begins
+    batch_sizes    small, middle and large batch of a worker, for tuning
+    periods        few and many local steps between meetings, for tuning
+    """
+
+    workload: str
+    target: float
+    budget: int
+    every_samples: int
+    recipes: Mapping[str, Mapping[int, float]]
+    rates: Mapping[int, float] = field(default_factory=dict)
+    limit_s: float = 240.0
+    batch_sizes: tuple[int, int, int] = (32, 64, 128)
+    periods: tuple[int, int] = (8, 32)
+
+    @property
+    def limit_samples(self) -> int:
+        """Samples after which a run to the target is ended: six budgets."""
+        return 6 * self.budget
+
+    def recipe(self, schedule: str, batch: int) -> float:
+        """The rate of one worker's recipe. Raises `ConfigError` if none was found for that batch."""
+        known = self.recipes.get(schedule, {})
+        if batch not in known:
+            allowed = ", ".join(map(str, known)) or "none yet"
+            raise ConfigError(f"batch of a recipe of {self.workload}", batch, allowed, "find its best rate first")
+        return known[batch]
+
+
+def _claimed(workload: str, budget: int, recipes: Mapping[str, Mapping[int, float]]) -> Job:
+    """A frozen job, with the target and the rates of its curve."""
+    known = CLAIM_JOBS[workload]
+    return Job(workload, known.target, budget, 2000, recipes, known.rates)
+
+
+JOBS = {
+    job.workload: job
+    for job in (
+        _claimed("teacher", 48_000, {}),
+        _claimed("teacher-classes", 70_000, {}),
+        _claimed("mnist1d-noisy-mlp", 72_000, {}),
+    )
+}
+OUTAGES = {"device-replaced": (Outage(host=2, from_s=15.0, until_s=20.0),)}
+"""Hosts that a scenario loses for a time, on the virtual clock."""
+
+_TIMES = re.compile(r"(.+)-x([1-9]\d*)")  # a scenario whose hosts are there several times
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A job on a cluster of device hosts: a scenario and a workload. As text "device-even/teacher".
+
+    >>> Place.of("device-even/teacher").key
+    'device-even-teacher'
+    """
+
+    scenario: str
+    workload: str
+
+    @classmethod
+    def of(cls, text: str) -> Place:
+        """Raises `ConfigError` for a text that names none, and for hosts without a device."""
+        scenario, slash, workload = text.rpartition("/")
+        if not slash:
+            raise ConfigError("place", text, "a scenario and a workload, as in device-even/teacher", "name both")
+        place = cls(scenario, workload)
+        if workload not in JOBS:
+            fix = "take one whose numbers were fixed beforehand"
+            raise ConfigError("workload", workload, ", ".join(JOBS), fix)
+        if place.load().device is None:
+            raise ConfigError("place", text, "a scenario of device hosts, whose times are known", "take device-even")
+        return place
+
+    def load(self) -> Scenario:
+        """The scenario: shipped, a file, or a regime's; "device-paper-like-x4" has all hosts of that one four times.
+
+        >>> Place.of("device-paper-like-x2/teacher").load().workers
+        16
+        """
+        if is_regime(self.scenario):
+            return regime(self.scenario, self.workload)
+        if (times := _TIMES.fullmatch(self.scenario)) is None:
+            return load_scenario(self.scenario)
+        one = load_scenario(times[1])
+        return one.model_copy(update={"hosts": one.hosts * int(times[2])})
+
+    @property
+    def key(self) -> str:
+        """For names of files."""
+        return f"{self.scenario.rpartition('/')[2].removesuffix('.yaml')}-{self.workload}"
+
+    @property
+    def job(self) -> Job:
+        """Its numbers."""
+        return JOBS[self.workload]
+
+    @property
+    def limit_s(self) -> float:
+        """Clock time at which a run to the target is ended."""
+        return self.job.limit_s * (REGIME_LONGER if is_regime(self.scenario) else 1)
+
+    def world(self, seed: int, batch_size: int) -> DeviceWorld:
+        """The virtual cluster that a run with this seed meets, beginning with so many samples a worker."""
+        return DeviceWorld(
+            self.load(),
+            seed=DISTURBANCE + seed,
+            batch_size=batch_size,
+            buckets=gradient_buckets(make_workload(self.workload).make_model(0)),
+            outages=OUTAGES.get(self.scenario, ()),
+            extras=EXTRAS if is_regime(self.scenario) else None,
+            interval=INTERVAL,
+        )
+
+    def least_s(self, seed: int, batch_size: int) -> float:
+        """The least time, s, in which these devices could compute the job's budget: exact shares, free exchange.
+
+        batch_size   samples a worker and step, in the mean: every device has the fixed time of each step
+
+        Lost devices compute nothing until they are replaced. An exchange, the update and waiting take no time.
+        """
+        scenario, job = self.load(), self.job
+        device = scenario.device
+        assert device is not None
+        steps, course = math.ceil(job.budget / (batch_size * scenario.workers)), Course(scenario, DISTURBANCE + seed)
+        outages, now_s, work_s = OUTAGES.get(self.scenario, ()), 0.0, [0.0] * scenario.workers
+        ends = sorted({at for outage in outages for at in (outage.from_s, outage.until_s)})
+        each_s = (device.per_sample_ms + device.per_cost_ms * self._mean_cost()) / 1000
+        fixed_s = steps * device.fixed_ms / 1000
+
+        def samples(more_s: float, speeds: list[float]) -> float:
+            return sum(
+                max(done + more_s * speed - fixed_s, 0.0) / each_s for done, speed in zip(work_s, speeds, strict=True)
+            )
+
+        while True:
+            stretch = course.at(now_s)
+            lost = {outage.host for outage in outages if outage.from_s <= now_s < outage.until_s}
+            speeds = [0.0 if host in lost else speed for host, speed in enumerate(stretch.speeds)]
+            until_s = min([stretch.until_s, *(at for at in ends if at > now_s)])
+            if math.isinf(until_s) or samples(until_s - now_s, speeds) >= job.budget:
+                break
+            work_s = [done + (until_s - now_s) * speed for done, speed in zip(work_s, speeds, strict=True)]
+            now_s = until_s
+        low, high = 0.0, 1.0
+        while samples(high, speeds) < job.budget:
+            high *= 2
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if samples(middle, speeds) < job.budget else (low, middle)
+        return now_s + high
+
+    def _mean_cost(self) -> float:
+        workload = make_workload(self.workload)
+        return 0.0 if workload.costs is None else float(workload.costs(workload.make_data(0).train).mean())
+
+
+def places_named(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Places by name; "regimes" stands for the 24 of the map of regimes. Raises `ConfigError` for one that is none."""
+    found = [text for name in names for text in (regime_places() if name == "regimes" else (name,))]
+    keys = [Place.of(text).key for text in found]
+    if not keys or len(set(keys)) < len(keys):
+        raise ConfigError("places", ", ".join(found), "one or more that differ", "name scenario/workload")
+    return tuple(found)

@@ -1,1 +1,0 @@
-"""`dynamix bench opponents`: dynamix beside what a practitioner would pick, tuned as well."""
