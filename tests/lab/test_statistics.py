@@ -1,4 +1,3 @@
-import json
 import math
 from collections import Counter
 from itertools import pairwise, permutations
@@ -10,12 +9,10 @@ from hypothesis import strategies as st
 
 from dynamix.errors import ConfigError
 from dynamix_lab.statistics import (
-    a_a,
     balanced_order,
     censored,
     geometric_mean,
     paired_ratio,
-    scatter,
     time_to_target,
     who_wins,
 )
@@ -124,30 +121,6 @@ def test_every_policy_runs_after_every_other_one_equally_often(block, n):
     assert after == dict.fromkeys(permutations(names, 2), 1 + n % 2)
 
 
-def scattered(sd, pairs, seed=0):
-    """Pairs whose log ratios have exactly this standard deviation."""
-    logs = np.random.default_rng(seed).standard_normal(pairs)
-    logs = sd * (logs - logs.mean()) / logs.std(ddof=1)
-    return [10.0] * pairs, (10.0 * np.exp(logs)).tolist()
-
-
-def test_ten_pairs_resolve_what_their_scatter_allows():
-    found = scatter(*scattered(0.0052, 10), limit=0.01)
-    assert (found.pairs, found.within) == (10, True)
-    assert found.resolves == pytest.approx(2.262 * 0.0052 / math.sqrt(10), rel=1e-3)  # 0.37 %
-    assert found.shift.low < 0 < found.shift.high
-
-
-@pytest.mark.parametrize(
-    ("static", "adaptive", "pairs", "believed"),
-    [(0.009, 0.029, 10, True), (0.011, 0.02, 10, False), (0.005, 0.031, 10, False), (0.005, 0.02, 9, False)],
-)
-def test_a_suite_is_believed_only_if_both_kinds_of_pairs_are_close_and_enough(static, adaptive, pairs, believed):
-    found = a_a(scattered(static, pairs), scattered(adaptive, pairs))
-    assert found["believed"] is believed
-    assert json.loads(json.dumps(found)) == found
-
-
 def test_a_true_difference_of_three_percent_wins_and_a_small_one_is_level():
     rng = np.random.default_rng(0)
     mean_s = {"slow": 20.0, "ours": 10.0, "near": 10.02, "third": 10.3}
@@ -166,4 +139,3 @@ def test_one_pair_tells_nobody_apart():
 def test_bad_rows_and_pairs_are_refused():
     refused(ConfigError, "", who_wins, {})
     refused(ConfigError, "", who_wins, {"a": [1.0], "b": [1.0, 2.0]})
-    refused(ConfigError, "", scatter, [1.0], [1.0], limit=0.01)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -208,68 +208,6 @@ def _log_ratios(above: Sequence[float], below: Sequence[float]) -> Floats:
     if top.size == 0 or not ((top > 0) & (bottom > 0)).all():
         raise ConfigError("times", top.tolist(), "one or more positive numbers", "censor runs that did not arrive")
     return np.asarray(np.log(top) - np.log(bottom))
-
-
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """How far pairs of the same policy differ, and what pairs of two policies can therefore tell.
-
-    pairs        how many there were
-    sd           standard deviation of the logarithm of a pair's ratio
-    shift        mean of it, with its interval: 0 lies outside if the second of a pair is favoured
-    resolves     half of the 95 % interval of `PAIRS` pairs that scatter like this, Student's t: what they resolve
-    limit        on `sd`
-    within       `sd` keeps to it, seen on `PAIRS` pairs or more
-    """
-
-    pairs: int
-    sd: float
-    shift: MeanInterval
-    resolves: float
-    limit: float
-    within: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "shift": self.shift.to_dict()}
-
-
-PAIRS = 10
-STATIC_SD, ADAPTIVE_SD = 0.01, 0.03
-
-
-def scatter(first: Sequence[float], second: Sequence[float], limit: float) -> Scatter:
-    """What pairs of one policy with itself say: times `first[i]` and `second[i]` of pair i.
-
-    Raises `ConfigError` for fewer than two pairs and for times that are not positive.
-
-    >>> found = scatter([1.0, 1.01, 1.0], [1.0, 1.0, 1.01], limit=0.02)
-    >>> found.pairs, round(found.sd, 5), round(found.resolves, 5), found.within
-    (3, 0.00995, 0.00712, False)
-    """
-    logs = _log_ratios(first, second)
-    if len(logs) < 2:
-        raise ConfigError("pairs", len(logs), "2 or more", f"run {PAIRS} pairs of each")
-    sd = float(logs.std(ddof=1))
-    resolves = float(stats.t.ppf(0.975, PAIRS - 1)) * sd / math.sqrt(PAIRS)
-    return Scatter(len(logs), sd, mean_interval(logs), resolves, limit, len(logs) >= PAIRS and sd <= limit)
-
-
-Pairs = tuple[Sequence[float], Sequence[float]]
-
-
-def a_a(static: Pairs, adaptive: Pairs) -> dict[str, Any]:
-    """The A/A verdict of a suite, as its result holds it: `static` and `adaptive` as `Scatter`, `believed` if both are
-    within their limits (1 % and 3 % of the logarithm), so that ten pairs of adaptive policies resolve about 2 %.
-
-    static     seconds of static runs, and those of the static runs paired with them
-    adaptive   the same of one policy that moves batch sizes
-    """
-    parts = {"static": scatter(*static, STATIC_SD), "adaptive": scatter(*adaptive, ADAPTIVE_SD)}
-    return {
-        **{name: part.to_dict() for name, part in parts.items()},
-        "believed": all(part.within for part in parts.values()),
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from dynamix_lab.emulator import Emulation
 from dynamix_lab.experiment.places import DISTURBANCE, Place
-from dynamix_lab.opponents.launch import LiveJob, Ranks
+from dynamix_lab.opponents.launch import LiveJob, Ranks, paced
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.virtual import fastest_worker, run_virtual
@@ -72,10 +72,8 @@ class EmulatedDevices:
 
     def run(self, trial: Trial, place: Place, seed: int, limits: RunLimits) -> TrialRun:
         ranks = self._ranks(place, seed, limits)
-        for attempt in range(1 + REPEATS):
-            live = ranks.run(f"{trial.row}, again {attempt}" if attempt else trial.row, trial)
-            if not live.overrun:
-                break
+        name = trial.row
+        live = paced(lambda attempt: ranks.run(f"{name}, again {attempt}" if attempt else name, trial), repeats=REPEATS)
         return replace(live.run, overrun=live.overrun)
 
     def _ranks(self, place: Place, seed: int, limits: RunLimits) -> Ranks:

@@ -72,7 +72,7 @@ class ExperimentSuite(Suite):
         case, what = cell.what
         with cluster_of(self.plan.cluster, context.folder.path / "ranks" / cell.key) as cluster:
             if not self.shares_a_machine:
-                return self._row(cluster, case, what)
+                return self.row_of(cluster, case, what)
             names = balanced_order([row.name for row in self.plan.rows_at(case.place)], what)
             rows = {row.name: row for row in self.plan.rows}
             found = {}
@@ -86,7 +86,7 @@ class ExperimentSuite(Suite):
         assert case.batch is not None
         return row.trial(case.place.job, case.setting, case.batch, case.place.load().workers)
 
-    def _row(self, cluster: Cluster, case: Case, row: Row) -> dict[str, Any]:
+    def row_of(self, cluster: Cluster, case: Case, row: Row) -> dict[str, Any]:
         """A row of a case: its trial, how it was tuned, and its runs."""
         said: dict[str, Any] = {}
         if self.plan.tuning is None:

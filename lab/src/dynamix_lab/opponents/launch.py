@@ -206,6 +206,16 @@ def check_ranks(hosts: Emulation) -> None:
             raise WorkerLostError(f"rank {rank} ended with {code}: {said} (all of it in {errors})")
 
 
+def paced(make: Callable[[int], LiveRun], *, repeats: int) -> LiveRun:
+    """A run that is made again, at most `repeats` times, as long as its devices overran; `make` takes the attempt."""
+    run = make(0)
+    for attempt in range(1, repeats + 1):
+        if not run.overrun:
+            break
+        run = make(attempt)
+    return run
+
+
 def until_paced(
     make: Callable[[Mapping[str, Trial], int], list[LiveRun]], trials: Mapping[str, Trial], *, repeats: int
 ) -> list[LiveRun]:

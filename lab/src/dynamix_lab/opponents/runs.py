@@ -17,7 +17,6 @@ from dynamix.window import Ints
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.statistics import time_to_target
 from dynamix_lab.tasks import Arrays, Workload
-from dynamix_lab.yardstick import time_to_loss
 
 HELD_OUT = 1000  # samples of the test set that a run is scored on
 MEAN_OF = 5  # evaluations: a score is noisy, and their mean is what counts
@@ -131,7 +130,7 @@ class TrialRun:
 
     def time_to_loss(self, target: float) -> float | None:
         """Seconds until the held-out loss fell to `target` for good; None if it did not."""
-        return time_to_loss([e.time_s for e in self.evaluations], [e.loss for e in self.evaluations], target)
+        return time_to_target([e.time_s for e in self.evaluations], [-e.loss for e in self.evaluations], -target)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: evaluations as columns, what is no number as None."""

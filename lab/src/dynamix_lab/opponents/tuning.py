@@ -127,7 +127,7 @@ def _other_lengths(trial: Trial) -> list[Trial]:
     """A schedule that falls may be longer or shorter; a constant rate has no length."""
     if trial.schedule == "constant" or trial.budget is None:
         return []
-    return [replace(trial, budget=math.ceil(trial.budget * factor)) for factor in (1 / LONGER, LONGER)]
+    return [replace(trial, budget=int(float(f"{trial.budget * factor:.3g}"))) for factor in (1 / LONGER, LONGER)]
 
 
 def _other_steps(trial: Trial) -> list[int]:

@@ -22,7 +22,7 @@ def kind(result: Mapping[str, Any]) -> str:
     if words[0].startswith("scripts/"):
         return words[0].removeprefix("scripts/")
     name = words[2] if words[1:2] == ["bench"] and len(words) > 2 else words[1]
-    return f"{name} {result['cluster']}" if name in ("scaling", "opponents") else name
+    return f"{name} {result['cluster']}" if name == "scaling" else name
 
 
 def markdown_of(result: Mapping[str, Any], view: str = "") -> str:
@@ -30,12 +30,9 @@ def markdown_of(result: Mapping[str, Any], view: str = "") -> str:
 
     Raises `ConfigError` for a kind of result that has no table, and for an unknown part.
     """
-    makers = _makers()
-    if kind(result) not in makers:
-        raise ConfigError("result", kind(result), ", ".join(makers), "only these have tables")
     if view == SHORT:
         return short_table(result).markdown()
-    made = makers[kind(result)](result)
+    made = _made(result)
     if isinstance(made, Table):
         return made.markdown()
     names = [_anchor(section.heading) for section in made]
@@ -43,6 +40,17 @@ def markdown_of(result: Mapping[str, Any], view: str = "") -> str:
         raise ConfigError("table", view, ", ".join(names), "name a part of this result")
     chosen = [section for section, name in zip(made, names, strict=True) if not view or name == view]
     return sections_markdown(chosen, level=0 if view else 3)
+
+
+def _made(result: Mapping[str, Any]) -> Table | list[Section]:
+    from dynamix_lab.experiment import table as experiment
+
+    if "cases" in result:
+        return experiment.sections(result)
+    makers = _makers()
+    if kind(result) not in makers:
+        raise ConfigError("result", kind(result), ", ".join(makers), "only these have tables")
+    return makers[kind(result)](result)
 
 
 SHORT = "short"

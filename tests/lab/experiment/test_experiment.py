@@ -1,0 +1,237 @@
+"""An experiment is a file: what it may say, which runs it means, and how they are read."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+from dynamix.errors import ConfigError
+from dynamix_lab.emulator import load_scenario
+from dynamix_lab.experiment.experiment import Row, load, shipped
+from dynamix_lab.experiment.measures import SETTINGS
+from dynamix_lab.experiment.places import JOBS, OUTAGES, Job, Place
+from dynamix_lab.experiment.regimes import regime, regime_places
+from dynamix_lab.experiment.suite import ExperimentSuite, at_edge
+from dynamix_lab.opponents.runs import FALLS, MEAN_OF, Evaluation, TrialRun, reached_for_good
+from dynamix_lab.opponents.trial import Trial
+from tests.refused import refused
+
+EVEN = "device-even/teacher"
+FILE = """
+title = "A small one"
+cluster = "virtual"
+settings = ["finish"]
+batches = [32]
+seeds = 1
+against = ["static"]
+beside = ["static"]
+places = ["device-even/teacher"]
+
+[rows.single]
+
+[rows.static]
+policy = "static"
+rate = "W r0"
+"""
+
+
+def written(tmp_path: Path, text: str = FILE) -> str:
+    path = tmp_path / "small.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_experiment_that_is_shipped_can_be_run(name: str) -> None:
+    experiment = load(name)
+    experiment.check()
+    experiment.smoke().check()
+    assert len({cell.key for cell in ExperimentSuite(experiment).cells()}) == len(ExperimentSuite(experiment).cells())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "names"),
+    [
+        ('cluster = "virtual"', 'cluster = "cloud"', "cloud"),
+        ('settings = ["finish"]', 'settings = ["begin"]', "begin"),
+        ('against = ["static"]', 'against = ["hope"]', "hope"),
+        ("batches = [32]", "batches = [33]", "33"),
+        ("batches = [32]", "", "batches"),
+        ("seeds = 1", "seeds = 0", "seeds"),
+        ("seeds = 1", "colour = 1", "colour"),
+        ('rate = "W r0"', 'rate = "W^2 r0"', r"W\^2 r0"),
+        ('policy = "static"', 'policies = "static"', "policies"),
+        ("[rows.single]", "[rows.single", "TOML"),
+        ('"device-even/teacher"', '"device-even/digits"', "digits"),
+        ('"device-even/teacher"', '"even/teacher"', "device hosts"),
+        ('"device-even/teacher"', '"device-even/teacher", "device-even/teacher"', "differ"),
+        ('cluster = "virtual"\nsettings = ["finish"]', 'cluster = "emulator"\nsettings = ["reach"]', "live"),
+        ("[rows.single]", "[tuning]\nseeds = [9001]\n[rows.single]", "tuning"),
+    ],
+)
+def test_a_file_that_means_nothing_is_refused_by_what_is_wrong(tmp_path: Path, old: str, new: str, names: str) -> None:
+    assert old in FILE
+    with pytest.raises(ConfigError, match=names):
+        load(written(tmp_path, FILE.replace(old, new))).check()
+
+
+def test_rows_are_tuned_on_other_seeds_than_they_are_compared_on(tmp_path: Path) -> None:
+    rows = FILE.partition("[rows.single]")[0].replace('["finish"]', '["reach"]').replace("batches = [32]", "")
+    tuned = f'{rows}rows = ["single", "static"]\nfirst_seed = 9004\n[tuning]\nseeds = [9004]\n'
+    with pytest.raises(ConfigError, match="9004"):
+        load(written(tmp_path, tuned)).check()
+    refused(ConfigError, "TOML file", load, "nothing-of-this-name")
+
+
+def test_a_row_takes_the_recipe_of_one_worker_to_w_workers() -> None:
+    job = Job("teacher", 0.8, 4000, 100, {"cosine": {32: 0.1}, "constant": {32: 0.05}})
+    rates = {"r0": 0.1, "sqrt(W) r0": 0.2, "W r0": 0.4, 3: pytest.approx(0.3)}
+    for rate, expected in rates.items():
+        trial = Row("x", "static", rate=rate).trial(job, "finish", 32, 4)
+        assert (trial.learning_rate, trial.batch_size, trial.schedule, trial.budget) == (expected, 32, "cosine", 4000)
+    assert Row("x", "static").trial(job, "reach", 32, 4).learning_rate == 0.05
+    refused(ConfigError, "best rate", job.recipe, "cosine", 64)
+
+
+def test_a_part_of_an_experiment_keeps_what_belongs_to_it(tmp_path: Path) -> None:
+    part = load(written(tmp_path)).only(rows=("single",), places=("device-uneven/teacher",))
+    assert [row.name for row in part.rows] == ["single"]
+    assert (part.against, part.beside, part.places) == (("single",), (), ("device-uneven/teacher",))
+    part.check()
+    refused(ConfigError, "dynamix", load(written(tmp_path)).only, rows=("dynamix",))
+
+
+def test_a_smoke_run_leaves_a_whole_folder(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = CliRunner().invoke(app, ["bench", "experiment", written(tmp_path), "--quick", "--json", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    (case,) = json.loads((out / "result.json").read_text())["cases"]
+    assert list(case["rows"]) == ["single", "static"]
+    assert case["rows"]["static"]["samples"][0] >= JOBS["teacher"].budget
+    assert case["least_s"][0] < case["rows"]["static"]["seconds"][0] < case["rows"]["single"]["seconds"][0]
+    assert "Distributing pays: static" in (out / "table.md").read_text()
+    assert "<svg" in (out / "report.html").read_text()
+
+
+def run_of(scores: list[float], *, losses: list[float] | None = None) -> TrialRun:
+    losses = losses or [1.0] * len(scores)
+    evaluations = tuple(Evaluation(float(i), 100 * i, losses[i], score) for i, score in enumerate(scores))
+    return TrialRun(Trial("x", None, 8, 0.1), 0, "virtual", evaluations, (len(scores) - 1.0,), (1,), 1)
+
+
+@given(st.lists(st.floats(0, 1), max_size=40), st.floats(0.1, 0.9))
+def test_a_target_is_reached_where_no_later_mean_falls_below_it(scores: list[float], target: float) -> None:
+    at = reached_for_good(scores, target)
+    means = {i: fmean(scores[i + 1 - MEAN_OF : i + 1]) for i in range(MEAN_OF - 1, len(scores))}
+    if at is None:
+        assert not means or means[len(scores) - 1] < target
+    else:
+        assert means[at] >= target
+        assert all(mean >= target - FALLS for i, mean in means.items() if i > at)
+
+
+def test_what_is_read_from_a_run_depends_on_the_setting() -> None:
+    place = Place.of(EVEN)
+    target = place.job.target
+    lucky = run_of([0.0] * 6 + [target, target] + [0.5] * 6)
+    assert SETTINGS["crossing"].read(lucky, place).seconds == 6.0
+    assert not SETTINGS["reach"].read(lucky, place).arrived
+    steady = run_of([0.0] * 5 + [1.0] * 10)
+    found = SETTINGS["reach"].read(steady, place)
+    assert found.arrived
+    assert found.seconds == pytest.approx(8 + (target - 0.8) / 0.2)  # means of five: 0.8 after 8 s, 1.0 after 9 s
+    finished = SETTINGS["finish"].read(steady, place)
+    assert (finished.seconds, finished.score, finished.arrived) == (14.0, 1.0, True)
+    broken = run_of([0.5, 0.0], losses=[1.0, math.inf])
+    assert not SETTINGS["finish"].read(broken, place).arrived
+    assert SETTINGS["finish"].read(broken, place).score == 0.0
+
+
+def test_a_run_to_a_target_goes_on_until_it_has_stayed_there() -> None:
+    limits = SETTINGS["reach"].limits(Place.of(EVEN))
+    assert (limits.stays, limits.target) == (True, JOBS["teacher"].target)
+    assert SETTINGS["finish"].limits(Place.of(EVEN)).samples == JOBS["teacher"].budget
+
+
+def test_physics_allows_no_less_than_exact_shares_of_what_the_devices_do() -> None:
+    place, device = Place.of(EVEN), load_scenario("device-even").device
+    steps = math.ceil(place.job.budget / (4 * 32))
+    each = steps * (device.fixed_ms + device.per_sample_ms * 32) / 1000
+    assert place.least_s(0, 32) == pytest.approx(each, rel=0.01)  # four equal devices at speed 1
+
+
+def test_a_device_that_is_lost_and_replaced_by_a_slower_one_takes_longer() -> None:
+    replaced = Place.of("device-replaced/mnist1d-noisy-mlp")
+    outage = OUTAGES["device-replaced"][0]
+    least_s = replaced.least_s(0, 64)
+    whole = sum(host.cpu for host in replaced.load().hosts)
+    untouched = Place.of("device-even/mnist1d-noisy-mlp").least_s(0, 64) * 4 / whole
+    assert least_s > untouched * 1.05
+    assert outage.from_s < least_s
+
+
+def test_the_map_of_regimes_has_24_places_whose_exchange_is_what_they_say() -> None:
+    places = regime_places()
+    assert len(set(places)) == 24
+    place = Place.of("regime-w4-s4-r0.3/teacher")
+    world = place.world(0, 64)
+    size = sum(bucket.size_bytes for bucket in world.buckets)
+    assert world.meeting_s(size, 0.0) == pytest.approx(0.3 * world.device_s(64), rel=1e-3)
+    for name in ("regime-w1-s1-r1", "regime-w4-s0-r1", "regime-w4-r1", "regime-w4-s1-r0"):
+        refused(ConfigError, "regime", regime, name, "teacher")
+
+
+def test_the_hosts_of_a_scenario_may_be_there_several_times() -> None:
+    place = Place.of("device-paper-like-x4/teacher-classes")
+    assert [host.cpu for host in place.load().hosts] == 4 * [h.cpu for h in load_scenario("device-paper-like").hosts]
+    assert place.key == "device-paper-like-x4-teacher-classes"
+
+
+def test_claims_are_made_where_the_devices_together_are_three_times_the_fastest_and_the_curve_still_falls() -> None:
+    for text in load("opponents").places:
+        place = Place.of(text)
+        scenario = place.load()
+        speeds = [host.cpu for host in scenario.hosts]
+        assert sum(speeds) >= 3 * max(speeds), text
+        assert scenario.device is not None
+        efficient = math.ceil(scenario.device.fixed_ms / scenario.device.per_sample_ms)
+        assert len(speeds) * efficient <= max(place.job.rates), text
+
+
+def test_a_winner_at_an_end_of_its_grid_is_marked() -> None:
+    trials = [Trial("static", "static", size, rate) for size in (32, 64, 128) for rate in (0.1, 0.2, 0.4)]
+    found = {(t.batch_size, t.learning_rate): at_edge(t, trials) for t in trials}
+    assert found[64, 0.2] == []
+    assert found[128, 0.2] == ["batch_size"]
+    assert found[32, 0.4] == ["learning_rate", "batch_size"]
+
+
+def test_a_tuned_row_is_run_at_what_won_on_the_tuning_seeds(tmp_path: Path) -> None:
+    rows = FILE.partition("[rows.single]")[0].replace('["finish"]', '["crossing"]').replace("batches = [32]", "")
+    text = f'{rows}rows = ["single", "static"]\n[tuning]\nseeds = [9001]\nclimbs = 0\n'
+    asked: list[tuple[int, float]] = []
+
+    class Cluster:
+        def __init__(self) -> None:
+            self.mechanisms = dict[str, str]()
+
+        def run(self, trial: Trial, place: Place, seed: int, limits: Any) -> TrialRun:
+            asked.append((seed, trial.learning_rate))
+            quick = trial.learning_rate == pytest.approx(0.1) and trial.batch_size == 64
+            scores = [0.0, 1.0, 1.0] if quick else [0.0] * 9 + [1.0, 1.0]
+            return TrialRun(trial, seed, "virtual", run_of(scores).evaluations, (9.0,), (1,), 1)
+
+    suite = ExperimentSuite(load(written(tmp_path, text)))
+    made = suite.row_of(Cluster(), suite.cases()[0], suite.plan.rows[1])["rows"]["static"]
+    assert (made["trial"]["batch_size"], made["trial"]["learning_rate"]) == (64, pytest.approx(0.1))
+    assert len(made["tried"]) == 9
+    assert asked[-1] == (0, pytest.approx(0.1))
