@@ -90,7 +90,7 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_an_unknown_name_lists_the_shipped_ones() -> None:
-    refused(ScenarioError, "demo, device-data", load_scenario, "dmeo")
+    refused(ScenarioError, "demo, device-bursts, device-data", load_scenario, "dmeo")
 
 
 def test_more_cores_than_the_machine_has_is_refused() -> None:
@@ -148,15 +148,19 @@ def test_fields_of_later_versions_change_no_old_hash_and_count_when_used() -> No
 
 FROZEN = {
     "demo": "52d2ba5c23962cc7810a3df61eebeb357e92be46d50586cfdc04a6acc767cd19",
+    "device-bursts": "3357ce1e5a993c6cc432ffba802197b5c3c13af2ffc7fe857a56a54d7b50c1a3",
     "device-data": "bddfe674c4dc03a13fb9005f018a214043c533ed3b9135cc5d268a14248781a8",
     "device-demo": "3f6b63550ee9fbc83da501b9b9b06d12473f428534ff27bd121ae4bbc9d97ebe",
     "device-even": "8c8a1f8af8a681dd328adf9ac1dcbc3368cdbd95a186334959e355c384092a37",
+    "device-generations": "4fff02b14c468663615341d56354ac20b372dfe65b00af690447318350da6c76",
     "device-neighbours": "0ef786e34f62d79369046bfd86efa65f6b58967cfb843043791824b0dcf0fd6c",
     "device-pai": "aca93c63f328329d8b6385bc247d24b5ecdc91b668865c119e5133409385bdbb",
     "device-paper-like": "5849d54a5414afc2ee765e865b5d4f88e4db04407afda10c7bbf58c8fcf3c310",
     "device-replaced": "a4d9b411a65bcdf66f0ce694fa205252dfe18d7b6563df97ab7a25a4e64c2294",
     "device-slow-link": "f8ee2a1d3d008bd475cd0fd2ab46531d69933d3c353118539e62e1058d240b6e",
+    "device-swapped": "be4ed7a593a4b12aaf4844129f08fa9698e9263fee98e49a541726fc89e40bb2",
     "device-uneven": "c06df65884cb8e34e2a435c0ff1e6084cacb57bc348500b0e27542f566cf53d9",
+    "device-uneven-link": "43f5f409bb67ae773872567aee9f67cc953ebcb1dd57a0a317fe4e0450eb8dd6",
     "even": "e7f7caa0a1e67c99cae91fed6d2098937be453b249f704520e1b91530f0d19da",
     "moving-neighbour": "e9d4fea6d5d7ab6a9d76f9d0cd978d21f878a0edad9e73046c368e0bababc819",
     "pai-replay": "39bc1101b6ceef523e0e5a8f5746fb1b0267b9d69f38535e07d1b117297c46fd",

@@ -26,6 +26,10 @@ LEARNS: dict[str, tuple[int, int, int, float]] = {
     "pysource": (600, 60, 24, 0.3),
     "pysource-lstm": (600, 40, 24, 0.33),
     "pysource-pieces": (8000, 200, 64, 0.22),  # the text is that of the interpreter's own library
+    "pysource-windows": (8000, 150, 64, 0.25),
+    "pysource-windows-lstm": (8000, 120, 64, 0.3),
+    "pulse": (8000, 60, 64, 0.3),
+    "pulse-2d": (8000, 150, 64, 0.2),
     "ratings": (40_000, 200, 512, 0.2),
     "ratings-dense": (40_000, 200, 512, 0.2),
 }
@@ -67,11 +71,14 @@ def test_one_seed_gives_one_model_and_one_set_of_data_and_leaves_random_numbers_
 
 @pytest.mark.parametrize("name", workload_names(bundled=True))
 def test_a_batch_passes_and_its_loss_is_a_mean_over_its_divisor(name: str) -> None:
-    """Means of two parts, weighted by their divisors, are the mean of both: so unequal shares can be put together."""
+    """Means of two parts, weighted by their divisors, are the mean of both: so unequal shares can be put together.
+
+    In eval mode, for batch norm's sake: in training its statistics are those of a part.
+    """
     workload = make_workload(name)
     data = small(workload)
     assert (len(data.train), len(data.test)) == (200, 200)
-    model = workload.make_model(0)
+    model = workload.make_model(0).eval()
     inputs, targets = data.train.__getitems__(range(24))
     with torch.no_grad():
         whole = workload.loss(model(inputs), targets)
@@ -82,7 +89,7 @@ def test_a_batch_passes_and_its_loss_is_a_mean_over_its_divisor(name: str) -> No
     assert workload.divisor(targets) == sum(n for n, _ in parts)
     union = sum(n * float(loss) for n, loss in parts) / workload.divisor(targets)
     assert union == pytest.approx(float(whole), rel=1e-4)
-    assert 0 <= score(workload, model, data.test) <= 1
+    assert 0 <= score(workload, model.train(), data.test) <= 1
     assert model.training
 
 
@@ -136,7 +143,19 @@ def test_pieces_cost_as_many_units_as_they_have_bytes_and_a_batch_is_cut_to_its_
     assert costs[:5].tolist() == workload.costs(Arrays(inputs, targets)).tolist()
 
 
-@pytest.mark.parametrize("name", ["digits", "pysource", "pysource-pieces", "ratings"])
+@pytest.mark.parametrize(("name", "least"), [("pulse", 0.9), ("pulse-2d", 1.4), ("pysource-windows", 0.4)])
+def test_what_is_to_be_predicted_in_training_is_noisy_and_what_is_held_out_is_not(name: str, least: float) -> None:
+    data = small(make_workload(name), 1000)
+    if name == "pysource-windows":  # the byte to predict is the next one that is read
+        wrong = [(part.targets[:, :-1] != part.inputs[:, 1:]).float().mean() for part in (data.train, data.test)]
+        assert torch.equal(data.test.inputs, make_workload(name).make_data(4, train=200, test=200).test.inputs)
+    else:
+        wrong = [(part.targets.std() ** 2 - 1).clamp(0).sqrt() for part in (data.train, data.test)]
+    assert wrong[0] > least
+    assert wrong[1] < 0.3
+
+
+@pytest.mark.parametrize("name", ["digits", "pysource", "pysource-pieces", "pysource-windows", "ratings"])
 def test_more_samples_than_there_are_is_said(name: str) -> None:
     refused(ConfigError, "at most", make_workload(name).make_data, 0, train=50_000_000, test=10)
     refused(ConfigError, "1 or more", make_workload(name).make_data, 0, train=0, test=10)

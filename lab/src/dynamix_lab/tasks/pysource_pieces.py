@@ -135,14 +135,14 @@ def _pieces(rng: np.random.Generator, wanted: int, files: Iterator[Path]) -> Seq
     needed, text = int(lengths.sum()) + wanted, bytearray()
     while len(text) < needed:
         text += next(files).read_bytes()
-    return _cut(_tokens(bytes(text)), lengths)
+    return _cut(tokens(bytes(text)), lengths)
 
 
 def _lengths(rng: np.random.Generator, n: int) -> NDArray[np.int64]:
     return np.clip(np.round(MEDIAN_BYTES * np.exp(SIGMA * rng.normal(size=n))), 1, LONGEST).astype(np.int64)
 
 
-def _tokens(text: bytes) -> NDArray[np.int64]:
+def tokens(text: bytes) -> NDArray[np.int64]:
     values = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
     known = (values >= 32) & (values < 127)
     return np.where(known, values - 31, np.where(values == ord("\n"), 96, 97))
