@@ -92,6 +92,12 @@ def test_rows_are_tuned_on_other_seeds_than_they_are_compared_on(tmp_path: Path)
     refused(ConfigError, "TOML file", load, "nothing-of-this-name")
 
 
+def test_a_file_may_take_from_another_what_it_does_not_say() -> None:
+    live, first = load("first-run-live"), load("first-run")
+    assert [row.name for row in live.rows] == [*(row.name for row in first.rows), "static, W r0, again"]
+    assert (live.cluster, live.against) == ("emulator", first.against)
+
+
 def test_a_row_takes_the_recipe_of_one_worker_to_w_workers() -> None:
     job = Job("teacher", 0.8, 4000, 100, {"cosine": {32: 0.1}, "constant": {32: 0.05}})
     rates = {"r0": 0.1, "sqrt(W) r0": 0.2, "W r0": 0.4, 3: pytest.approx(0.3)}

@@ -192,7 +192,22 @@ def shipped() -> list[str]:
 
 
 def load(name: str) -> Experiment:
-    """An experiment by name, or from a TOML file. Raises `ConfigError` for an unknown name and a wrong file."""
+    """An experiment by name, or from a TOML file. `like = NAME` in a file takes what it does not say from another one.
+
+    Raises `ConfigError` for an unknown name and a wrong file.
+    """
+    plain = _plain(name)
+    plain.setdefault("name", Path(name).name.removesuffix(".toml"))
+    rows = plain.pop("rows", {})
+    plain["rows"] = tuple(_made(Row, {"name": row, **said}, f"row {row}") for row, said in rows.items())
+    if (tuning := plain.pop("tuning", None)) is not None:
+        plain["tuning"] = _made(Tuning, tuning, "tuning")
+    plain["places"] = places_named(tuple(plain.get("places", ())))
+    return _made(Experiment, plain, name)
+
+
+def _plain(name: str) -> dict[str, Any]:
+    """A file as TOML has it, with what it takes from another one; rows by name."""
     if name in shipped():
         text = (resources.files("dynamix_lab.experiments") / f"{name}.toml").read_text(encoding="utf-8")
     elif name.endswith(".toml") and Path(name).is_file():
@@ -204,13 +219,11 @@ def load(name: str) -> Experiment:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("experiment", name, f"TOML ({error})", "mend the file") from error
     rows = plain.pop("rows", {})
-    made = rows if isinstance(rows, dict) else {row: {} for row in rows}
-    plain["rows"] = tuple(_made(Row, {"name": row, **said}, f"row {row}") for row, said in made.items())
-    if (tuning := plain.pop("tuning", None)) is not None:
-        plain["tuning"] = _made(Tuning, tuning, "tuning")
-    plain.setdefault("name", Path(name).name.removesuffix(".toml"))
-    plain["places"] = places_named(tuple(plain.get("places", ())))
-    return _made(Experiment, plain, name)
+    plain["rows"] = rows if isinstance(rows, dict) else {row: {} for row in rows}
+    if (other := plain.pop("like", None)) is None:
+        return plain
+    base = _plain(other)
+    return {**base, **plain, "rows": base["rows"] | plain["rows"]}
 
 
 def _made(cls: type[Plain], plain: Mapping[str, Any], what: str) -> Plain:

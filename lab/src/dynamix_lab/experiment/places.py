@@ -66,15 +66,33 @@ def _claimed(workload: str, budget: int, recipes: Mapping[str, Mapping[int, floa
     return Job(workload, known.target, budget, 2000, recipes, known.rates)
 
 
+def _recipes(cosine: tuple[float, float], constant: tuple[float, float]) -> dict[str, dict[int, float]]:
+    """Rates for 32 and 128 samples."""
+    pairs = (("cosine", cosine), ("constant", constant))
+    return {name: dict(zip((32, 128), rates, strict=True)) for name, rates in pairs}
+
+
+def _fresh(workload: str, target: float, budget: int, recipes: Mapping[str, Mapping[int, float]]) -> Job:
+    """A job of the first run. Tuning begins at the rates of its recipes."""
+    return Job(workload, target, budget, budget // 40, recipes, recipes["constant"])
+
+
 JOBS = {
     job.workload: job
     for job in (
-        _claimed("teacher", 48_000, {}),
-        _claimed("teacher-classes", 70_000, {}),
-        _claimed("mnist1d-noisy-mlp", 72_000, {}),
+        _claimed("teacher", 48_000, _recipes((0.025, 0.1), (0.00625, 0.025))),
+        _claimed("teacher-classes", 70_000, _recipes((0.05, 0.2), (0.025, 0.1))),
+        _claimed("mnist1d-noisy-mlp", 72_000, _recipes((0.05, 0.2), (0.025, 0.1))),
+        _fresh("pulse", 0.66, 40_000, _recipes((0.025, 0.1), (0.0125, 0.05))),
+        _fresh("pulse-2d", 0.545, 60_000, _recipes((0.04, 0.2), (0.02, 0.1))),
+        _fresh("pysource-windows", 0.431, 48_000, _recipes((0.016, 0.032), (0.016, 0.032))),
+        _fresh("pysource-windows-lstm", 0.455, 48_000, _recipes((1 / 32, 1 / 16), (1 / 64, 1 / 32))),
     )
 }
-OUTAGES = {"device-replaced": (Outage(host=2, from_s=15.0, until_s=20.0),)}
+OUTAGES = {
+    "device-replaced": (Outage(host=2, from_s=15.0, until_s=20.0),),
+    "device-swapped": (Outage(host=1, from_s=2.4, until_s=3.2),),
+}
 """Hosts that a scenario loses for a time, on the virtual clock."""
 
 _TIMES = re.compile(r"(.+)-x([1-9]\d*)")  # a scenario whose hosts are there several times
