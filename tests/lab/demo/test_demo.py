@@ -162,18 +162,21 @@ class Pretended:
         mechanisms = {"network": "loopback", "cpu": "device"}
         return nullcontext(SimpleNamespace(scenario=scenario, run_dir=run_dir, mechanisms=mechanisms))
 
-    def launch(self, hosts: Any, job: Any, trials: Mapping[str, Trial], *, watch: DemoWatch, **_: Any) -> list[LiveRun]:
-        self.launched.append((job.seed, list(trials)))
-        found = []
-        for name, trial in trials.items():
-            late = name in self.late
-            if late:
+    def ranks(self, hosts: Any, job: Any, *, watch: DemoWatch, **_: Any) -> Any:
+        names = list[str]()
+        self.launched.append((job.seed, names))
+
+        def run(name: str, trial: Trial) -> LiveRun:
+            names.append(name)
+            if late := name in self.late:
                 self.late.remove(name)
             devices = (DeviceSteps(100, 5 if late else 0, 0.1),) * 4
             watch.began(name)
-            found.append(LiveRun(name, a_run(trial, self.seconds[name], seed=job.seed), devices, 0.0))
-            watch.finished(found[-1])
-        return found
+            made = LiveRun(name, a_run(trial, self.seconds[name], seed=job.seed), devices, 0.0)
+            watch.finished(made)
+            return made
+
+        return nullcontext(SimpleNamespace(run=run))
 
 
 @pytest.fixture
@@ -181,7 +184,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pretended]:
     def made(seconds: Mapping[str, float], late: Sequence[str] = ()) -> Pretended:
         found = Pretended(seconds, late)
         monkeypatch.setattr(demo_run, "Emulation", found.emulation)
-        monkeypatch.setattr(demo_run, "launch", found.launch)
+        monkeypatch.setattr(demo_run, "Ranks", found.ranks)
         monkeypatch.setattr(demo_run, "scoring", lambda workload, seed: float)
         return found
 

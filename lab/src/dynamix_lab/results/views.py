@@ -45,7 +45,7 @@ def markdown_of(result: Mapping[str, Any], view: str = "") -> str:
 def _made(result: Mapping[str, Any]) -> Table | list[Section]:
     from dynamix_lab.experiment import table as experiment
 
-    if "cases" in result:
+    if "beside" in result.get("plan", {}):  # an experiment's, whatever its name
         return experiment.sections(result)
     makers = _makers()
     if kind(result) not in makers:
