@@ -184,7 +184,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pretended]:
     def made(seconds: Mapping[str, float], late: Sequence[str] = ()) -> Pretended:
         found = Pretended(seconds, late)
         monkeypatch.setattr(demo_run, "Emulation", found.emulation)
-        monkeypatch.setattr(demo_run, "Ranks", found.ranks)
+        monkeypatch.setattr(demo_run, "LiveRanks", found.ranks)
         monkeypatch.setattr(demo_run, "scoring", lambda workload, seed: float)
         return found
 

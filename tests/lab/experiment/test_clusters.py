@@ -11,7 +11,7 @@ from dynamix_lab.emulator import Emulation, load_scenario
 from dynamix_lab.emulator.devices import DeviceSteps
 from dynamix_lab.experiment.clusters import cluster_of
 from dynamix_lab.experiment.places import Place
-from dynamix_lab.opponents.launch import LiveJob, LiveRun, LiveWatch, Ranks, paced, until_paced
+from dynamix_lab.opponents.launch import LiveJob, LiveRanks, LiveRun, LiveWatch, paced, until_paced
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import LocalSettings, Trial
 
@@ -66,7 +66,7 @@ def test_every_kind_of_row_runs_live_on_device_hosts(tmp_path: Path) -> None:
     scenario = load_scenario({"device": device, "hosts": [{"cpu": 0.5}, {"cpu": 1.0}]})
     job = LiveJob("teacher", 0, "device-even", 1, RunLimits(time_s=2.0, every_s=0.5), fastest=1)
     watch = Noted()
-    with Emulation(scenario, seed=1, run_dir=tmp_path) as hosts, Ranks(hosts, job, watch=watch) as ranks:
+    with Emulation(scenario, seed=1, run_dir=tmp_path) as hosts, LiveRanks(hosts, job, watch=watch) as ranks:
         runs = {name: ranks.run(name, trial) for name, trial in TRIALS.items()}
     assert watch.told == [f"{name} {what}" for name in TRIALS for what in ("began", "ended")]
     for name, live in runs.items():

@@ -18,7 +18,7 @@ from dynamix.errors import ConfigError
 from dynamix_lab.emulator import load_scenario
 from dynamix_lab.experiment.experiment import Row, load, shipped
 from dynamix_lab.experiment.measures import SETTINGS
-from dynamix_lab.experiment.places import JOBS, OUTAGES, Job, Place
+from dynamix_lab.experiment.places import JOBS, OUTAGES, JobNumbers, Place
 from dynamix_lab.experiment.regimes import regime, regime_places
 from dynamix_lab.experiment.suite import ExperimentSuite, at_edge
 from dynamix_lab.opponents.runs import FALLS, MEAN_OF, Evaluation, TrialRun, reached_for_good
@@ -99,7 +99,7 @@ def test_a_file_may_take_from_another_what_it_does_not_say() -> None:
 
 
 def test_a_row_takes_the_recipe_of_one_worker_to_w_workers() -> None:
-    job = Job("teacher", 0.8, 4000, 100, {"cosine": {32: 0.1}, "constant": {32: 0.05}})
+    job = JobNumbers("teacher", 0.8, 4000, 100, {"cosine": {32: 0.1}, "constant": {32: 0.05}})
     rates = {"r0": 0.1, "sqrt(W) r0": 0.2, "W r0": 0.4, 3: pytest.approx(0.3)}
     for rate, expected in rates.items():
         trial = Row("x", "static", rate=rate).trial(job, "finish", 32, 4)

@@ -20,7 +20,7 @@ from dynamix_lab.harness.finished import FinishedSeeds, facts_of
 from dynamix_lab.harness.folder import read_run
 from dynamix_lab.harness.host import host
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, summarise
-from dynamix_lab.opponents.launch import LiveJob, LiveRun, Ranks, until_paced
+from dynamix_lab.opponents.launch import LiveJob, LiveRanks, LiveRun, until_paced
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.virtual import fastest_worker
 from dynamix_lab.statistics import censored
@@ -124,7 +124,7 @@ class _Demo:
                     target=settings.job.target,
                     stops=not settings.quick,
                 ) as watch,
-                Ranks(hosts, job, watch=watch, snapshots=True) as started,
+                LiveRanks(hosts, job, watch=watch, snapshots=True) as started,
             ):
                 runs = [started.run(name, trial) for name, trial in trials.items()]
         return self.runs[before:], runs

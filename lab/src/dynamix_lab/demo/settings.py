@@ -14,7 +14,7 @@ from dynamix.policies.registry import parse_name
 from dynamix_lab.demo.rows import SCENARIO, TRIALS, WORKLOAD
 from dynamix_lab.emulator import load_scenario, shipped_scenarios
 from dynamix_lab.emulator.cluster import Mechanism, load_permitted
-from dynamix_lab.experiment.places import JOBS, Job
+from dynamix_lab.experiment.places import JOBS, JobNumbers
 from dynamix_lab.harness.runs import AGAIN, policy_facts
 from dynamix_lab.installed import how_to_install
 from dynamix_lab.opponents.runs import RunLimits
@@ -74,7 +74,7 @@ class DemoSettings:
                 make_policy(trial.policy)
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobNumbers:
         """The job, with its target."""
         return JOBS[WORKLOAD]
 

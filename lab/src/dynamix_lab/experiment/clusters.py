@@ -11,7 +11,7 @@ import torch
 
 from dynamix_lab.emulator import Emulation
 from dynamix_lab.experiment.places import DISTURBANCE, Place
-from dynamix_lab.opponents.launch import LiveJob, Ranks, paced
+from dynamix_lab.opponents.launch import LiveJob, LiveRanks, paced
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.virtual import fastest_worker, run_virtual
@@ -67,7 +67,7 @@ class EmulatedDevices:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.mechanisms = folder, dict[str, str]()
-        self._started: tuple[tuple[Place, int, RunLimits], Ranks] | None = None
+        self._started: tuple[tuple[Place, int, RunLimits], LiveRanks] | None = None
         self._stack = contextlib.ExitStack()
 
     def run(self, trial: Trial, place: Place, seed: int, limits: RunLimits) -> TrialRun:
@@ -76,7 +76,7 @@ class EmulatedDevices:
         live = paced(lambda attempt: ranks.run(f"{name}, again {attempt}" if attempt else name, trial), repeats=REPEATS)
         return replace(live.run, overrun=live.overrun)
 
-    def _ranks(self, place: Place, seed: int, limits: RunLimits) -> Ranks:
+    def _ranks(self, place: Place, seed: int, limits: RunLimits) -> LiveRanks:
         wanted = place, seed, limits
         if self._started is not None and self._started[0] == wanted:
             return self._started[1]
@@ -87,7 +87,7 @@ class EmulatedDevices:
         folder = self.folder / f"{place.key}-{seed}"
         hosts = self._stack.enter_context(Emulation(scenario, seed=DISTURBANCE + seed, run_dir=folder, keep_awake=True))
         self.mechanisms = hosts.mechanisms
-        ranks = self._stack.enter_context(Ranks(hosts, job))
+        ranks = self._stack.enter_context(LiveRanks(hosts, job))
         self._started = wanted, ranks
         return ranks
 

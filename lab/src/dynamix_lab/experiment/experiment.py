@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from dynamix.errors import ConfigError
 from dynamix.runtime.rules import AUTO
 from dynamix_lab.experiment.measures import SETTINGS
-from dynamix_lab.experiment.places import Job, Place, places_named
+from dynamix_lab.experiment.places import JobNumbers, Place, places_named
 from dynamix_lab.opponents.trial import LocalSettings, Trial
 from dynamix_lab.opponents.tuning import CONSTANT, ROWS
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
@@ -51,7 +51,7 @@ class Row:
         if isinstance(self.rate, str) and self.rate not in FACTORS:
             raise ConfigError(f"rate of {self.name}", self.rate, ", ".join(FACTORS), "or give a number")
 
-    def trial(self, job: Job, setting: str, batch: int, workers: int) -> Trial:
+    def trial(self, job: JobNumbers, setting: str, batch: int, workers: int) -> Trial:
         """The row at a job's recipe for `batch` samples. Raises `ConfigError` for impossible settings."""
         schedule = SCHEDULE.get(setting, "constant")
         factor = FACTORS[self.rate](workers) if isinstance(self.rate, str) else self.rate

@@ -15,7 +15,7 @@ MATCHES = 0.003  # of the metric: how far below another's a score may end if its
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Arrival:
     """What is read from a run.
 
     seconds   of its clock; if it did not arrive, those until it was ended
@@ -34,7 +34,7 @@ class Setting(Protocol):
     def limits(self, place: Place) -> RunLimits:
         """When a run ends."""
 
-    def read(self, run: TrialRun, place: Place) -> Reading:
+    def read(self, run: TrialRun, place: Place) -> Arrival:
         """What it came to."""
 
 
@@ -45,8 +45,8 @@ class Finish:
         budget = place.job.budget
         return RunLimits(samples=budget, every_samples=max(budget // PARTS, 1))
 
-    def read(self, run: TrialRun, place: Place) -> Reading:
-        return Reading(run.time_s, not run.diverged, run.mean_score())
+    def read(self, run: TrialRun, place: Place) -> Arrival:
+        return Arrival(run.time_s, not run.diverged, run.mean_score())
 
 
 class Reach:
@@ -62,9 +62,9 @@ class Reach:
             every_samples=job.every_samples,
         )
 
-    def read(self, run: TrialRun, place: Place) -> Reading:
+    def read(self, run: TrialRun, place: Place) -> Arrival:
         reached = run.time_to_stay(place.job.target)
-        return Reading(run.time_s if reached is None else reached, reached is not None, run.mean_score())
+        return Arrival(run.time_s if reached is None else reached, reached is not None, run.mean_score())
 
 
 class Crossing:
@@ -79,9 +79,9 @@ class Crossing:
             every_samples=job.every_samples,
         )
 
-    def read(self, run: TrialRun, place: Place) -> Reading:
+    def read(self, run: TrialRun, place: Place) -> Arrival:
         reached = run.time_to_score(place.job.target)
-        return Reading(place.limit_s if reached is None else reached, reached is not None, run.mean_score())
+        return Arrival(place.limit_s if reached is None else reached, reached is not None, run.mean_score())
 
 
 SETTINGS: Mapping[str, Any] = {"finish": Finish(), "reach": Reach(), "crossing": Crossing()}

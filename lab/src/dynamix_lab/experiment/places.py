@@ -22,7 +22,7 @@ REGIME_LONGER = 4  # links may be slow there, so runs get longer
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobNumbers:
     """A job's numbers, the same for every row.
 
     workload       its name
@@ -60,10 +60,10 @@ class Job:
         return known[batch]
 
 
-def _claimed(workload: str, budget: int, recipes: Mapping[str, Mapping[int, float]]) -> Job:
+def _claimed(workload: str, budget: int, recipes: Mapping[str, Mapping[int, float]]) -> JobNumbers:
     """A frozen job, with the target and the rates of its curve."""
     known = CLAIM_JOBS[workload]
-    return Job(workload, known.target, budget, 2000, recipes, known.rates)
+    return JobNumbers(workload, known.target, budget, 2000, recipes, known.rates)
 
 
 def _recipes(cosine: tuple[float, float], constant: tuple[float, float]) -> dict[str, dict[int, float]]:
@@ -72,9 +72,9 @@ def _recipes(cosine: tuple[float, float], constant: tuple[float, float]) -> dict
     return {name: dict(zip((32, 128), rates, strict=True)) for name, rates in pairs}
 
 
-def _fresh(workload: str, target: float, budget: int, recipes: Mapping[str, Mapping[int, float]]) -> Job:
+def _fresh(workload: str, target: float, budget: int, recipes: Mapping[str, Mapping[int, float]]) -> JobNumbers:
     """A job of the first run. Tuning begins at the rates of its recipes."""
-    return Job(workload, target, budget, budget // 40, recipes, recipes["constant"])
+    return JobNumbers(workload, target, budget, budget // 40, recipes, recipes["constant"])
 
 
 JOBS = {
@@ -142,7 +142,7 @@ class Place:
         return f"{self.scenario.rpartition('/')[2].removesuffix('.yaml')}-{self.workload}"
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobNumbers:
         """Its numbers."""
         return JOBS[self.workload]
 

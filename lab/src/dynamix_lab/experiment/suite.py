@@ -23,7 +23,7 @@ GIVE_UP = 2.0  # a run of the tuning ends at so many times the best one of its r
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class TableCase:
     """What a table compares rows in: a setting at a place, with a recipe for `batch` samples if rows have one."""
 
     setting: str
@@ -56,11 +56,11 @@ class ExperimentSuite(Suite):
         hashes = {text: Place.of(text).load().sha256 for text in self.plan.places}
         return {"cluster": self.plan.cluster, "seeds": self.plan.all_seeds, "scenario_sha256": hashes}
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[TableCase]:
         """Place by place."""
         plan = self.plan
         batches: Sequence[int | None] = plan.batches or (None,)
-        return [Case(s, Place.of(text), b) for text in plan.places for b in batches for s in plan.settings]
+        return [TableCase(s, Place.of(text), b) for text in plan.places for b in batches for s in plan.settings]
 
     def cells(self) -> list[Cell]:
         if self.shares_a_machine:
@@ -82,11 +82,11 @@ class ExperimentSuite(Suite):
                 found[name] = {"trial": trial.to_dict(), "runs": [self._made(cluster, case, trial, what)]}
             return {"rows": found, "mechanisms": cluster.mechanisms}
 
-    def _trial(self, case: Case, row: Row) -> Trial:
+    def _trial(self, case: TableCase, row: Row) -> Trial:
         assert case.batch is not None
         return row.trial(case.place.job, case.setting, case.batch, case.place.load().workers)
 
-    def row_of(self, cluster: Cluster, case: Case, row: Row) -> dict[str, Any]:
+    def row_of(self, cluster: Cluster, case: TableCase, row: Row) -> dict[str, Any]:
         """A row of a case: its trial, how it was tuned, and its runs."""
         said: dict[str, Any] = {}
         if self.plan.tuning is None:
@@ -97,7 +97,7 @@ class ExperimentSuite(Suite):
         runs = [self._made(cluster, case, trial, seed) for seed in self.plan.all_seeds]
         return {"rows": {row.name: {"trial": trial.to_dict(), **said, "runs": runs}}, "mechanisms": cluster.mechanisms}
 
-    def _made(self, cluster: Cluster, case: Case, trial: Trial, seed: int) -> dict[str, Any]:
+    def _made(self, cluster: Cluster, case: TableCase, trial: Trial, seed: int) -> dict[str, Any]:
         setting = SETTINGS[case.setting]
         run = cluster.run(trial, case.place, seed, setting.limits(case.place))
         return summary(run, setting.read(run, case.place))
@@ -107,7 +107,7 @@ class ExperimentSuite(Suite):
         mechanisms: dict[str, str] = next((cell["mechanisms"] for cell in cells.values()), {})
         return {"mechanisms": mechanisms, "cases": found}
 
-    def _concluded(self, case: Case, cells: Mapping[str, Any]) -> dict[str, Any]:
+    def _concluded(self, case: TableCase, cells: Mapping[str, Any]) -> dict[str, Any]:
         """A case: each row's readings, by seed, as columns."""
         rows: dict[str, dict[str, Any]] = {}
         for part in self._of(case, cells):
@@ -128,7 +128,7 @@ class ExperimentSuite(Suite):
             "rows": {name: rows[name] for name in order},
         }
 
-    def _of(self, case: Case, cells: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    def _of(self, case: TableCase, cells: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """The cells of a case that are there."""
         for cell in self.cells():
             if cell.what[0] == case and cell.key in cells:
@@ -168,7 +168,7 @@ def _space(place: Place, schedules: tuple[tuple[str, float], ...]) -> TuningSpac
     )
 
 
-def tuned(cluster: Cluster, case: Case, row: str, tuning: Tuning) -> tuple[Trial, list[TriedTrial]]:
+def tuned(cluster: Cluster, case: TableCase, row: str, tuning: Tuning) -> tuple[Trial, list[TriedTrial]]:
     """A row's winner at a place, and all that was tried for it; without seeds the first of its grid."""
     space = _space(case.place, tuning.schedules)
     trials = grid(row, space)
@@ -184,7 +184,7 @@ class _Impatient:
     """Runs trials of one row for `tune`, none for longer than twice the best so far: it could not win any more."""
 
     cluster: Cluster
-    case: Case
+    case: TableCase
     best: dict[int, float] = field(default_factory=dict)
 
     def __call__(self, trial: Trial, seed: int) -> TrialRun:

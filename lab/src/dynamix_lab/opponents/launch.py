@@ -92,7 +92,7 @@ class LiveWatch:
         """A run is over, its limits are lifted."""
 
 
-class Ranks:
+class LiveRanks:
     """Started ranks of a job on `hosts`, that make one run after the other until they are closed.
 
     watch       is told how it goes on
