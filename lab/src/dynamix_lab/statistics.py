@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -222,11 +221,6 @@ class Winner:
     best: str
     level: tuple[str, ...]
     ratios: dict[str, Interval]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        ratios = {name: ratio.to_dict() for name, ratio in self.ratios.items()}
-        return {"best": self.best, "level": list(self.level), "ratios": ratios}
 
 
 def who_wins(rows: Mapping[str, Sequence[float]], *, confidence: float = 0.95) -> Winner:

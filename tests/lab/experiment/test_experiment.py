@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,15 @@ from dynamix_lab.experiment.measures import SETTINGS
 from dynamix_lab.experiment.places import JOBS, OUTAGES, JobNumbers, Place
 from dynamix_lab.experiment.regimes import regime, regime_places
 from dynamix_lab.experiment.suite import ExperimentSuite, at_edge
-from dynamix_lab.opponents.runs import FALLS, MEAN_OF, Evaluation, TrialRun, reached_for_good
+from dynamix_lab.opponents.runs import (
+    FALLS,
+    Evaluation,
+    RunLimits,
+    RunLog,
+    TrialRun,
+    mean_scores,
+    reached_for_good,
+)
 from dynamix_lab.opponents.trial import Trial
 from tests.refused import refused
 
@@ -68,6 +76,11 @@ def test_every_experiment_that_is_shipped_can_be_run(name: str) -> None:
         ("batches = [32]", "", "batches"),
         ("seeds = 1", "seeds = 0", "seeds"),
         ("seeds = 1", "colour = 1", "colour"),
+        ('beside = ["static"]', 'beside = ["statics"]', "statics"),
+        ('policy = "static"', 'policy = "statics"', "statics"),
+        ('policy = "static"', 'policy = "static"\nworkloads = ["teachers"]', "teachers"),
+        ("[rows.single]", "[rows.single]\n[rows.Single]\n[rows.'single;']", "letters or digits"),
+        ("[rows.single]", "[rows.single]\nrounds = 3", "local steps"),
         ('rate = "W r0"', 'rate = "W^2 r0"', r"W\^2 r0"),
         ('policy = "static"', 'policies = "static"', "policies"),
         ("[rows.single]", "[rows.single", "TOML"),
@@ -123,48 +136,70 @@ def test_a_smoke_run_leaves_a_whole_folder(tmp_path: Path) -> None:
     (case,) = json.loads((out / "result.json").read_text())["cases"]
     assert list(case["rows"]) == ["single", "static"]
     assert case["rows"]["static"]["samples"][0] >= JOBS["teacher"].budget
-    assert case["least_s"][0] < case["rows"]["static"]["seconds"][0] < case["rows"]["single"]["seconds"][0]
+    assert case["least_s"]["0"] < case["rows"]["static"]["seconds"][0] < case["rows"]["single"]["seconds"][0]
     assert "Distributing pays: static" in (out / "table.md").read_text()
     assert "<svg" in (out / "report.html").read_text()
 
 
-def run_of(scores: list[float], *, losses: list[float] | None = None) -> TrialRun:
+def run_of(scores: list[float], *, every: int = 100, losses: list[float] | None = None) -> TrialRun:
+    """A run that is scored at its start and after every `every` samples, a second each."""
     losses = losses or [1.0] * len(scores)
-    evaluations = tuple(Evaluation(float(i), 100 * i, losses[i], score) for i, score in enumerate(scores))
+    evaluations = tuple(Evaluation(float(i), every * i, losses[i], score) for i, score in enumerate(scores))
     return TrialRun(Trial("x", None, 8, 0.1), 0, "virtual", evaluations, (len(scores) - 1.0,), (1,), 1)
 
 
 @given(st.lists(st.floats(0, 1), max_size=40), st.floats(0.1, 0.9))
 def test_a_target_is_reached_where_no_later_mean_falls_below_it(scores: list[float], target: float) -> None:
-    at = reached_for_good(scores, target)
-    means = {i: fmean(scores[i + 1 - MEAN_OF : i + 1]) for i in range(MEAN_OF - 1, len(scores))}
+    means = mean_scores(range(0, 10 * len(scores), 10), scores, 50)
+    at = reached_for_good(means, target)
     if at is None:
-        assert not means or means[len(scores) - 1] < target
+        assert not means or means[-1] is None or means[-1] < target
     else:
         assert means[at] >= target
-        assert all(mean >= target - FALLS for i, mean in means.items() if i > at)
+        assert all(mean >= target - FALLS for mean in means[at + 1 :])
+
+
+def test_a_row_that_meets_seldom_is_read_over_as_many_samples_as_one_that_meets_often() -> None:
+    place = Place.of(EVEN)
+    budget = place.job.budget
+    often = run_of([0.1] + [0.5] * 35 + [0.7] * 5, every=budget // 40)
+    seldom = run_of([0.1, 0.5, 0.5, 0.5, 0.7], every=budget // 4)
+    finish, reach = SETTINGS["finish"], SETTINGS["reach"]
+    assert [finish.read(run, place).score for run in (often, seldom)] == [pytest.approx(0.7)] * 2
+    twice = run_of([0.1, 0.9], every=budget)  # neither the untrained model nor a memory of it counts
+    assert finish.read(twice, place).score == 0.9
+    assert reach.read(twice, place).seconds == 1.0
 
 
 def test_what_is_read_from_a_run_depends_on_the_setting() -> None:
     place = Place.of(EVEN)
-    target = place.job.target
-    lucky = run_of([0.0] * 6 + [target, target] + [0.5] * 6)
+    target, every = place.job.target, place.job.every_samples
+    lucky = run_of([0.0] * 6 + [target, target] + [0.5] * 6, every=every)
     assert SETTINGS["crossing"].read(lucky, place).seconds == 6.0
     assert not SETTINGS["reach"].read(lucky, place).arrived
-    steady = run_of([0.0] * 5 + [1.0] * 10)
+    steady = run_of([0.0] * 6 + [1.0] * 10, every=every)
     found = SETTINGS["reach"].read(steady, place)
     assert found.arrived
-    assert found.seconds == pytest.approx(8 + (target - 0.8) / 0.2)  # means of five: 0.8 after 8 s, 1.0 after 9 s
+    assert found.seconds == pytest.approx(9 + (target - 0.8) / 0.2)  # means of five: 0.8 after 9 s, 1.0 after 10 s
     finished = SETTINGS["finish"].read(steady, place)
-    assert (finished.seconds, finished.score, finished.arrived) == (14.0, 1.0, True)
+    assert (finished.seconds, finished.score, finished.arrived) == (15.0, 1.0, True)
     broken = run_of([0.5, 0.0], losses=[1.0, math.inf])
     assert not SETTINGS["finish"].read(broken, place).arrived
     assert SETTINGS["finish"].read(broken, place).score == 0.0
 
 
-def test_a_run_to_a_target_goes_on_until_it_has_stayed_there() -> None:
-    limits = SETTINGS["reach"].limits(Place.of(EVEN))
-    assert (limits.stays, limits.target) == (True, JOBS["teacher"].target)
+@pytest.mark.parametrize("meeting", [10, 40])
+def test_a_run_to_a_target_goes_on_until_it_has_stayed_there(meeting: int) -> None:
+    limits = RunLimits(samples=100_000, target=0.8, stays=True, every_samples=10)
+    log = RunLog(Trial("x", None, 8, 0.1), limits, 1)
+    log.scored(1.0, 0.0)
+    while not log.arrived:
+        log.met(log.time_s + 1, np.array([meeting]))
+        log.scored(0.1, 0.9 if log.samples >= 200 else 0.1)
+    assert 300 <= log.samples <= 380  # ten times ten samples after the mean over fifty is there
+
+
+def test_a_run_of_a_budget_ends_with_it() -> None:
     assert SETTINGS["finish"].limits(Place.of(EVEN)).samples == JOBS["teacher"].budget
 
 
@@ -178,7 +213,8 @@ def test_physics_allows_no_less_than_exact_shares_of_what_the_devices_do() -> No
 def test_a_device_that_is_lost_and_replaced_by_a_slower_one_takes_longer() -> None:
     replaced = Place.of("device-replaced/mnist1d-noisy-mlp")
     outage = OUTAGES["device-replaced"][0]
-    least_s = replaced.least_s(0, 64)
+    least_s = replaced.least_s(0, 64, replaced.outages)
+    assert least_s > replaced.least_s(0, 64)
     whole = sum(host.cpu for host in replaced.load().hosts)
     untouched = Place.of("device-even/mnist1d-noisy-mlp").least_s(0, 64) * 4 / whole
     assert least_s > untouched * 1.05
@@ -213,12 +249,15 @@ def test_claims_are_made_where_the_devices_together_are_three_times_the_fastest_
         assert len(speeds) * efficient <= max(place.job.rates), text
 
 
-def test_a_winner_at_an_end_of_its_grid_is_marked() -> None:
+def test_a_winner_at_an_end_of_what_was_tried_is_marked() -> None:
     trials = [Trial("static", "static", size, rate) for size in (32, 64, 128) for rate in (0.1, 0.2, 0.4)]
     found = {(t.batch_size, t.learning_rate): at_edge(t, trials) for t in trials}
     assert found[64, 0.2] == []
     assert found[128, 0.2] == ["batch_size"]
     assert found[32, 0.4] == ["learning_rate", "batch_size"]
+    longer = [Trial("static", "static", 32, 0.1, schedule="cosine", budget=samples) for samples in (700, 1000, 1400)]
+    assert at_edge(longer[2], longer) == ["budget"]
+    assert at_edge(longer[1], [*longer, *trials]) == []
 
 
 def test_a_tuned_row_is_run_at_what_won_on_the_tuning_seeds(tmp_path: Path) -> None:

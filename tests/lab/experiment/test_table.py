@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamix_lab.experiment.table import counts, described, markdown, page, ratio, sections
+from dynamix_lab.experiment.table import cell, counts, described, markdown, over, page, sections
 from dynamix_lab.experiment.verdict import verdict
 from dynamix_lab.opponents.trial import Trial
 
@@ -18,7 +18,13 @@ def readings(name: str, seconds: list[float], scores: list[float], arrived: list
     many = len(seconds)
     return {
         **{"trial": trial, "at_edge": [], "seconds": seconds, "score": scores, "seed": list(range(many))},
-        **{"arrived": arrived or [True] * many, "samples": [9] * many, "steps": [9] * many, "overrun": [False] * many},
+        **{
+            "arrived": arrived or [True] * many,
+            "diverged": [False] * many,
+            "samples": [9] * many,
+            "steps": [9] * many,
+            "overrun": [False] * many,
+        },
     }
 
 
@@ -33,8 +39,7 @@ def case(place: str, ours: dict[str, Any], setting: str = "finish", **other: Any
         "setting": setting,
         "place": place,
         "batch": 32,
-        "speeds_sum": 3.0,
-        "least_s": [2.0, 2.0],
+        "least_s": {"0": 2.0, "1": 2.0},
         "rows": rows,
         **other,
     }
@@ -65,8 +70,8 @@ def test_a_time_counts_only_at_the_score_of_the_best_plain_row() -> None:
     assert ours[2].startswith("-4.6")
     assert ours[3:] == ["1 of 2", "141 %"]
     assert [row[:2] for row in best.table.rows] == [["a/b", "static, W r0"], ["c/b", "static, W r0"]]
-    assert "Distributing pays: static is 2.25 times as fast as the fastest worker alone." in each[0].text
-    assert "Physics allows 2.0 s." in each[0].text
+    assert "Distributing pays: static, W r0 is 2.25 times as fast as the fastest worker alone." in each[0].text
+    assert "The devices need at least 2.0 s." in each[0].text
     assert each[1].table.rows[-1] == ["ours", "1.0", "80.00", "-9.00", "0.25 (0.25-0.25)"]
 
 
@@ -76,20 +81,30 @@ def test_a_time_counts_only_at_the_score_of_the_best_plain_row() -> None:
 def test_a_time_of_a_run_that_did_not_arrive_is_a_bound(mine: bool, theirs: bool, begins: str) -> None:
     made = case("a/b", readings("ours", [2.0, 2.0], [0.9, 0.9], [True, mine]), "reach")
     made["rows"]["static, W r0"]["arrived"] = [theirs, True]
-    assert ratio(made, "ours", "static, W r0").startswith(begins)
-    assert sections(result(made, {**made, "place": "c/b"}))[0].table.rows[-1][1].startswith(begins)
+    assert cell(over(made, "ours", "static, W r0")).startswith(begins)
+    neither = case("c/b", readings("ours", [2.0, 2.0], [0.9, 0.9], [False, True]), "reach")
+    neither["rows"]["static, W r0"]["arrived"] = [False, True]
+    assert over(neither, "ours", "static, W r0") is None
+    together = sections(result(made, neither))[0].table.rows[-1]
+    assert together[1] == f"{begins}, 1 of 2 places"
 
 
 def test_a_run_that_diverged_is_no_fast_run() -> None:
-    broken = readings("ours", [0.1, 2.0], [0.0, 0.9], [False, True])
-    together = sections(result(case("a/b", broken), case("c/b", KEEPS)))[0]
-    assert together.table.rows[-1][1].startswith("0.50")
+    broken = {**readings("ours", [0.1, 2.0], [0.0, 0.9], [False, True]), "diverged": [True, False]}
+    together, best, first, _ = sections(result(case("a/b", broken), case("c/b", KEEPS)))
+    assert together.table.rows[-1][1] == "0.50, 1 of 2 places"
     assert together.table.rows[-1][3] == "1 of 2"
+    assert [row[2] for row in best.table.rows] == ["–", "0.50 (0.50-0.50)"]
+    assert first.table.rows[-1][1] == "–"
+    reached = sections(result(case("a/b", {**broken, "arrived": [False, False]}, "reach")))
+    assert not any(text.startswith("First: ours") for section in reached for text in section.text)
 
 
-def test_devices_that_came_late_are_said_to_be_no_measurement() -> None:
+def test_devices_that_came_late_are_no_measurement() -> None:
     late = {**KEEPS, "overrun": [True, False]}
     assert "No measurement, as devices overran after every repeat: ours." in markdown(result(case("a/b", late)))
+    assert not counts(case("a/b", late), "ours", [])
+    assert over(case("a/b", late), "ours", "static") is None
 
 
 def test_a_page_shows_speed_beside_score() -> None:

@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dynamix.errors import ConfigError
+from dynamix.policies import make_policy
 from dynamix.runtime.rules import AUTO
 from dynamix_lab.experiment.measures import SETTINGS
-from dynamix_lab.experiment.places import JobNumbers, Place, places_named
+from dynamix_lab.experiment.places import JOBS, JobNumbers, Place, places_named
+from dynamix_lab.harness.reference import references
+from dynamix_lab.opponents.profiled import Profiled
 from dynamix_lab.opponents.trial import LocalSettings, Trial
 from dynamix_lab.opponents.tuning import CONSTANT, ROWS
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
 CLUSTERS = ("virtual", "emulator")
 FACTORS = {"r0": lambda workers: 1.0, "sqrt(W) r0": math.sqrt, "W r0": float}
-"""What becomes of one worker's rate on W workers."""
+"""The factor on r0 for W workers."""
+POLICIES = {"profiled": lambda _: Profiled(), **references("device-even")}  # known only here; to check a name
 SCHEDULE = {"finish": "cosine"}  # of a recipe, by setting; a constant rate elsewhere
 
 Plain = TypeVar("Plain")
@@ -34,7 +38,9 @@ class Row:
     name          in tables; "single" is one worker alone
     policy, lr_rule, global_batch, local    as in `Trial`; without `policy` and `local` it is one worker alone
     rate          "r0", "sqrt(W) r0", "W r0", or a number that r0 is multiplied by
-    workloads     jobs that the row is for; empty: all
+    schedule      of the rate; None: the setting's
+    rounds        with `local`: so many meetings in a budget, in place of a number of steps between them
+    workloads, settings    that the row is for; empty: all
 
     Every worker begins with b0 samples a step.
     """
@@ -45,27 +51,39 @@ class Row:
     lr_rule: str = AUTO
     global_batch: str = "fixed"
     local: Mapping[str, Any] | None = None
+    schedule: str | None = None
+    rounds: int | None = None
     workloads: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.rate, str) and self.rate not in FACTORS:
             raise ConfigError(f"rate of {self.name}", self.rate, ", ".join(FACTORS), "or give a number")
+        if self.rounds is not None and (self.rounds < 1 or self.local is None):
+            raise ConfigError(f"rounds of {self.name}", self.rounds, "1 or more, with local steps", "say how they meet")
 
     def trial(self, job: JobNumbers, setting: str, batch: int, workers: int) -> Trial:
         """The row at a job's recipe for `batch` samples. Raises `ConfigError` for impossible settings."""
-        schedule = SCHEDULE.get(setting, "constant")
+        usual = SCHEDULE.get(setting, "constant")
         factor = FACTORS[self.rate](workers) if isinstance(self.rate, str) else self.rate
         return Trial(
             self.name,
             self.policy,
             batch,
-            job.recipe(schedule, batch) * factor,
+            job.recipe(usual, batch) * factor,
             lr_rule=self.lr_rule,
-            local=None if self.local is None else LocalSettings.from_dict(self.local),
-            schedule=schedule,
+            local=self._local(job.budget / (workers * batch)),
+            schedule=self.schedule or usual,
             budget=job.budget,
             global_batch=self.global_batch,
         )
+
+    def _local(self, steps: float) -> LocalSettings | None:
+        """How workers meet in a run of so many steps of each."""
+        if self.local is None:
+            return None
+        often = {} if self.rounds is None else {"steps": max(round(steps / self.rounds), 1)}
+        return LocalSettings.from_dict({**self.local, **often})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +147,16 @@ class Experiment:
         names = [row.name for row in self.rows]
         if len(set(names)) < len(names):
             raise ConfigError("rows", ", ".join(names), "names that differ", "rename one")
-        _known("against", self.against, names)
+        for name in ("against", "beside", "ours"):
+            _known(name, getattr(self, name), names)
+        if len({file_key(name) for name in names}) < len(names):
+            raise ConfigError("rows", ", ".join(names), "names that differ by letters or digits", "rename one")
         places_named(self.places)
+        for row in self.rows:
+            _known(f"workloads of {row.name}", row.workloads, tuple(JOBS))
+            _known(f"settings of {row.name}", row.settings, tuple(SETTINGS))
+            if row.policy is not None:
+                make_policy(row.policy, others=POLICIES)
         if self.seeds < 1 or self.first_seed < 0:
             raise ConfigError("seeds", (self.first_seed, self.seeds), "1 or more, from 0 on", "ask for some")
         if self.cluster == "emulator" and set(self.settings) != {"finish"}:
@@ -142,7 +168,7 @@ class Experiment:
                 place = Place.of(text)
                 for setting in self.settings:
                     for batch in self.batches:
-                        for row in self.rows_at(place):
+                        for row in self.rows_at(place, setting):
                             row.trial(place.job, setting, batch, 2)
             return
         _known("rows that are tuned", names, ROWS)
@@ -152,9 +178,13 @@ class Experiment:
         if used := set(self.all_seeds) & {*TUNING_SEEDS, *self.tuning.seeds}:
             raise ConfigError("seeds", sorted(used), "seeds on which nothing was tuned", "take others")
 
-    def rows_at(self, place: Place) -> list[Row]:
-        """The rows for a place's job."""
-        return [row for row in self.rows if not row.workloads or place.workload in row.workloads]
+    def rows_at(self, place: Place, setting: str) -> list[Row]:
+        """The rows for a place's job in a setting."""
+        return [
+            row
+            for row in self.rows
+            if (not row.workloads or place.workload in row.workloads) and (not row.settings or setting in row.settings)
+        ]
 
     def only(self, **chosen: Sequence[str] | None) -> Experiment:
         """The same with these rows, places, settings or batches alone; None: all that it has.
@@ -170,7 +200,7 @@ class Experiment:
                     one for one, text in zip(getattr(self, name), known, strict=True) if text in wanted
                 )
             elif wanted is not None:
-                changes[name] = tuple(wanted)
+                changes[name] = places_named(tuple(wanted))
         names = [row.name for row in changes.get("rows", self.rows)]
         for name in ("against", "beside", "ours"):
             changes[name] = tuple(row for row in getattr(self, name) if row in names)
@@ -183,6 +213,15 @@ class Experiment:
         part = self.only(rows=rows, settings=self.settings[:1], places=self.places[:1])
         tuning = self.tuning and dataclasses.replace(self.tuning, seeds=())
         return dataclasses.replace(part, seeds=1, batches=self.batches[:1], tuning=tuning)
+
+
+def file_key(name: str) -> str:
+    """A row's name as a part of a file's.
+
+    >>> file_key("static, sqrt(W) r0")
+    'static-sqrt-W-r0'
+    """
+    return "-".join("".join(c if c.isalnum() or c == "_" else " " for c in name).split())
 
 
 def shipped() -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from dynamix_lab.experiment.places import Place
-from dynamix_lab.opponents.runs import RunLimits, TrialRun
+from dynamix_lab.opponents.runs import MEAN_OF, RunLimits, TrialRun
 
 PARTS = 40  # of a budget: how often a run is scored on its way
+LONGEST = 3  # budgets of samples after which a run whose score has to stay is ended
 MATCHES = 0.003  # of the metric: how far below another's a score may end if its time is to count
 
 
@@ -18,9 +19,9 @@ MATCHES = 0.003  # of the metric: how far below another's a score may end if its
 class Arrival:
     """What is read from a run.
 
-    seconds   of its clock; if it did not arrive, those until it was ended
-    arrived   whether it came where the setting asks it to
-    score     mean of the last five evaluations
+    seconds    of its clock; if it did not arrive, those until it was ended
+    arrived    whether it came where the setting asks it to
+    score      mean over the last eighth of a budget
     """
 
     seconds: float
@@ -31,8 +32,8 @@ class Arrival:
 class Setting(Protocol):
     """One way of ending runs and reading them."""
 
-    def limits(self, place: Place) -> RunLimits:
-        """When a run ends."""
+    def limits(self, place: Place, limit_s: float = math.inf) -> RunLimits:
+        """When a run ends; `limit_s` ends it earlier."""
 
     def read(self, run: TrialRun, place: Place) -> Arrival:
         """What it came to."""
@@ -41,48 +42,40 @@ class Setting(Protocol):
 class Finish:
     """A budget of samples with a cosine over it: seconds to its end, and the held-out score there."""
 
-    def limits(self, place: Place) -> RunLimits:
-        budget = place.job.budget
-        return RunLimits(samples=budget, every_samples=max(budget // PARTS, 1))
+    def limits(self, place: Place, limit_s: float = math.inf) -> RunLimits:
+        budget, ends_s = place.job.budget, None if math.isinf(limit_s) else limit_s
+        return RunLimits(time_s=ends_s, samples=budget, every_samples=max(budget // PARTS, 1))
 
     def read(self, run: TrialRun, place: Place) -> Arrival:
-        return Arrival(run.time_s, not run.diverged, run.mean_score())
+        return Arrival(run.time_s, not run.diverged, run.mean_score(MEAN_OF * (place.job.budget // PARTS)))
 
 
-class Reach:
-    """A constant rate: seconds until the score stays at the job's target (`TrialRun.time_to_stay`)."""
+@dataclass(frozen=True, slots=True)
+class ToTarget:
+    """Seconds until the job's target.
+
+    stays   the mean score has to be there, and to stay (`TrialRun.time_to_stay`); False: two scores in a row, however
+            noisy, as in tables before 0.3
+    """
+
+    stays: bool
 
     def limits(self, place: Place, limit_s: float = math.inf) -> RunLimits:
         job = place.job
         return RunLimits(
             time_s=min(place.limit_s, limit_s),
-            samples=job.limit_samples,
+            samples=LONGEST * job.budget if self.stays else job.limit_samples,
             target=job.target,
-            stays=True,
+            stays=self.stays,
             every_samples=job.every_samples,
         )
 
     def read(self, run: TrialRun, place: Place) -> Arrival:
-        reached = run.time_to_stay(place.job.target)
-        return Arrival(run.time_s if reached is None else reached, reached is not None, run.mean_score())
+        job, window = place.job, MEAN_OF * place.job.every_samples
+        reached = run.time_to_stay(job.target, window) if self.stays else run.time_to_score(job.target)
+        ended_s = run.time_s if self.stays else place.limit_s
+        return Arrival(ended_s if reached is None else reached, reached is not None, run.mean_score(window))
 
 
-class Crossing:
-    """Seconds until two scores in a row are at the job's target, however noisy: what tables before 0.3 show."""
-
-    def limits(self, place: Place, limit_s: float = math.inf) -> RunLimits:
-        job = place.job
-        return RunLimits(
-            time_s=min(place.limit_s, limit_s),
-            samples=job.limit_samples,
-            target=job.target,
-            every_samples=job.every_samples,
-        )
-
-    def read(self, run: TrialRun, place: Place) -> Arrival:
-        reached = run.time_to_score(place.job.target)
-        return Arrival(place.limit_s if reached is None else reached, reached is not None, run.mean_score())
-
-
-SETTINGS: Mapping[str, Any] = {"finish": Finish(), "reach": Reach(), "crossing": Crossing()}
+SETTINGS: Mapping[str, Setting] = {"finish": Finish(), "reach": ToTarget(True), "crossing": ToTarget(False)}
 """By name, as files have them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynamix.errors import ConfigError
@@ -158,25 +158,32 @@ class Place:
             seed=DISTURBANCE + seed,
             batch_size=batch_size,
             buckets=gradient_buckets(make_workload(self.workload).make_model(0)),
-            outages=OUTAGES.get(self.scenario, ()),
+            outages=self.outages,
             extras=EXTRAS if is_regime(self.scenario) else None,
             interval=INTERVAL,
         )
 
-    def least_s(self, seed: int, batch_size: int) -> float:
+    @property
+    def outages(self) -> tuple[Outage, ...]:
+        """Hosts that are lost for a time, on the virtual clock."""
+        return OUTAGES.get(self.scenario, ())
+
+    def least_s(self, seed: int, batch_size: int, outages: Sequence[Outage] = ()) -> float:
         """The least time, s, in which these devices could compute the job's budget: exact shares, free exchange.
 
         batch_size   samples a worker and step, in the mean: every device has the fixed time of each step
 
-        Lost devices compute nothing until they are replaced. An exchange, the update and waiting take no time.
+        outages      in which devices compute nothing until they are replaced
+
+        An exchange, the update and waiting take no time.
         """
         scenario, job = self.load(), self.job
         device = scenario.device
         assert device is not None
         steps, course = math.ceil(job.budget / (batch_size * scenario.workers)), Course(scenario, DISTURBANCE + seed)
-        outages, now_s, work_s = OUTAGES.get(self.scenario, ()), 0.0, [0.0] * scenario.workers
+        now_s, work_s = 0.0, [0.0] * scenario.workers
         ends = sorted({at for outage in outages for at in (outage.from_s, outage.until_s)})
-        each_s = (device.per_sample_ms + device.per_cost_ms * self._mean_cost()) / 1000
+        each_s = (device.per_sample_ms + device.per_cost_ms * self._mean_cost(seed)) / 1000
         fixed_s = steps * device.fixed_ms / 1000
 
         def samples(more_s: float, speeds: list[float]) -> float:
@@ -201,9 +208,9 @@ class Place:
             low, high = (middle, high) if samples(middle, speeds) < job.budget else (low, middle)
         return now_s + high
 
-    def _mean_cost(self) -> float:
+    def _mean_cost(self, seed: int) -> float:
         workload = make_workload(self.workload)
-        return 0.0 if workload.costs is None else float(workload.costs(workload.make_data(0).train).mean())
+        return 0.0 if workload.costs is None else float(workload.costs(workload.make_data(seed).train).mean())
 
 
 def places_named(names: tuple[str, ...]) -> tuple[str, ...]:

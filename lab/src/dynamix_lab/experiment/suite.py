@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+from dynamix.events.run_folder import commit
 from dynamix_lab.experiment import table
 from dynamix_lab.experiment.clusters import Cluster, cluster_of
-from dynamix_lab.experiment.experiment import Experiment, Row, Tuning
+from dynamix_lab.experiment.experiment import Experiment, Row, Tuning, file_key
 from dynamix_lab.experiment.measures import SETTINGS
 from dynamix_lab.experiment.places import Place
 from dynamix_lab.harness.suite import Cell, Context, Suite
@@ -56,6 +57,10 @@ class ExperimentSuite(Suite):
         hashes = {text: Place.of(text).load().sha256 for text in self.plan.places}
         return {"cluster": self.plan.cluster, "seeds": self.plan.all_seeds, "scenario_sha256": hashes}
 
+    def bound_to(self) -> dict[str, Any]:
+        jobs = {place.workload: place.job for place in map(Place.of, self.plan.places)}
+        return {"commit": commit(), **{f"numbers of {name}": asdict(job) for name, job in jobs.items()}}
+
     def cases(self) -> list[TableCase]:
         """Place by place."""
         plan = self.plan
@@ -65,7 +70,7 @@ class ExperimentSuite(Suite):
     def cells(self) -> list[Cell]:
         if self.shares_a_machine:
             return [Cell(f"{c.key}-{seed}", (c, seed)) for c in self.cases() for seed in self.plan.all_seeds]
-        rows = [(case, row) for case in self.cases() for row in self.plan.rows_at(case.place)]
+        rows = [(case, row) for case in self.cases() for row in self.plan.rows_at(case.place, case.setting)]
         return [Cell(f"{case.key}-{file_key(row.name)}", (case, row)) for case, row in rows]
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
@@ -73,11 +78,10 @@ class ExperimentSuite(Suite):
         with cluster_of(self.plan.cluster, context.folder.path / "ranks" / cell.key) as cluster:
             if not self.shares_a_machine:
                 return self.row_of(cluster, case, what)
-            names = balanced_order([row.name for row in self.plan.rows_at(case.place)], what)
-            rows = {row.name: row for row in self.plan.rows}
+            rows = {row.name: row for row in self.plan.rows_at(case.place, case.setting)}
             found = {}
-            for at, name in enumerate(names):
-                context.tell(f"{cell.key}: {name}", at / len(names))
+            for at, name in enumerate(balanced_order(list(rows), what)):
+                context.tell(f"{cell.key}: {name}", at / len(rows))
                 trial = self._trial(case, rows[name])
                 found[name] = {"trial": trial.to_dict(), "runs": [self._made(cluster, case, trial, what)]}
             return {"rows": found, "mechanisms": cluster.mechanisms}
@@ -98,9 +102,9 @@ class ExperimentSuite(Suite):
         return {"rows": {row.name: {"trial": trial.to_dict(), **said, "runs": runs}}, "mechanisms": cluster.mechanisms}
 
     def _made(self, cluster: Cluster, case: TableCase, trial: Trial, seed: int) -> dict[str, Any]:
-        setting = SETTINGS[case.setting]
-        run = cluster.run(trial, case.place, seed, setting.limits(case.place))
-        return summary(run, setting.read(run, case.place))
+        """A run as a cell keeps it: all but when each step ended."""
+        run = cluster.run(trial, case.place, seed, SETTINGS[case.setting].limits(case.place))
+        return {**run.to_dict(), "meetings_s": [round(run.time_s, 6)], "overrun": run.overrun}
 
     def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
         found = [part for case in self.cases() if (part := self._concluded(case, cells))["rows"]]
@@ -108,24 +112,23 @@ class ExperimentSuite(Suite):
         return {"mechanisms": mechanisms, "cases": found}
 
     def _concluded(self, case: TableCase, cells: Mapping[str, Any]) -> dict[str, Any]:
-        """A case: each row's readings, by seed, as columns."""
+        """A case: what was read from each row's runs, as columns by seed."""
         rows: dict[str, dict[str, Any]] = {}
         for part in self._of(case, cells):
             for name, row in part["rows"].items():
                 at = rows.setdefault(name, {"trial": row["trial"], "at_edge": row.get("at_edge", [])})
                 for run in row["runs"]:
-                    for column in COLUMNS:
-                        at.setdefault(column, []).append(run[column])
-        order = [row.name for row in self.plan.rows if row.name in rows]
-        speeds = [host.cpu for host in case.place.load().hosts]
-        batch = case.batch
+                    for column, value in read(case, run).items():
+                        at.setdefault(column, []).append(value)
+        place, batch, job = case.place, case.batch, case.place.job
+        least_s = None
+        if batch is not None and case.setting == "finish":
+            lost = () if self.shares_a_machine else place.outages  # emulated hosts are not lost
+            least_s = {seed: place.least_s(seed, batch, lost) for seed in self.plan.all_seeds}
         return {
-            "setting": case.setting,
-            "place": f"{case.place.scenario}/{case.place.workload}",
-            "batch": batch,
-            "speeds_sum": sum(speeds) / max(speeds),
-            "least_s": None if batch is None else [case.place.least_s(s, batch) for s in self.plan.all_seeds],
-            "rows": {name: rows[name] for name in order},
+            **{"setting": case.setting, "place": f"{place.scenario}/{place.workload}", "batch": batch},
+            **{"target": job.target, "budget": job.budget, "least_s": least_s},
+            "rows": {row.name: rows[row.name] for row in self.plan.rows if row.name in rows},
         }
 
     def _of(self, case: TableCase, cells: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -141,17 +144,13 @@ class ExperimentSuite(Suite):
         return table.page(result)
 
 
-COLUMNS = ("seed", "seconds", "arrived", "score", "samples", "steps", "overrun")
-
-
-def summary(run: TrialRun, reading: Any) -> dict[str, Any]:
-    """What is kept of a run: what was read from it, and its curve."""
-    kept = run.to_dict()
+def read(case: TableCase, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """What is read from a run that a cell keeps."""
+    run = TrialRun.from_dict(kept)
+    found = SETTINGS[case.setting].read(run, case.place)
     return {
-        **{"seed": run.seed, "seconds": round(reading.seconds, 6), "arrived": reading.arrived},
-        **{"score": round(reading.score, 6), "samples": run.samples, "steps": run.steps, "overrun": run.overrun},
-        "samples_by_worker": kept["samples_by_worker"],
-        "curve": kept["evaluations"],
+        **{"seed": run.seed, "seconds": round(found.seconds, 6), "arrived": found.arrived, "diverged": run.diverged},
+        **{"score": round(found.score, 6), "samples": run.samples, "steps": run.steps, "overrun": kept["overrun"]},
     }
 
 
@@ -181,7 +180,7 @@ def tuned(cluster: Cluster, case: TableCase, row: str, tuning: Tuning) -> tuple[
 
 @dataclass
 class _Impatient:
-    """Runs trials of one row for `tune`, none for longer than twice the best so far: it could not win any more."""
+    """Runs trials of one row for `tune`. A run ends at twice the best time so far: it cannot win any more."""
 
     cluster: Cluster
     case: TableCase
@@ -201,23 +200,24 @@ class _Impatient:
 
 
 def at_edge(trial: Trial, trials: Sequence[Trial]) -> list[str]:
-    """How a winner is at an end of what was tried, so that a better one may lie beyond.
+    """In what a winner is at an end of what was tried, so that a better one may lie beyond.
 
-    Gives "learning_rate", "batch_size", both or none. Rates are those of the winner's own batch and schedule. Two
-    batches have no inside, so they do not count.
+    Gives some of learning_rate, batch_size, budget (of a rate that falls) and steps (between meetings). An end is one
+    among the trials of the same schedule; two values have no inside, so they do not count.
     """
-    rates = sorted(
-        {t.learning_rate for t in trials if (t.batch_size, t.schedule) == (trial.batch_size, trial.schedule)}
-    )
-    sizes = sorted({one.batch_size for one in trials})
-    found = ["learning_rate"] if rates and trial.learning_rate in (rates[0], rates[-1]) else []
-    return found + (["batch_size"] if len(sizes) > 2 and trial.batch_size in (sizes[0], sizes[-1]) else [])
-
-
-def file_key(name: str) -> str:
-    """A row's name as a part of a file's.
-
-    >>> file_key("static, sqrt(W) r0")
-    'static-sqrt-W-r0'
-    """
-    return "-".join("".join(c if c.isalnum() or c == "_" else " " for c in name).split())
+    alike = [one for one in trials if one.schedule == trial.schedule]
+    read: dict[str, Callable[[Trial], float]] = {
+        "learning_rate": lambda one: float(f"{one.learning_rate:.2g}"),
+        "batch_size": lambda one: one.batch_size,
+    }
+    if trial.schedule != "constant":
+        read["budget"] = lambda one: one.budget or 0
+    if trial.local is not None:
+        read["steps"] = lambda one: 0 if one.local is None else one.local.steps
+    found = []
+    for name, of in read.items():
+        same = [one for one in alike if one.batch_size == trial.batch_size] if name == "learning_rate" else alike
+        values = {of(one) for one in same}
+        if len(values) > 2 and of(trial) in (min(values), max(values)):
+            found.append(name)
+    return found

@@ -23,14 +23,14 @@ from dynamix_lab.report import (
     sections_markdown,
     with_interval,
 )
-from dynamix_lab.statistics import geometric_mean, mean_interval, paired_ratio, who_wins
+from dynamix_lab.statistics import Interval, geometric_mean, mean_interval, paired_ratio, who_wins
 
 LEADS = {
     "finish": "Every run trains the same budget of samples, with a cosine of the rate over it. Seconds are those to "
-    "its end; the score is held out, the mean of the last five evaluations.",
+    "its end; the score is held out, the mean of the evaluations in the last eighth: five, if a row meets often.",
     "reach": "Seconds until the score stays at the job's target: the mean of five evaluations is there, and no later "
     "one falls below it by more than half a point. A run that did not arrive counts with the time at which it was "
-    "ended, so its ratio is at least that.",
+    "ended, so its ratio is a bound. One that diverged has none.",
     "crossing": "Seconds until two scores in a row are at the job's target. A run that did not arrive counts with the "
     "time at which it was ended.",
 }
@@ -78,45 +78,57 @@ def points(case: Case, row: str, beside: Sequence[str]) -> list[float] | None:
     return [100 * (mine - other) for mine, other in pairs]
 
 
+def arrived(case: Case, row: str) -> bool:
+    """Whether all runs of a row came to their end, on devices that kept their time."""
+    return all(case["rows"][row]["arrived"]) and not any(case["rows"][row]["overrun"])
+
+
 def counts(case: Case, row: str, beside: Sequence[str]) -> bool:
-    """Whether a row's time counts: it arrived, and ended with a score not more than 0.3 points below."""
-    above = points(case, row, beside)
-    return all(case["rows"][row]["arrived"]) and (above is None or fmean(above) >= -100 * MATCHES)
+    """Whether a row's time counts: it arrived, and in `finish` with a score not more than 0.3 points below."""
+    above = points(case, row, beside) if case["setting"] == "finish" else None
+    return arrived(case, row) and (above is None or fmean(above) >= -100 * MATCHES)
 
 
-def ratio(case: Case, row: str, other: str, digits: int = 2) -> str:
-    """A row's time over another's as a cell, with >= or <= if some runs of one did not arrive."""
-    if other not in case["rows"]:
-        return "–"
-    if row == other:
-        return "1"
-    mine, theirs = (case["rows"][name] for name in (row, other))
-    sign = _sign(all(mine["arrived"]), all(theirs["arrived"]))
-    return (
-        "–"
-        if sign is None
-        else sign + with_interval(paired_ratio(mine["seconds"], theirs["seconds"]).to_dict(), digits)
-    )
+def over(case: Case, row: str, other: str) -> tuple[str, Interval] | None:
+    """A row's time over another's, with "≥ " or "≤ " if it is a bound; None if nothing can be said.
+
+    A run that did not arrive at a target bounds the ratio. One that diverged, ended before its budget or ran on devices
+    that came late says nothing.
+    """
+    rows = case["rows"]
+    if row not in rows or other not in rows:
+        return None
+    both = rows[row], rows[other]
+    if any(any(one["diverged"]) or any(one["overrun"]) for one in both):
+        return None
+    mine, theirs = (all(one["arrived"]) for one in both)
+    if not mine and not theirs:
+        return None
+    sign = "" if mine and theirs else "≤ " if mine else "≥ "
+    return sign, paired_ratio(both[0]["seconds"], both[1]["seconds"])
 
 
-def _sign(mine: bool, theirs: bool) -> str | None:
-    return ("" if theirs else "≤ ") if mine else ("≥ " if theirs else None)
+def cell(found: tuple[str, Interval] | None) -> str:
+    """As text."""
+    return "–" if found is None else found[0] + with_interval(found[1].to_dict(), 2)
 
 
 def _over_places(cases: Sequence[Case], row: str, other: str) -> str:
-    """Time over another row's with its interval over places."""
+    """Time over another row's, its interval over places, and how many places these are if not all."""
     if row == other:
         return "1"
-    both = [case for case in cases if {row, other} <= set(case["rows"])]
-    if both and both[0]["setting"] == "finish":  # a run that diverged ended before its time
-        both = [case for case in both if all(case["rows"][row]["arrived"]) and all(case["rows"][other]["arrived"])]
-    if not both:
+    there = [case for case in cases if {row, other} <= set(case["rows"])]
+    found = {case["place"]: one for case in there if (one := over(case, row, other)) is not None}
+    signs = {sign for sign, _ in found.values()} - {""}
+    if not found or len(signs) > 1:
         return "–"
-    signs = [_sign(*(all(case["rows"][name]["arrived"]) for name in (row, other))) for case in both]
-    if None in signs or {"≥ ", "≤ "} <= set(signs):
-        return "–"
-    mine, theirs = ({case["place"]: case["rows"][name]["seconds"] for case in both} for name in (row, other))
-    return max(filter(None, signs), default="") + with_interval(paired_ratio(mine, theirs).to_dict(), 2)
+    known = [case for case in there if case["place"] in found]
+    mine, theirs = ({case["place"]: case["rows"][name]["seconds"] for case in known} for name in (row, other))
+    ratio = paired_ratio(mine, theirs).to_dict()
+    if len(found) == 1:  # no interval over a single place
+        ratio |= {"low": None, "high": None}
+    places = "" if len(found) == len(cases) else f", {len(found)} of {len(cases)} places"
+    return max(signs, default="") + with_interval(ratio, 2) + places
 
 
 def _together(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> Section:
@@ -126,7 +138,7 @@ def _together(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> S
     beside = plan["beside"]
     finish = cases[0]["setting"] == "finish"
     head = ["row", *(f"over {other}" for other in against)]
-    head += ["score, points", "time counts at", "of physics"] if finish else ["arrived"]
+    head += ["score, points", "time counts at", "least over time"] if finish else ["arrived"]
     rows = []
     for name in names:
         there = [case for case in cases if name in case["rows"]]
@@ -145,31 +157,38 @@ def _together(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> S
     if finish and beside:
         said.append(
             f"Points say how far the score is above the best of {', '.join(beside)} at a place. A time counts if they "
-            "are not below -0.3. Of physics: the least time in which a place's devices could compute these samples, "
-            "with W b0 a step, exact shares and free exchange, as a part of the row's time."
+            "are not below -0.3. The least time is what a place's devices would need for these samples with W b0 a "
+            "step, exact shares at every moment, and an exchange that takes none."
         )
     return Section(f"{heading}: {len(cases)} places", text=said, table=Table(head, rows))
 
 
 def _beside_the_best(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> list[Section]:
     """Our rows beside the best of the others at each place, which is known only afterwards."""
-    rows, ratios = [], dict[str, list[float]]()
+    there = {name for case in cases for name in case["rows"]}
+    ours = [name for name in plan["ours"] if name in there]
+    rows, ratios = [], {name: list[float]() for name in ours}
     for case in cases:
-        others = [name for name in case["rows"] if name not in plan["ours"] and counts(case, name, plan["beside"])]
+        able = [name for name in case["rows"] if counts(case, name, plan["beside"])]
+        others = [name for name in able if name not in ours]
         if not others:
             continue
         best = min(others, key=lambda name: geometric_mean(case["rows"][name]["seconds"]))
-        mine = [name for name in plan["ours"] if name in case["rows"]]
-        for name in mine:
-            pair = (case["rows"][one]["seconds"] for one in (name, best))
-            ratios.setdefault(name, []).append(paired_ratio(*pair).median)
-        rows.append([case["place"], best, *(ratio(case, name, best) for name in mine)])
+        found = {name: over(case, name, best) if name in able else None for name in ours}
+        for name, one in found.items():
+            ratios[name] += [] if one is None else [one[1].median]
+        rows.append([case["place"], best, *(cell(one) for one in found.values())])
     if not rows:
         return []
-    over = "; ".join(f"{name} {geometric_mean(each):.2f}, at worst {max(each):.2f}" for name, each in ratios.items())
-    said = "Seconds over those of the best other row of a place" + (" whose time counts" if plan["beside"] else "")
-    table = Table(["place", "best of the others", *ratios], rows)
-    return [Section(f"{heading}: ours beside the best of the others", [f"{said}. In the mean: {over}."], table)]
+    means = [
+        f"{name} {geometric_mean(each):.2f} at {len(each)} of {len(cases)} places, at worst {max(each):.2f}"
+        for name, each in ratios.items()
+        if each
+    ]
+    what = "whose time counts" if cases[0]["setting"] == "finish" else "that arrived"
+    said = f"Seconds over those of the best other row {what}; a dash: ours does not. In the mean: {'; '.join(means)}."
+    table = Table(["place", "best of the others", *ours], rows)
+    return [Section(f"{heading}: ours beside the best of the others", [said], table)]
 
 
 def _section(heading: str, case: Case, plan: Mapping[str, Any]) -> Section:
@@ -181,30 +200,31 @@ def _section(heading: str, case: Case, plan: Mapping[str, Any]) -> Section:
     rows = []
     for name, row in case["rows"].items():
         cells = [name, *([described(Trial.from_dict(row["trial"]))] if tuned else [])]
-        cells.append(number(geometric_mean(row["seconds"]), 1))
+        cells.append("–" if any(row["diverged"]) else number(geometric_mean(row["seconds"]), 1))
         if finish:
             above = points(case, name, plan["beside"])
             cells += [number(100 * fmean(row["score"]), 2), "–" if above is None else f"{fmean(above):+.2f}"]
         else:
             cells.append(f"{sum(row['arrived'])} of {len(row['arrived'])}")
-        rows.append([*cells, *(ratio(case, name, other) for other in against)])
+        rows.append([*cells, *("1" if name == other else cell(over(case, name, other)) for other in against)])
     table = Table([*head, *(f"over {other}" for other in against)], rows)
-    return Section(f"{heading}: {case['place']}", text=_said(case), table=table)
+    return Section(f"{heading}: {case['place']}", text=_said(case, plan), table=table)
 
 
-def _said(case: Case) -> list[str]:
+def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
     """What is to be said of a place beside its table."""
     rows: Mapping[str, Readings] = case["rows"]
-    seconds = {name: row["seconds"] for name, row in rows.items()}
+    able = {name: row["seconds"] for name, row in rows.items() if counts(case, name, plan["beside"])}
     kinds = {name: Trial.from_dict(row["trial"]) for name, row in rows.items()}
-    meets = [name for name, trial in kinds.items() if trial.policy in OPPONENTS and trial.kind == "policy"]
+    meets = [name for name in able if kinds[name].policy in OPPONENTS and kinds[name].kind == "policy"]
     said = []
-    if SINGLE in rows and meets:
-        said.append(verdict(seconds, meets, [name for name, trial in kinds.items() if trial.kind == "local"]).sentence)
-    if case["setting"] == "finish" and case["least_s"] is not None:
-        said.append(f"Physics allows {geometric_mean(case['least_s']):.1f} s.")
-    if case["setting"] != "finish" and len(seconds) > 1:
-        first = who_wins(seconds)
+    if SINGLE in rows and arrived(case, SINGLE) and meets:
+        rarely = [name for name in able if kinds[name].kind == "local"]
+        said.append(verdict({SINGLE: rows[SINGLE]["seconds"], **able}, meets, rarely).sentence)
+    if case["least_s"] is not None:
+        said.append(f"The devices need at least {geometric_mean(list(case['least_s'].values())):.1f} s.")
+    if case["setting"] != "finish" and len(able) > 1:
+        first = who_wins(able)
         level = f", not told from it: {', '.join(first.level)}" if first.level else ""
         said.append(f"First: {first.best}{level}.")
     ends = {name: " and ".join(row["at_edge"]).replace("_", " ") for name, row in rows.items() if row["at_edge"]}
@@ -217,11 +237,12 @@ def _said(case: Case) -> list[str]:
 
 
 def of_physics(case: Case, row: str) -> float | None:
-    """The least time that physics allows as a part of a row's."""
+    """The least time that the devices need as a part of a row's."""
     found = case["rows"][row]
-    if case["least_s"] is None or not all(found["arrived"]):
+    if case["least_s"] is None or not arrived(case, row):
         return None
-    return paired_ratio(case["least_s"], found["seconds"]).median
+    least = {int(seed): seconds for seed, seconds in case["least_s"].items()}  # a name in JSON is text
+    return paired_ratio([least[seed] for seed in found["seed"]], found["seconds"]).median
 
 
 def signed(interval: Mapping[str, float | None]) -> str:
@@ -253,10 +274,10 @@ def described(trial: Trial) -> str:
 
 
 def _figures(result: Mapping[str, Any]) -> list[Section]:
-    """Time against score, a dot for each row: mean over places."""
-    plan, made = result["plan"], []
-    if not plan["beside"] or not plan["against"]:
-        return _speeds(result)
+    """Of `finish` time against score, a dot for each row: mean over places. Of others speed by place."""
+    plan, made = result["plan"], _speeds([case for case in result["cases"] if case["setting"] != "finish"])
+    if not plan["against"]:
+        return made
     first = plan["against"][0]
     groups: dict[str, list[Case]] = {}
     for case in result["cases"]:
@@ -265,14 +286,12 @@ def _figures(result: Mapping[str, Any]) -> list[Section]:
     for batch, cases in groups.items():
         figure, (axes,) = new_figure(height=3.6)
         for i, name in enumerate(dict.fromkeys(row for case in cases for row in case["rows"])):
-            there = [case for case in cases if name in case["rows"] and all(case["rows"][name]["arrived"])]
-            if there:
-                over = [
-                    paired_ratio(case["rows"][name]["seconds"], case["rows"][first]["seconds"]).median for case in there
-                ]
-                above = [fmean(points(case, name, plan["beside"]) or [0.0]) for case in there]
+            there = {case["place"]: case for case in cases if over(case, name, first) is not None}
+            ratios = [found[1].median for case in there.values() if (found := over(case, name, first)) is not None]
+            if ratios:
+                above = fmean(fmean(points(case, name, plan["beside"]) or [0.0]) for case in there.values())
                 filled = None if i < 8 else "none"
-                axes.plot(geometric_mean(over), fmean(above), "o", label=name, color=look(i)["color"], mfc=filled)
+                axes.plot(geometric_mean(ratios), above, "o", label=name, color=look(i)["color"], mfc=filled)
         axes.axhline(-100 * MATCHES, color="#222", lw=0.8, ls=":")
         axes.set(xscale="log", xlabel=f"time over that of {first}", ylabel="score, points")
         legend_beside(axes)
@@ -281,24 +300,22 @@ def _figures(result: Mapping[str, Any]) -> list[Section]:
     return made
 
 
-def _speeds(result: Mapping[str, Any]) -> list[Section]:
-    """Every row's speed over one worker alone at each place."""
-    cases = [case for case in result["cases"] if SINGLE in case["rows"]]
+def _speeds(some: Sequence[Case]) -> list[Section]:
+    """The speed over one worker alone of every row that arrived, at each place."""
+    cases = [case for case in some if SINGLE in case["rows"] and arrived(case, SINGLE)]
     if not cases:
         return []
     figure, (axes,) = new_figure(height=1.5 + 0.35 * len(cases))
     for i, row in enumerate(dict.fromkeys(row for case in cases for row in case["rows"])):
-        at = [place for place, case in enumerate(cases) if row in case["rows"]]
-        speeds = [
-            geometric_mean(case["rows"][SINGLE]["seconds"]) / geometric_mean(case["rows"][row]["seconds"])
-            for case in cases
-            if row in case["rows"]
-        ]
+        there = [(at, case["rows"]) for at, case in enumerate(cases) if row in case["rows"] and arrived(case, row)]
+        at = [place for place, _ in there]
+        speeds = [geometric_mean(rows[SINGLE]["seconds"]) / geometric_mean(rows[row]["seconds"]) for _, rows in there]
         filled = None if i < 8 else "none"
         axes.plot(speeds, at, "o", ms=5, label=row, color=look(i)["color"], mfc=filled)
     axes.axvline(PAYS, color="#222", lw=0.8, ls=":")
     axes.set(yticks=range(len(cases)), xlabel="speed over the fastest worker alone (dotted: distributing pays)")
-    axes.set_yticklabels([case["place"] for case in cases])
+    batches = len({case["batch"] for case in cases}) > 1
+    axes.set_yticklabels([case["place"] + (f", b0 = {case['batch']}" if batches else "") for case in cases])
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     legend_beside(axes, columns=2)

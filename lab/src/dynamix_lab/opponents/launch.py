@@ -24,6 +24,7 @@ from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial
 
 START_TIMEOUT_S, SILENCE_S = 120.0, 120.0
+LOST_S = 1.0  # that a rank is given to end once its link is gone
 TIMEOUT_S = 60  # of the ranks' process group
 
 
@@ -64,12 +65,6 @@ class LiveRun:
     def overrun(self) -> bool:
         """Whether the machine was too slow for the devices: the run is no measurement."""
         return bool(self.devices) and too_many_overruns(self.devices)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        stolen = None if math.isnan(self.stolen) else round(self.stolen, 4)
-        devices = [asdict(device) for device in self.devices]
-        return {"name": self.name, "run": self.run.to_dict(), "devices": devices, "stolen": stolen}
 
 
 class LiveWatch:
@@ -132,8 +127,16 @@ class LiveRanks:
 
     def run(self, name: str, trial: Trial) -> LiveRun:
         """One run of all ranks. `name` differs from those of the runs before."""
-        for link in self._links:
-            link.send("run", name=name, file=file_name(name), trial=trial.to_dict())
+        try:
+            for link in self._links:
+                link.send("run", name=name, file=file_name(name), trial=trial.to_dict())
+            return self._followed(name)
+        except (WorkerLostError, OSError):
+            time.sleep(LOST_S)  # until a rank that fails has said why
+            check_ranks(self._hosts)
+            raise
+
+    def _followed(self, name: str) -> LiveRun:
         began, stopping, heard = processor_times(), False, time.monotonic()
         while True:
             if not any(link.buffered for link in self._links):
@@ -142,6 +145,8 @@ class LiveRanks:
                 if (message := link.receive(timeout_s=0)) is None:
                     continue
                 heard, kind = time.monotonic(), message.pop("kind")
+                if message.pop("run", name) != name:
+                    continue  # the last words of the run before
                 if kind == "start":
                     began = processor_times()
                     self._hosts.start_clock()

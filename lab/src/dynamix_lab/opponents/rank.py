@@ -41,7 +41,7 @@ class ParentObserver(RunObserver):
         self._stopped = False
 
     def start(self) -> None:
-        ask(self.link, "start")
+        ask(self.link, "start", run=self.name)
         self.began = time.monotonic()
 
     def clock(self) -> float:
@@ -51,13 +51,13 @@ class ParentObserver(RunObserver):
     def met(self, time_s: float, samples: int, loss: float) -> None:
         if time_s - self._told_s >= PROGRESS_S:
             self._told_s = time_s
-            self.link.send("progress", time_s=time_s, samples=samples, loss=loss)
+            self.link.send("progress", run=self.name, time_s=time_s, samples=samples, loss=loss)
 
     def snapshot(self, time_s: float, samples: int, weights: Tensor) -> None:
         if self.folder is not None:
             path = Path(self.folder) / f"{self.name}-{samples}.f32"
             weights.float().numpy().tofile(path)
-            self.link.send("snapshot", time_s=time_s, samples=samples, path=str(path))
+            self.link.send("snapshot", run=self.name, time_s=time_s, samples=samples, path=str(path))
 
     def stop(self) -> bool:
         if not self._stopped and (message := self.link.receive(timeout_s=0)) is not None:
@@ -108,7 +108,7 @@ def main(path: str) -> None:
         finally:
             dist.destroy_process_group()
         if run is not None:
-            ask(link, "finished", result=run.to_dict())
+            ask(link, "finished", run=name, result=run.to_dict())
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from dynamix_lab.statistics import time_to_target
 from dynamix_lab.tasks import Arrays, Workload
 
 HELD_OUT = 1000  # samples of the test set that a run is scored on
-MEAN_OF = 5  # evaluations: a score is noisy, and their mean is what counts
+MEAN_OF = 5  # times the samples between two scores: a score is noisy, and the mean over so many samples counts
 FALLS = 0.005  # of the metric: how far later means may fall below a target that was reached
-LATER = 10  # evaluations after a target was reached, in which it has to stay
+LATER = 10  # times the samples between two scores: after a target was reached, so long it has to stay
 ROWS = 250  # that pass through a model at once when it is scored
 
 
@@ -107,22 +107,29 @@ class TrialRun:
         """Whether the loss is no number any more."""
         return not math.isfinite(self.evaluations[-1].loss)
 
-    def mean_score(self) -> float:
-        """Of the last `MEAN_OF` evaluations; 0 if the loss is no number."""
-        return 0.0 if self.diverged else fmean(e.score for e in self.evaluations[-MEAN_OF:])
+    def mean_score(self, window: float) -> float:
+        """Of the evaluations in the last `window` samples, the last one among them; 0 if the loss is no number."""
+        if self.diverged:
+            return 0.0
+        last = self.evaluations[-1]
+        there = [e.score for e in self.evaluations[1:] if e.samples > last.samples - window]
+        return fmean(there or [last.score])
 
-    def time_to_stay(self, target: float) -> float | None:
-        """Seconds until the mean of `MEAN_OF` evaluations reached `target` and stayed; None if it did not.
+    def time_to_stay(self, target: float, window: float) -> float | None:
+        """Seconds until the mean score of the last `window` samples was at `target` and stayed; None if it did not.
 
         It is interpolated between the last mean below and the first at the target, each at its last evaluation.
         """
-        scores, times = ([getattr(e, name) for e in self.evaluations] for name in ("score", "time_s"))
-        if self.diverged or (at := reached_for_good(scores, target)) is None:
+        if self.diverged:
             return None
-        mean = fmean(scores[at + 1 - MEAN_OF : at + 1])
-        before = fmean(scores[at - MEAN_OF : at]) if at >= MEAN_OF else mean
-        part = (target - before) / (mean - before) if before < target else 1.0
-        return float(times[at - 1] + part * (times[at] - times[at - 1]))
+        means = mean_scores([e.samples for e in self.evaluations], [e.score for e in self.evaluations], window)
+        if (at := reached_for_good(means, target)) is None:
+            return None
+        here, before = means[at], means[at - 1]
+        if here is None or before is None or before >= target:
+            return self.evaluations[at].time_s
+        then_s, now_s = self.evaluations[at - 1].time_s, self.evaluations[at].time_s
+        return then_s + (target - before) / (here - before) * (now_s - then_s)
 
     def time_to_score(self, target: float) -> float | None:
         """Seconds until the metric reached `target` for good (two scores in a row); None if it did not."""
@@ -165,17 +172,34 @@ class TrialRun:
         )
 
 
-def reached_for_good(scores: Sequence[float], target: float) -> int | None:
-    """Which score ends the first mean of `MEAN_OF` at `target` that no later mean falls below by more than `FALLS`.
+def mean_scores(samples: Sequence[int], scores: Sequence[float], window: float) -> list[float | None]:
+    """At each evaluation the mean of those in the last `window` samples; None before so many were trained.
 
-    None if there is none. A single crossing of a noisy score is luck; the mean of several that stays is not.
+    Windows are in samples. So a row that is scored seldom, at its meetings, remembers no more than one that is scored
+    after every step. The untrained model counts for nothing.
 
-    >>> reached_for_good([0.9] * 5 + [0.5] * 5, 0.8), reached_for_good([0.5] * 5 + [0.9] * 6, 0.82)
-    (None, 9)
+    >>> mean_scores([0, 10, 20, 30], [0.0, 0.2, 0.4, 0.6], 20)
+    [None, None, 0.30000000000000004, 0.5]
+    """
+    found: list[float | None] = []
+    for at, now in enumerate(samples):
+        there = [score for n, score in zip(samples[1 : at + 1], scores[1 : at + 1], strict=True) if n > now - window]
+        found.append(fmean(there) if there and now >= window else None)
+    return found
+
+
+def reached_for_good(means: Sequence[float | None], target: float) -> int | None:
+    """Which mean is the first at `target` that no later one falls below by more than `FALLS`; None if there is none.
+
+    A single crossing of a noisy score is luck; the mean of several that stays is not.
+
+    >>> reached_for_good([None, 0.9, 0.5], 0.8), reached_for_good([None, 0.5, 0.9, 0.9], 0.8)
+    (None, 2)
     """
     found = None
-    for at in range(MEAN_OF - 1, len(scores)):
-        mean = fmean(scores[at + 1 - MEAN_OF : at + 1])
+    for at, mean in enumerate(means):
+        if mean is None:
+            continue
         if found is None:
             found = at if mean >= target else None
         elif mean < target - FALLS:
@@ -269,11 +293,19 @@ class RunLog:
             return True
         last, limits = self.evaluations[-2:], self.limits
         if limits.stays and limits.target is not None:
-            found = reached_for_good([e.score for e in self.evaluations], limits.target)
-            return found is not None and len(self.evaluations) - 1 - found >= LATER
+            return self._stayed(limits.target)
         by_score = limits.target is not None and all(e.score >= limits.target for e in last)
         by_loss = limits.target_loss is not None and all(e.loss <= limits.target_loss for e in last)
         return len(last) == 2 and (by_score or by_loss)
+
+    def _stayed(self, target: float) -> bool:
+        """Whether the target was reached long enough ago. Asked after a score, since nothing changes in between."""
+        if not self.limits.every_samples or self.evaluations[-1].samples != self.samples:
+            return False
+        every, seen = self.limits.every_samples, [e.samples for e in self.evaluations]
+        means = mean_scores(seen, [e.score for e in self.evaluations], MEAN_OF * every)
+        found = reached_for_good(means, target)
+        return found is not None and seen[-1] - seen[found] >= LATER * every
 
     def result(self, seed: int, cluster: str) -> TrialRun:
         """The run as it is kept."""

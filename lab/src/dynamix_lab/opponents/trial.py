@@ -16,9 +16,10 @@ PERIODS = ("fixed", "post_local", "adacomm", "qsr", "ratio", "auto")
 OURS = ("fixed", "ratio", "auto")  # of the product, under a policy
 MOMENTUM = ("kept", "averaged", "reset")
 OUTER = ("none", "nesterov")
-SCHEDULES = ("constant", "cosine", "steps")
+SCHEDULES = ("constant", "cosine", "warm_cosine", "steps")
 FIXED_TOTAL = ("dbs", "lb_bsp")  # policies whose global batch stays what it is at the start, as with fixed shares
 GLOBAL_BATCHES = ("adaptive", "fixed")
+WARM_UP = 0.05  # of the budget, over which "warm_cosine" raises the rate (arXiv 1706.02677: 5 of 90 epochs)
 LEAST_RATE = 0.01  # of the first rate: where the cosine ends, so that a run beyond its budget still trains
 DECAYS, DECAY = (0.5, 0.75), 0.1  # "steps": at these parts of the budget the rate is multiplied by this
 
@@ -90,8 +91,9 @@ class Trial:
     lr_rule        how the rate follows the global batch (`dynamix.runtime.rate.scaling`)
     local          how workers meet over parameters; None: over gradients. With a policy it is the product that meets,
                    `batch_size` is a piece's, and the period one of `OURS`
-    schedule       of the rate over samples: "constant"; "cosine" down to a hundredth at `budget`; "steps": a tenth of
-                   it from half of `budget` on, a hundredth from three quarters on
+    schedule       of the rate over samples: "constant"; "cosine" down to a hundredth at `budget`; "warm_cosine", that
+                   after a linear rise; "steps": a tenth of it from half of `budget` on, a hundredth from three quarters
+                   on
     budget         samples that the run is planned for; schedules, post-local and AdaComm count in parts of it
     global_batch   of a policy: "adaptive", or "fixed" at its start, as in `Controller`
 
@@ -158,7 +160,8 @@ class Trial:
         part = min(samples / self.budget, 1.0)
         if self.schedule == "steps":
             return float(DECAY ** sum(part >= at for at in DECAYS))
-        return LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * part)) / 2
+        rise = min(0.1 + 0.9 * part / WARM_UP, 1.0) if self.schedule == "warm_cosine" else 1.0
+        return rise * (LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * part)) / 2)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""

@@ -116,8 +116,8 @@ def neighbours(trial: Trial, space: TuningSpace) -> list[Trial]:
         other = replace(trial, batch_size=size)
         return _at_rate(other, rate * space.rate_at(_global_batch(other, space.workers)) / here)
 
-    near = _other_lengths(trial)
-    near += [sized(2 * trial.batch_size), _at_rate(trial, 2 * rate), _at_rate(trial, rate / 2)]
+    near = [sized(2 * trial.batch_size), _at_rate(trial, 2 * rate), _at_rate(trial, rate / 2)]
+    near += _other_lengths(trial)
     near += [sized(trial.batch_size // 2)] if trial.batch_size > 1 else []
     near += [_at_rate(_with_steps(trial, steps), rate) for steps in _other_steps(trial)]
     return [*near, _at_rate(trial, rate * math.sqrt(2)), _at_rate(trial, rate / math.sqrt(2))]
