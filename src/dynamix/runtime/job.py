@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -174,11 +175,7 @@ class TrainingJob:
 
     def _hear_passes(self, model: Sync) -> None:
         hears = functools.partial(self.pass_begins, model)
-        untraced = torch.compiler.disable(hears)  # torch.compile would fail in what it does
-
-        def entry(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            (untraced if torch.compiler.is_compiling() else hears)(module, args, kwargs)
-
+        entry = _Entry(hears, torch.compiler.disable(hears))
         model.model.register_forward_pre_hook(entry, with_kwargs=True, prepend=model.comes_first)
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
@@ -404,3 +401,21 @@ def open_job(
     decider = Decider(config.served, facts, replay=config.replayed, events=events) if ranks.rank == 0 else None
     channel = open_channel(ranks, config, facts, decider)
     return TrainingJob(config, facts, channel, LossWeight(group, config.accumulate, ranks), ranks, decider=decider)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Called as a forward pass of a connected model begins. A copy of the model, or a loaded one, calls nobody."""
+
+    hears: Callable[[nn.Module, Any, dict[str, Any]], None]
+    untraced: Callable[[nn.Module, Any, dict[str, Any]], None]  # torch.compile would fail in what the other does
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        (self.untraced if torch.compiler.is_compiling() else self.hears)(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Entry, (_nobody_hears, _nobody_hears)
+
+
+def _nobody_hears(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """The entry of a model that no job trains."""

@@ -16,6 +16,7 @@ REMOVED = {
     "live-learning": "dynamix bench transfer, for policies trained elsewhere: none learns on the job",
     "netcosts": "nothing: tasks/net_costs.py keeps what was measured",
     "simspeed": "a loop over dynamix_lab.simulator.ClusterEnv.step, and a clock",
+    "workloads": "dynamix bench stepcount WORKLOAD, for how many steps a batch saves",
     "tta": "dynamix bench scaling for simulated clusters, dynamix demo for emulated ones",
 }
 """A command under `dynamix bench`, and what to write in its place."""

@@ -96,29 +96,6 @@ def bench_fidelity(as_json: Json = False) -> None:
     print_json(result) if as_json else typer.echo("\n".join(lines(result)))
 
 
-@bench.command("workloads")
-@guarded
-def bench_workloads(
-    context: typer.Context,
-    quick: Annotated[bool, typer.Option("--quick", help="One workload of each kind, 8 s each.")] = False,
-    only: Annotated[
-        str | None, typer.Option(help="Workloads, comma-separated (default: all that need no files).")
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Processor time of training each (default: 60, quick 8).")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of data, weights and sample order.")] = 0,
-    resume: Resume = False,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """Steps per second, noise scale and reachable score of each workload on one core of this machine."""
-    from dynamix_lab.suites.tasks import WorkloadsPlan, WorkloadsSuite
-
-    plan = WorkloadsPlan.of(quick=quick, names=names_of(only), budget_s=seconds, seed=seed)
-    conducted(context, WorkloadsSuite(plan), out=out, resume=resume, as_json=as_json)
-
-
 @bench.command("stigmergy")
 @guarded
 def bench_stigmergy(

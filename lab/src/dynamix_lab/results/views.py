@@ -96,7 +96,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.experiments import transfer
     from dynamix_lab.experiments.excavation import pages as excavation
     from dynamix_lab.peers import report as peers
-    from dynamix_lab.suites import disturbance, guard, lengths, reaction, rebalance, simulated, stepcount, tasks, wires
+    from dynamix_lab.suites import disturbance, guard, lengths, reaction, rebalance, simulated, stepcount, wires
     from dynamix_lab.suites.aggregator import suite as aggregator
     from dynamix_lab.suites.compression import region
     from dynamix_lab.suites.compression import report as compression
@@ -123,7 +123,6 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "guard": guard.table,
         "stepcount": stepcount.table,
         "stigmergy": stigmergy.sections,
-        "workloads": tasks.table,
         "aggregator": aggregator.sections,
         "compression": compression.sections,
         "compression-map": region.sections,

@@ -23,14 +23,7 @@ from dynamix.policies.stigmergic.traces import TRACES, Own, noise_part
 from dynamix.policies.stigmergic.worker import Sense
 from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.config import JobConfig
-from dynamix.runtime.decide.channel import (
-    PATIENCE_S,
-    REPLAY_PATIENCE_S,
-    CentralChannel,
-    DecisionChannel,
-    InPlace,
-    ours,
-)
+from dynamix.runtime.decide.channel import PATIENCE_S, REPLAY_PATIENCE_S, CentralChannel, DecisionChannel, InPlace, ours
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts, Kind, Message
 from dynamix.runtime.measure.row import HELD, ROW

@@ -122,16 +122,12 @@ class WindowCloser(Part):
             job.require_right()
         if self._differ:
             self._compare(done)
-        by_samples = done.piece and recorder.steps and not self._paced
-        enough = self._rounds_of_window(done) if by_samples else self._interval
+        enough = self._interval  # optimizer steps; rounds if their number follows what changes
+        if done.piece and recorder.steps and not self._paced:
+            enough = max(1, round(enough * done.at_once / int(self.allocations.at(done.index).sum())))
         if recorder.steps and (done.last if job.per_epoch else recorder.steps >= enough):
             with self.lock:  # no further round is begun until the window waits for its answer
                 self._close(done)
-
-    def _rounds_of_window(self, done: Round) -> int:
-        """Rounds that make a window, the same on all ranks: `interval` optimizer steps, at least one round; where their
-        number follows what changes, it is that of rounds."""
-        return max(1, round(self._interval * done.at_once / int(self.allocations.at(done.index).sum())))
 
     def _close(self, done: Round) -> None:
         job, source, at = self.job, self.source, done.index
