@@ -117,6 +117,9 @@ def test_a_row_takes_the_recipe_of_one_worker_to_w_workers() -> None:
     for rate, expected in rates.items():
         trial = Row("x", "static", rate=rate).trial(job, "finish", 32, 4)
         assert (trial.learning_rate, trial.batch_size, trial.schedule, trial.budget) == (expected, 32, "cosine", 4000)
+    adamw = JobNumbers("pysource-windows", 0.4, 4000, 100, {"cosine": {32: 0.1}})
+    usual = Row("x", "static", rate="usual")
+    assert [usual.trial(of, "finish", 32, 4).learning_rate for of in (job, adamw)] == [0.4, 0.2]
     assert Row("x", "static").trial(job, "reach", 32, 4).learning_rate == 0.05
     refused(ConfigError, "best rate", job.recipe, "cosine", 64)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
@@ -23,8 +23,9 @@ from dynamix_lab.opponents.tuning import CONSTANT, ROWS
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
 CLUSTERS = ("virtual", "emulator")
-FACTORS = {"r0": lambda workers: 1.0, "sqrt(W) r0": math.sqrt, "W r0": float}
+FACTORS: dict[str, Callable[[int], float]] = {"r0": lambda workers: 1.0, "sqrt(W) r0": math.sqrt, "W r0": float}
 """The factor on r0 for W workers."""
+USUAL = "usual"  # W r0; the root with Adam and others that divide by the size of the gradient (docs/adaptive.md)
 POLICIES = {"profiled": lambda _: Profiled(), **references("device-even")}  # known only here; to check a name
 SCHEDULE = {"finish": "cosine"}  # of a recipe, by setting; a constant rate elsewhere
 
@@ -37,7 +38,8 @@ class Row:
 
     name          in tables; "single" is one worker alone
     policy, lr_rule, global_batch, local    as in `Trial`; without `policy` and `local` it is one worker alone
-    rate          "r0", "sqrt(W) r0", "W r0", or a number that r0 is multiplied by
+    rate          "r0", "sqrt(W) r0", "W r0", "usual" (W r0 for SGD, sqrt(W) r0 for Adam and its kin), or a number
+                  that r0 is multiplied by
     schedule      of the rate; None: the setting's
     rounds        with `local`: so many meetings in a budget, in place of a number of steps between them
     workloads, settings    that the row is for; empty: all
@@ -57,15 +59,16 @@ class Row:
     settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.rate, str) and self.rate not in FACTORS:
-            raise ConfigError(f"rate of {self.name}", self.rate, ", ".join(FACTORS), "or give a number")
+        if isinstance(self.rate, str) and self.rate not in (*FACTORS, USUAL):
+            raise ConfigError(f"rate of {self.name}", self.rate, ", ".join((*FACTORS, USUAL)), "or give a number")
         if self.rounds is not None and (self.rounds < 1 or self.local is None):
             raise ConfigError(f"rounds of {self.name}", self.rounds, "1 or more, with local steps", "say how they meet")
 
     def trial(self, job: JobNumbers, setting: str, batch: int, workers: int) -> Trial:
         """The row at a job's recipe for `batch` samples. Raises `ConfigError` for impossible settings."""
         usual = SCHEDULE.get(setting, "constant")
-        factor = FACTORS[self.rate](workers) if isinstance(self.rate, str) else self.rate
+        factors = {**FACTORS, USUAL: job.usual_factor}
+        factor = factors[self.rate](workers) if isinstance(self.rate, str) else self.rate
         return Trial(
             self.name,
             self.policy,

@@ -7,7 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import nn
+
 from dynamix.errors import ConfigError
+from dynamix.runtime.rules import AUTO, rule_of
 from dynamix_lab.emulator import Scenario, load_scenario
 from dynamix_lab.experiment.regimes import EXTRAS, is_regime, regime, regime_places
 from dynamix_lab.opponents.buckets import gradient_buckets
@@ -50,6 +54,11 @@ class JobNumbers:
     def limit_samples(self) -> int:
         """Samples after which a run to the target is ended: six budgets."""
         return 6 * self.budget
+
+    def usual_factor(self, workers: int) -> float:
+        """What the usual rule for the job's optimizer makes of a rate for so many times the batch (`rule_of`)."""
+        optimizer = make_workload(self.workload).make_optimizer([nn.Parameter(torch.zeros(1))])
+        return rule_of(AUTO, optimizer)(float(workers), math.nan, math.nan, base_batch=1)
 
     def recipe(self, schedule: str, batch: int) -> float:
         """The rate of one worker's recipe. Raises `ConfigError` if none was found for that batch."""
