@@ -44,7 +44,10 @@ def _run(folder: Path, result: dict[str, Any]) -> Path:
 
 
 def test_a_result_is_kept_with_its_command_and_its_machine(tmp_path: Path) -> None:
-    made = record(_run(tmp_path / "run", _result()), "demo", results=tmp_path / "results")
+    folder = _run(tmp_path / "run", _result())
+    (folder / "table.md").write_text("| row |\n")
+    made = record(folder, "demo", results=tmp_path / "results")
+    assert (made / "table.md").read_text() == "| row |\n"
     assert made == tmp_path / "results" / "demo-2026-11-23"
     assert json.loads((made / "result.json").read_text()) == _result()
     assert (made / "command").read_text() == "dynamix demo --seeds 2\n"

@@ -20,6 +20,7 @@ from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.tuning import TriedTrial, TuningSpace, grid, neighbours, tune
 from dynamix_lab.statistics import balanced_order
 
+SHOWN = ("title", "about", "against", "beside", "ours")  # what changes tables alone
 GIVE_UP = 2.0  # a run of the tuning ends at so many times the best one of its row and seed
 
 
@@ -42,7 +43,7 @@ class ExperimentSuite(Suite):
     """A cell is a row of a case with all its seeds, or, if runs share a machine, a seed of a case with all its rows."""
 
     plan: Experiment
-    grows: ClassVar[frozenset[str]] = frozenset({"places", "settings", "batches"})
+    grows: ClassVar[frozenset[str]] = frozenset({"places", "settings", "batches", *SHOWN})
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Results that are kept: `results/NAME-DATE/{result.json, command, machine.json}` of the repository.
+"""Results that are kept: `results/NAME-DATE/{result.json, command, machine.json, table.md}` of the repository.
 
 A result is taken over from the folder of a finished run. It is refused where it could not be made again from what it
 says: without its command, without a commit, or from a changed source tree.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ def record(folder: Path, name: str, *, results: Path = Path("results"), changed:
     (target / "command").write_text(f"{result['command']}\n", encoding="utf-8")
     about = json.dumps(machine_of(result, run), indent=1, allow_nan=False)
     (target / "machine.json").write_text(f"{about}\n", encoding="utf-8")
+    if (table := folder / "table.md").exists():
+        shutil.copyfile(table, target / table.name)
     return target
 
 
