@@ -131,6 +131,12 @@ def _over_places(cases: Sequence[Case], row: str, other: str) -> str:
     return max(signs, default="") + with_interval(ratio, 2) + places
 
 
+def _points_over_places(cases: Sequence[Case], row: str, beside: Sequence[str]) -> str:
+    """How far a row's score is above that of the best of `beside`, with its interval over places."""
+    means = [fmean(above) for case in cases if (above := points(case, row, beside)) is not None]
+    return signed(mean_interval(means).to_dict()) if means else "–"
+
+
 def _together(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> Section:
     """Every row over all places, each of which weighs the same."""
     names = list(dict.fromkeys(row for case in cases for row in case["rows"]))
@@ -138,14 +144,13 @@ def _together(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> S
     beside = plan["beside"]
     finish = cases[0]["setting"] == "finish"
     head = ["row", *(f"over {other}" for other in against)]
-    head += ["score, points", "time counts at", "least over time"] if finish else ["arrived"]
+    head += ["points", "points beside single", "time counts at", "least over time"] if finish else ["arrived"]
     rows = []
     for name in names:
         there = [case for case in cases if name in case["rows"]]
         cells = [name, *(_over_places(cases, name, other) for other in against)]
         if finish:
-            means = [fmean(above) for case in there if (above := points(case, name, beside)) is not None]
-            cells.append(signed(mean_interval(means).to_dict()) if means else "–")
+            cells += [_points_over_places(there, name, others) for others in (beside, (SINGLE,))]
             cells.append(f"{sum(counts(case, name, beside) for case in there)} of {len(there)}")
             parts = [part for case in there if (part := of_physics(case, name)) is not None]
             cells.append(percent(geometric_mean(parts)) if parts else "–")
@@ -156,8 +161,8 @@ def _together(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> S
     said = [LEADS[cases[0]["setting"]], f"{RATIO} over places; every place weighs the same."]
     if finish and beside:
         said.append(
-            f"Points say how far the score is above the best of {', '.join(beside)} at a place. A time counts if they "
-            "are not below -0.3. The least time is what a place's devices would need for these samples with W b0 a "
+            f"Points say how far the score is above the best of {'; '.join(beside)} at a place, or above that of one "
+            "worker, for whom the recipe is. A time counts if they are not below -0.3 beside the first. The least time is what a place's devices would need for these samples with W b0 a "
             "step, exact shares at every moment, and an exchange that takes none."
         )
     return Section(f"{heading}: {len(cases)} places", text=said, table=Table(head, rows))
