@@ -162,8 +162,9 @@ def _together(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> S
     if finish and beside:
         said.append(
             f"Points say how far the score is above the best of {'; '.join(beside)} at a place, or above that of one "
-            "worker, for whom the recipe is. A time counts if they are not below -0.3 beside the first. The least time is what a place's devices would need for these samples with W b0 a "
-            "step, exact shares at every moment, and an exchange that takes none."
+            "worker, for whom the recipe is. A time counts if the first are not below -0.3. The least time is what a "
+            "place's devices would need for these samples with W b0 a step, exact shares at every moment, and an "
+            "exchange that takes none."
         )
     return Section(f"{heading}: {len(cases)} places", text=said, table=Table(head, rows))
 
