@@ -144,7 +144,7 @@ def _together(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> S
     beside = plan["beside"]
     finish = cases[0]["setting"] == "finish"
     head = ["row", *(f"over {other}" for other in against)]
-    head += ["points", "points beside single", "time counts at", "least over time"] if finish else ["arrived"]
+    head += ["points", "beside single", "time counts", "least/time"] if finish else ["arrived"]
     rows = []
     for name in names:
         there = [case for case in cases if name in case["rows"]]
@@ -299,7 +299,8 @@ def _figures(result: Mapping[str, Any]) -> list[Section]:
                 filled = None if i < 8 else "none"
                 axes.plot(geometric_mean(ratios), above, "o", label=name, color=look(i)["color"], mfc=filled)
         axes.axhline(-100 * MATCHES, color="#222", lw=0.8, ls=":")
-        axes.set(xscale="log", xlabel=f"time over that of {first}", ylabel="score, points")
+        axes.set(xlabel=f"time over that of {first}", ylabel="score, points")
+        axes.set_xlim(left=0)
         legend_beside(axes)
         caption = "Mean over places. Below the dotted line speed is paid with score."
         made.append(Section(f"finish, b0 = {batch}", figure=figure, caption=caption))
