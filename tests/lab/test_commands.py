@@ -21,7 +21,7 @@ def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
 
 
 MEASUREMENTS = "aggregator codec-speed compression compression-cases emulator-accuracy faults fidelity "
-MEASUREMENTS += "observe overhead peers quality scaling stepcount stigmergy workloads"
+MEASUREMENTS += "observe overhead peers quality scaling stepcount stigmergy experiment first-run opponents recipes"
 
 
 @pytest.mark.parametrize("name", MEASUREMENTS.split())
@@ -38,7 +38,9 @@ def test_every_measurement_is_a_command(name: str) -> None:
         *((f"stepcount {wrong}", "") for wrong in ("nonsense", "ratings --rule none")),
         *((f"scaling {wrong}", "") for wrong in ("--cluster moon", "--policies nonsense", "--seeds 2")),
         *((f"scaling --cluster virtual {wrong}", "") for wrong in ("--workers 12", "--policies nonsense")),
-        ("workloads --only nonsense", ""),
+        ("experiment nothing.toml", "nothing.toml, TOML file"),
+        ("first-run --rows nonsense", "rows='nonsense', lb_bsp"),
+        ("first-run-live --processes 2", "the machine is the cluster"),
         *((f"peers --peers {name}", "") for name in ("horovod", "ddp-7", "ddp-every8", "ddp-lr0", "ddp-256 --sweep")),
         *((f"peers --peers torchft-local-every{steps}", "") for steps in (0, 32)),
         *((f"peers {wrong}", "") for wrong in ("--workload pysource", "--clock 0", "--scenario nonsense")),
