@@ -135,10 +135,6 @@ class TrialRun:
         """Seconds until the metric reached `target` for good (two scores in a row); None if it did not."""
         return time_to_target([e.time_s for e in self.evaluations], [e.score for e in self.evaluations], target)
 
-    def time_to_loss(self, target: float) -> float | None:
-        """Seconds until the held-out loss fell to `target` for good; None if it did not."""
-        return time_to_target([e.time_s for e in self.evaluations], [-e.loss for e in self.evaluations], -target)
-
     def to_dict(self) -> dict[str, Any]:
         """As JSON: evaluations as columns, what is no number as None."""
         columns = {

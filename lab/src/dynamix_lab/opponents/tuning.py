@@ -220,12 +220,6 @@ class TriedTrial:
         """As JSON; None where a run arrived nowhere."""
         return {"trial": self.trial.to_dict(), "worth": [w if math.isfinite(w) else None for w in self.worth]}
 
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> TriedTrial:
-        """The inverse of `to_dict`."""
-        worth = tuple(math.inf if w is None else float(w) for w in plain["worth"])
-        return cls(Trial.from_dict(plain["trial"]), worth)
-
 
 def tune(
     trials: Sequence[Trial],
