@@ -31,10 +31,12 @@ def test_rows_take_turns_on_a_cluster(name: str, tmp_path: Path) -> None:
     place = Place.of("device-even/teacher")
     with cluster_of(name, tmp_path) as cluster:
         runs = {row: cluster.run(TRIALS[row], place, 3, LIMITS) for row in ("static", "single")}
+        again = cluster.run(TRIALS["static"], place, 3, LIMITS)
         static = cluster.run(TRIALS["static"], place, 4, LIMITS)
     assert all(run.samples >= 1280 and run.evaluations[-1].loss < run.evaluations[0].loss for run in runs.values())
     assert runs["static"].time_s < runs["single"].time_s
     assert static.seed == 4
+    assert again.samples == runs["static"].samples
     assert bool(cluster.mechanisms) == (name == "emulator")
 
 

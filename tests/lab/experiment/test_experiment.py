@@ -202,6 +202,11 @@ def test_a_run_to_a_target_goes_on_until_it_has_stayed_there(meeting: int) -> No
     assert 300 <= log.samples <= 380  # ten times ten samples after the mean over fifty is there
 
 
+def test_a_target_that_has_to_stay_needs_scores_by_samples() -> None:
+    refused(ConfigError, "every_samples", RunLimits, samples=100, target=0.8, stays=True)
+    refused(ConfigError, "every_samples", RunLimits, samples=100, every_samples=10, stays=True)
+
+
 def test_a_run_of_a_budget_ends_with_it() -> None:
     assert SETTINGS["finish"].limits(Place.of(EVEN)).samples == JOBS["teacher"].budget
 

@@ -39,6 +39,7 @@ def case(place: str, ours: dict[str, Any], setting: str = "finish", **other: Any
         "setting": setting,
         "place": place,
         "batch": 32,
+        "budget": 9,
         "least_s": {"0": 2.0, "1": 2.0},
         "rows": rows,
         **other,
@@ -106,6 +107,14 @@ def test_devices_that_came_late_are_no_measurement() -> None:
     assert "No measurement, as devices overran after every repeat: ours." in markdown(result(case("a/b", late)))
     assert not counts(case("a/b", late), "ours", [])
     assert over(case("a/b", late), "ours", "static") is None
+
+
+def test_a_place_says_how_far_the_same_training_scatters_and_who_trained_more() -> None:
+    made = case("a/b", {**KEEPS, "samples": [9, 12]})
+    made["rows"]["static, W r0"] |= {"score": [0.71, 0.69]}  # in this table its trial is that of static
+    text = markdown(result(made))
+    assert "static and static, W r0 train the same batches; their scores scatter by 0.71 points." in text
+    assert "Trained beyond the budget, at most by: ours 33 %." in text
 
 
 def test_a_page_shows_speed_beside_score() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,8 +28,6 @@ FACTORS: dict[str, Callable[[int], float]] = {"r0": lambda workers: 1.0, "sqrt(W
 USUAL = "usual"  # W r0; the root with Adam and others that divide by the size of the gradient (docs/adaptive.md)
 POLICIES = {"profiled": lambda _: Profiled(), **references("device-even")}  # known only here; to check a name
 SCHEDULE = {"finish": "cosine"}  # of a recipe, by setting; a constant rate elsewhere
-
-Plain = TypeVar("Plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,7 @@ class Experiment:
     ours: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
     tuning: Tuning | None = None
-    about: tuple[str, ...] = field(default=())
+    about: tuple[str, ...] = ()
 
     @property
     def all_seeds(self) -> list[int]:
@@ -148,8 +146,6 @@ class Experiment:
         _known("cluster", (self.cluster,), CLUSTERS)
         _known("settings", self.settings, tuple(SETTINGS))
         names = [row.name for row in self.rows]
-        if len(set(names)) < len(names):
-            raise ConfigError("rows", ", ".join(names), "names that differ", "rename one")
         for name in ("against", "beside", "ours"):
             _known(name, getattr(self, name), names)
         if len({file_key(name) for name in names}) < len(names):
@@ -268,9 +264,12 @@ def _plain(name: str) -> dict[str, Any]:
     return {**base, **plain, "rows": base["rows"] | plain["rows"]}
 
 
+Plain = TypeVar("Plain", Row, Tuning, Experiment)
+
+
 def _made(cls: type[Plain], plain: Mapping[str, Any], what: str) -> Plain:
     """A dataclass of a table of TOML, lists as tuples."""
-    names = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
+    names = [entry.name for entry in fields(cls)]
     _known(f"fields of {what}", tuple(plain), names)
     values = {name: _tuples(value) for name, value in plain.items()}
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -34,6 +36,7 @@ LEADS = {
     "crossing": "Seconds until two scores in a row are at the job's target. A run that did not arrive counts with the "
     "time at which it was ended.",
 }
+BEYOND = 0.02  # of the budget: who trains more is named
 RATIO = "A ratio is a time over another row's, below 1 is faster, with its 95 % interval"
 TUNED = "Every row was tuned alike, on seeds of their own: rates and what the row has besides."
 
@@ -229,7 +232,12 @@ def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
         said.append(verdict({SINGLE: rows[SINGLE]["seconds"], **able}, meets, rarely).sentence)
     if case["least_s"] is not None:
         said.append(f"The devices need at least {geometric_mean(list(case['least_s'].values())):.1f} s.")
-    if case["setting"] != "finish" and len(able) > 1:
+    if case["setting"] == "finish":
+        said += _scatter(rows, kinds)
+        more = {name: max(row["samples"]) / case["budget"] - 1 for name, row in rows.items()}
+        if beyond := [f"{name} {percent(part)}" for name, part in more.items() if part > BEYOND]:
+            said.append(f"Trained beyond the budget, at most by: {', '.join(beyond)}.")
+    elif len(able) > 1:
         first = who_wins(able)
         level = f", not told from it: {', '.join(first.level)}" if first.level else ""
         said.append(f"First: {first.best}{level}.")
@@ -239,6 +247,19 @@ def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
         said.append(f"Tuned to an end of what was tried: {each}.")
     if late := [name for name, row in rows.items() if any(row["overrun"])]:
         said.append(f"No measurement, as devices overran after every repeat: {', '.join(late)}.")
+    return said
+
+
+def _scatter(rows: Mapping[str, Readings], kinds: Mapping[str, Trial]) -> list[str]:
+    """How far scores differ between synchronous rows that train the same batches, in another order of summation."""
+    fixed = [name for name, trial in kinds.items() if trial.policy in OPPONENTS and trial.kind == "policy"]
+    said = []
+    for at, mine in enumerate(fixed):
+        for other in fixed[at + 1 :]:
+            if replace(kinds[mine], row="", policy="static") == replace(kinds[other], row="", policy="static"):
+                pairs = zip(rows[mine]["score"], rows[other]["score"], strict=True)
+                sd = 100 * math.sqrt(fmean((a - b) ** 2 for a, b in pairs) / 2)
+                said.append(f"{mine} and {other} train the same batches; their scores scatter by {sd:.2f} points.")
     return said
 
 

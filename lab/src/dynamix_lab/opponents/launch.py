@@ -103,6 +103,7 @@ class LiveRanks:
         self._hosts, self._watch = hosts, watch or LiveWatch()
         self._stack = contextlib.ExitStack()
         self._links: list[JobChannel] = []
+        self._runs = 0  # begun
         with contextlib.ExitStack() as starting:
             folder = Path(starting.enter_context(tempfile.TemporaryDirectory(prefix="dynamix-live-")))
             config = {
@@ -126,10 +127,11 @@ class LiveRanks:
             self._stack = starting.pop_all()
 
     def run(self, name: str, trial: Trial) -> LiveRun:
-        """One run of all ranks. `name` differs from those of the runs before."""
+        """One run of all ranks, under this name for `watch` and files."""
+        self._runs += 1
         try:
             for link in self._links:
-                link.send("run", name=name, file=file_name(name), trial=trial.to_dict())
+                link.send("run", number=self._runs, file=file_name(name), trial=trial.to_dict())
             return self._followed(name)
         except (WorkerLostError, OSError):
             time.sleep(LOST_S)  # until a rank that fails has said why
@@ -145,7 +147,7 @@ class LiveRanks:
                 if (message := link.receive(timeout_s=0)) is None:
                     continue
                 heard, kind = time.monotonic(), message.pop("kind")
-                if message.pop("run", name) != name:
+                if message.pop("run", self._runs) != self._runs:
                     continue  # the last words of the run before
                 if kind == "start":
                     began = processor_times()

@@ -32,16 +32,17 @@ PROGRESS_S = 0.5  # between two reports
 class ParentObserver(RunObserver):
     """Tells the parent how the run goes, and stops when it says so.
 
+    number   of the run among those of this process
     folder   where snapshots go for the parent to score; None: nobody scores while the run goes on
     """
 
-    def __init__(self, link: JobChannel, name: str, folder: str | None) -> None:
-        self.link, self.name, self.folder = link, name, folder
+    def __init__(self, link: JobChannel, number: int, folder: str | None) -> None:
+        self.link, self.number, self.folder = link, number, folder
         self.began = self._told_s = 0.0
         self._stopped = False
 
     def start(self) -> None:
-        ask(self.link, "start", run=self.name)
+        ask(self.link, "start", run=self.number)
         self.began = time.monotonic()
 
     def clock(self) -> float:
@@ -51,13 +52,13 @@ class ParentObserver(RunObserver):
     def met(self, time_s: float, samples: int, loss: float) -> None:
         if time_s - self._told_s >= PROGRESS_S:
             self._told_s = time_s
-            self.link.send("progress", run=self.name, time_s=time_s, samples=samples, loss=loss)
+            self.link.send("progress", run=self.number, time_s=time_s, samples=samples, loss=loss)
 
     def snapshot(self, time_s: float, samples: int, weights: Tensor) -> None:
         if self.folder is not None:
-            path = Path(self.folder) / f"{self.name}-{samples}.f32"
+            path = Path(self.folder) / f"{self.number}-{samples}.f32"
             weights.float().numpy().tofile(path)
-            self.link.send("snapshot", run=self.name, time_s=time_s, samples=samples, path=str(path))
+            self.link.send("snapshot", run=self.number, time_s=time_s, samples=samples, path=str(path))
 
     def stop(self) -> bool:
         if not self._stopped and (message := self.link.receive(timeout_s=0)) is not None:
@@ -88,10 +89,10 @@ def main(path: str) -> None:
     while True:
         if (entry := link.receive()) is None or entry["kind"] != "run":  # the news of a stop that came too late
             continue
-        name = entry["name"]
-        began = ParentObserver(link, name, config["snapshots"])
+        number = entry["number"]
+        began = ParentObserver(link, number, config["snapshots"])
         others = references(config["scenario"], seed=config["disturbance_seed"], clock=began.clock)
-        group = PrefixStore(name, store)
+        group = PrefixStore(f"run {number}", store)
         dist.init_process_group("gloo", store=group, rank=rank, world_size=workers, timeout=timeout)
         try:
             run = run_rank(
@@ -108,7 +109,7 @@ def main(path: str) -> None:
         finally:
             dist.destroy_process_group()
         if run is not None:
-            ask(link, "finished", run=name, result=run.to_dict())
+            ask(link, "finished", run=number, result=run.to_dict())
 
 
 if __name__ == "__main__":

@@ -49,6 +49,9 @@ class RunLimits:
     def __post_init__(self) -> None:
         if self.time_s is None and self.samples is None:
             raise ConfigError("time_s, samples", None, "one of them or both", "say when the run ends at the latest")
+        if self.stays and (self.target is None or self.every_samples is None):
+            fix = "give target and every_samples"
+            raise ConfigError("stays", True, "a target, and scores after so many samples", fix)
         for name in ("time_s", "samples", "every_samples", "every_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -296,9 +299,9 @@ class RunLog:
 
     def _stayed(self, target: float) -> bool:
         """Whether the target was reached long enough ago. Asked after a score, since nothing changes in between."""
-        if not self.limits.every_samples or self.evaluations[-1].samples != self.samples:
-            return False
         every, seen = self.limits.every_samples, [e.samples for e in self.evaluations]
+        if every is None or seen[-1] != self.samples:
+            return False
         means = mean_scores(seen, [e.score for e in self.evaluations], MEAN_OF * every)
         found = reached_for_good(means, target)
         return found is not None and seen[-1] - seen[found] >= LATER * every
