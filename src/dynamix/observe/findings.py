@@ -26,6 +26,7 @@ class Slow:
     part       "forward", "backward", "computing" (both alike), "data", "update" or "between"
     busy_s     of its step, free of waiting; `others_s` the median of the others
     late       share of the steps in which it arrived last
+    often      share of the steps in which it was slow
     excess_s   by part, what it takes more than the median of the others
     """
 
@@ -34,6 +35,7 @@ class Slow:
     busy_s: float
     others_s: float
     late: float
+    often: float
     excess_s: dict[str, float]
 
 
@@ -108,7 +110,10 @@ def _slow(
         apart = float(np.nanmean(np.nanmax(busy, -1) - np.nanmedian(busy, -1)))
         return None, apart > LEAST_EXCESS * step_s
     excess = {name: float(values[at]) - _others(values, at) for name, values in parts.items()}
-    return Slow(job.ranks[at], _part(parts, at, excess), float(mean_busy[at]), others, float(last[at]), excess), False
+    later = busy[:, at] - np.nanmedian(np.delete(busy, at, -1), -1)
+    often = float((later >= LEAST_EXCESS * step_s).mean())
+    part = _part(parts, at, excess)
+    return Slow(job.ranks[at], part, float(mean_busy[at]), others, float(last[at]), often, excess), False
 
 
 def _part(parts: dict[str, Floats], at: int, excess: dict[str, float]) -> str:

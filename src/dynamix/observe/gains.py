@@ -23,11 +23,15 @@ _LARGEST = 64  # times the largest batch now
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times as many samples a second one would get: the median of what is believed, and 80 % of it."""
+    """How many times as many samples a second one would get: the median of what is believed, and 80 % of it.
+
+    rank   who works alone, or is left out; None where all ranks work
+    """
 
     median: float
     low: float
     high: float
+    rank: int | None = None
 
     @property
     def worth_it(self) -> bool:
@@ -37,19 +41,19 @@ class Gain:
 
 @dataclass(frozen=True)
 class Gains:
-    """What could be gained, and what is not known.
+    """What all ranks could gain on each rung of the ladder, and what is not known.
 
     balance   with the same global batch, by moving shares to `sizes`
-    twice     with twice the global batch, shares moved
-    rarely    by meeting over parameters, every `apart` steps
+    adapt     with twice the global batch, shares moved
+    meet      by meeting over parameters, every `apart` steps
     grounded  whether batches of several sizes were seen
     sizes_known   whether batches have a known number of samples; else `sizes` are parts of a batch, in thousandths
     pieces    batches of an optimizer step: more than one where gradients accumulate
     """
 
     balance: Gain | None
-    twice: Gain | None
-    rarely: Gain | None
+    adapt: Gain | None
+    meet: Gain | None
     sizes: list[int]
     now: list[int]
     apart: float
@@ -72,11 +76,11 @@ def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
     model = model.update(dataclasses.replace(latest, step=np.asarray(float(model.step) + 1)))
     sizes = _balanced(model, int(now.sum()))
     twice = _balanced(model, 2 * int(now.sum()))
-    rarely, apart = _rarely(model, latest)
+    meet, apart = _meet(model, latest)
     return Gains(
         _gain(model, sizes, now),
         _gain(model, twice, now),
-        rarely,
+        meet,
         sizes.tolist(),
         now.tolist(),
         apart,
@@ -108,7 +112,7 @@ def _gain(model: JobModel, sizes: np.ndarray, now: np.ndarray) -> Gain:
     return Gain(*at)
 
 
-def _rarely(model: JobModel, window: Window) -> tuple[Gain | None, float]:
+def _meet(model: JobModel, window: Window) -> tuple[Gain | None, float]:
     """By meeting over parameters: pieces of today's batches, as many to each worker as its speed allows."""
     speeds, meeting_s = samples_a_second(window), float(exposed_seconds(window))
     if speeds is None or not np.isfinite(meeting_s):

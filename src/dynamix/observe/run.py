@@ -23,6 +23,7 @@ from dynamix.observe.findings import Findings, find
 from dynamix.observe.gains import Gains, predict
 from dynamix.observe.hooks import CALLED, FOLDER_VARIABLE
 from dynamix.observe.joined import Joined, join, windows
+from dynamix.observe.pays import Pays, weigh
 from dynamix.observe.words import tell
 from dynamix.startup.sitecustomize import called_environment
 
@@ -40,6 +41,7 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
         raise StateError(f"{folder} holds {job.steps} steps: too few to say anything")
     found, told = find(job), list(windows(job))
     gains = predict([window for window, _ in told], sizes_known=job.samples_known)
+    pays = weigh(job, found, gains)
     unfinished = folder / "events.unfinished"
     unfinished.write_bytes(b"")
     with EventLog(unfinished) as log:
@@ -50,9 +52,9 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
                 **known, from_step=0, time_s=more["time_s"], samples_seen=more["samples_seen"], parts=more["parts"]
             )
     unfinished.replace(folder / "events.jsonl")
-    text = tell(job, found, gains)
+    text = tell(job, found, gains, pays)
     (folder / "report.txt").write_text(text, encoding="utf-8")
-    result = {"schema": SCHEMA, "command": "observe", "cluster": cluster(), **about, **_result(job, found, gains)}
+    result = {"schema": SCHEMA, "command": "observe", "cluster": cluster(), **about, **_result(job, found, gains, pays)}
     result |= {"text": text, "folder": str(folder)}
     RunFolder.at(folder).write_result(result)
     return result
@@ -63,7 +65,7 @@ def cluster() -> str:
     return "emulator" if any(variable in os.environ for variable in _OF_EMULATIONS) else "cluster"
 
 
-def _result(job: Joined, found: Findings, gains: Gains) -> dict[str, Any]:
+def _result(job: Joined, found: Findings, gains: Gains, pays: Pays) -> dict[str, Any]:
     slow = None if found.slow is None else dataclasses.asdict(found.slow)
     told: dict[str, Any] = _plain(
         {
@@ -84,7 +86,7 @@ def _result(job: Joined, found: Findings, gains: Gains) -> dict[str, Any]:
             "parts": {name: values.tolist() for name, values in found.parts.items()},
             "slow_link": found.slow_link,
             "link_ratio": found.link_ratio,
-            "gains": dataclasses.asdict(gains),
+            "gains": {**dataclasses.asdict(gains), **dataclasses.asdict(pays)},
         }
     )
     return told

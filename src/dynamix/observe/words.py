@@ -9,6 +9,7 @@ import numpy as np
 from dynamix.observe.findings import Findings, Slow
 from dynamix.observe.gains import WORTH, Gain, Gains
 from dynamix.observe.joined import Joined
+from dynamix.observe.pays import ADAPT, ALONE, BALANCE, MEET, PLAIN, WITHOUT, Pays
 
 PARTS = {
     "forward": "forward pass and loss",
@@ -20,12 +21,15 @@ PARTS = {
 }
 _SHORT = {"forward": "forward", "backward": "backward", "data": "data", "update": "update", "between": "between steps"}
 _SHOWN = 8  # ranks named one by one
+_STEADY = 0.8  # share of the steps, from which on a rank is steadily slow
 
 
-def tell(job: Joined, found: Findings, gains: Gains) -> str:
-    """The report of an observed job."""
-    lines = [_head(job, found), "", *_verdict(job, found), *_waiting(job, found), *_table(job, found)]
-    lines += ["", *_gains(gains, found.slow), *_notes(job, gains)]
+def tell(job: Joined, found: Findings, gains: Gains, pays: Pays) -> str:
+    """The report of an observed job: what to begin with, what each rung promises, and why."""
+    lines = [_head(job, found), ""]
+    if len(job.ranks) > 1:
+        lines += [*_best(job, gains, pays), *_promises(job, found, gains, pays), ""]
+    lines += [*_verdict(job, found), *_waiting(job, found), *_table(job, found), *_notes(job, gains)]
     return "\n".join(lines) + "\n"
 
 
@@ -80,16 +84,11 @@ def _network(found: Findings) -> str:
 
 
 def _waiting(job: Joined, found: Findings) -> list[str]:
-    wait = found.wait_s
-    if len(job.ranks) < 2 or not np.isfinite(wait).any() or found.verdict == "even":
+    share = float(np.nanmean(found.wait_s)) / found.step_s if found.step_s else 0.0
+    if len(job.ranks) < 2 or not share >= 0.01 or found.verdict == "even":
         return []
     whom = f"rank {found.slow.rank}" if found.slow is not None else "the latest of each step"
-    order = [i for i in np.argsort(-np.nan_to_num(wait)) if wait[i] >= 0.01 * found.step_s][:_SHOWN]
-    if not order:
-        return []
-    each = ", ".join(f"rank {job.ranks[i]} {_ms(float(wait[i]))}" for i in sorted(order))
-    share = float(np.nanmean(wait)) / found.step_s if found.step_s else 0.0
-    return [f"Waiting for {whom}, a step: {each}. That is {share:.0%} of all ranks' time."]
+    return [f"Waiting for {whom} takes {share:.0%} of all ranks' time."]
 
 
 def _table(job: Joined, found: Findings) -> list[str]:
@@ -105,61 +104,87 @@ def _table(job: Joined, found: Findings) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     title = "Milliseconds a step" + (f" of the {_SHOWN} slowest ranks:" if len(order) < len(job.ranks) else ":")
-    return ["", title, *lines, f"exchange that nothing hides: {1e3 * found.transfer_s:.1f}"]
+    return ["", title, *lines]
 
 
-def _gains(gains: Gains, slow: Slow | None) -> list[str]:
-    if gains.balance is None or gains.twice is None:
-        return ["What could be gained is not known: that needs two ranks or more and a few whole steps."]
-    told = ["What could be gained (predicted; 80 % sure ranges in brackets), as samples a second:"]
-    unit = "" if gains.sizes_known else " thousandths of today's batch"
-    shares = f", with shares of {_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)}"
-    if not gains.balance.worth_it:
-        shares = ""
-    told.append(f"- Balance alone, the global batch as it is: {_times(gains.balance)}{shares}.")
-    if not gains.balance.worth_it and gains.grounded and slow is not None:
-        told.append(f"  What makes rank {slow.rank} slow hardly depends on its batch: a smaller one does not help.")
-    told.append(
-        f"- Twice the global batch, balanced: {_times(gains.twice)}. Whether samples then teach as much was not"
+def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
+    """The rung that is predicted to be best, and the line to write."""
+    if pays.best is None:
+        return ["What could be gained is not known: that needs a few whole steps."]
+    share = f"the exchange takes {pays.exchange:.0%} of a balanced step"
+    said = {
+        ALONE: "Do not distribute this job: one worker alone is as fast.",
+        WITHOUT: "Leave one rank out: the others are faster without it.",
+        PLAIN: f"Nothing to gain: stay with plain {job.facts[0].get('stack', 'DDP')}, there is nothing to write.",
+        BALANCE: "Begin with balance: shares move, the global batch stays.",
+        ADAPT: f"Adapt: {share}, and a larger global batch exchanges less often.",
+        MEET: f"Adapt and choose how to meet: {share}.",
+    }
+    return [said[pays.best], *_line(job, gains, pays)]
+
+
+def _line(job: Joined, gains: Gains, pays: Pays) -> list[str]:
+    fewer = pays.alone if pays.best == ALONE else pays.without
+    if pays.best in (ALONE, WITHOUT) and fewer is not None:
+        count, where = (1, "on") if pays.best == ALONE else (len(job.ranks) - 1, "without")
+        return [
+            f"    torchrun --nproc-per-node {count} train.py  # your script, {where} the device of rank {fewer.rank}"
+        ]
+    if pays.best == PLAIN:
+        return []
+    size = round(sum(gains.now) / len(gains.now) / gains.pieces) if gains.sizes_known else "YOUR_BATCH_SIZE"
+    words = f", accumulate={gains.pieces}" if gains.pieces > 1 else ""
+    words += {ADAPT: ", global_batch='adaptive'", MEET: ", global_batch='adaptive', meet='auto'"}.get(
+        pays.best or "", ""
     )
-    told.append("  seen: a Controller with global_batch='adaptive' measures it while it trains.")
-    if gains.rarely is not None:
-        steps = f"every {gains.apart:.0f} steps in the mean"
-        told.append(f"- Meeting less often, over parameters {steps}: {_times(gains.rarely)} as far as time goes.")
-    if not gains.grounded:
+    loop = "loop" if gains.pieces > 1 else "tutorial"
+    return [f"    dynamix.Controller(policy='goodput', batch_size={size}{words})  # docs/{loop}.md has the other lines"]
+
+
+def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[str]:
+    """What each rung promises, and for which slowness."""
+    told, slow = [], found.slow
+    if pays.alone is not None:
+        fits = " if the model fits it," if job.facts[0].get("stack") == "FSDP2" else ""
+        told.append(f"- Rank {pays.alone.rank} alone, in steps of its own batch:{fits} {_times(pays.alone)}, ")
+        told[-1] += "while the network stays as slow." if found.verdict == "network" else _holds(found)
+    if pays.without is not None:
+        told.append(f"- Without rank {pays.without.rank}, the others' batches and the exchange as they are: ")
+        told[-1] += f"{_times(pays.without)}, {_holds(found)}"
+    if gains.balance is not None:
+        shares, unit = "", "" if gains.sizes_known else " thousandths of today's batch"
+        if gains.balance.worth_it:
+            shares = f" with shares of {_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)},"
+        told.append(f"- Balance: {_times(gains.balance)},{shares} {_holds(found)}")
+        if not gains.balance.worth_it and gains.grounded and slow is not None:
+            told.append(f"  What makes rank {slow.rank} slow hardly depends on its batch: a smaller one does not help.")
+        least = WORTH * max(gains.balance.median, 1.0)
+        meeting = f"Adapt and choose how to meet, every {gains.apart:.0f} steps in the mean"
+        for name, gain in (("Adapt, twice the global batch", gains.adapt), (meeting, gains.meet)):
+            if gain is not None and gain.median >= least:
+                told.append(
+                    f"- {name}: {_times(gain)}, while the network stays as it is. What samples then teach was not seen."
+                )
+    if told:
+        told.insert(0, "Samples a second, times today's (predicted; 80 % sure ranges in brackets):")
+    if gains.balance is not None and not gains.grounded:
         told.append(
-            "Every rank was seen at one batch size only, so what a step costs beside its samples is not measured."
+            "Every rank was seen at one batch size only: what a step costs beside its samples is not measured, and the "
+            "ranges of the lower lines say what is usual."
         )
-        told.append("The ranges say what is usual.")
-    return [*told, "", *_lines(gains)]
-
-
-def _lines(gains: Gains) -> list[str]:
-    assert gains.balance is not None
-    if not gains.balance.worth_it and (gains.rarely is None or gains.rarely.median < WORTH):
-        return ["Nothing to write: balance would gain nothing here."]
-    told = _to_balance(gains) if gains.balance.worth_it else []
-    if not told:
-        told.append("Balance alone would gain nothing here.")
-    if gains.rarely is not None and gains.rarely.low > max(gains.balance.high, WORTH):
-        told.append("To meet less often: Controller(..., meet='parameters'), the loop stays (docs/rounds.md).")
     return told
 
 
-def _to_balance(gains: Gains) -> list[str]:
-    size = round(sum(gains.now) / len(gains.now) / gains.pieces) if gains.sizes_known else "YOUR_BATCH_SIZE"
-    pieces = f", accumulate={gains.pieces}" if gains.pieces > 1 else ""
-    last = [
-        "    with controller.piece():    # around forward and backward pass; docs/loop.md has the whole loop",
-        "    controller.step(loss=loss)  # after every batch",
-    ]
-    return [
-        "To balance, write (docs/tutorial.md has a whole script):",
-        f"    controller = dynamix.Controller(policy='goodput', batch_size={size}{pieces})",
-        "    loader = controller.loader(loader)   # your DataLoader; then loader.set_epoch(epoch)",
-        "    controller.wrap(model, optimizer)    # model: the one under DDP or fully_shard",
-        *(last if pieces else ["    controller.step(loss=loss)           # after optimizer.step()"]),
-    ]
+def _holds(found: Findings) -> str:
+    """For which slowness of ranks a promise holds."""
+    slow = found.slow
+    if slow is None:
+        return (
+            "if slowness comes and goes as it did." if found.verdict == "changing" else "while ranks stay as they are."
+        )
+    if slow.often >= _STEADY:
+        return f"while rank {slow.rank} stays as slow: it was so in {slow.often:.0%} of the steps."
+    return f"if rank {slow.rank} is slow as often again: it came and went, in {slow.often:.0%} of the steps."
 
 
 def _notes(job: Joined, gains: Gains) -> list[str]:
