@@ -15,7 +15,7 @@ ALONE, WITHOUT, PLAIN = "do not distribute", "leave one out", "plain"
 BALANCE, ADAPT, MEET = "balance", "adapt", "adapt and choose how to meet"
 STRETCHES = 10  # of the steps: a range covers what most of them say
 # Parts of a balanced step that the exchange takes. In the first runs of docs/results.md a larger batch saved time where
-# it took 0.4 or more, and cost time at 0.2; meeting over parameters is first on every net where it takes 0.75.
+# it was about half, and cost time where it was a quarter; workers that seldom meet are first on all nets from 0.75 on.
 LARGE, VERY_LARGE = 1 / 3, 0.6
 
 

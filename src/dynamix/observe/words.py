@@ -66,7 +66,7 @@ def _slow(slow: Slow) -> list[str]:
         f"Rank {slow.rank} holds the job back: its own work takes {_ms(slow.busy_s)} a step, that of the others "
         f"{_ms(slow.others_s)} ({factor:.2f} times as long).",
         f"It is slow in this: {PARTS[slow.part]} ({by_part} beside the others). "
-        f"It arrives last in {slow.late:.0%} of the steps.",
+        f"It was slow in {slow.often:.0%} of the steps{'' if slow.often >= _STEADY else ': that came and went'}.",
     ]
 
 
@@ -109,82 +109,63 @@ def _table(job: Joined, found: Findings) -> list[str]:
 
 def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
     """The rung that is predicted to be best, and the line to write."""
-    if pays.best is None:
+    best, alone, without = pays.best, pays.alone, pays.without
+    start = "    torchrun --nproc-per-node {} train.py  # your script, {} the device of rank {}"
+    if best is None:
         return ["What could be gained is not known: that needs a few whole steps."]
+    if best == PLAIN:
+        return [f"Nothing to gain: stay with plain {job.facts[0].get('stack', 'DDP')}. There is nothing to write."]
+    if best == ALONE and alone is not None:
+        return ["Do not distribute this job: one worker alone is as fast.", start.format(1, "on", alone.rank)]
+    if best == WITHOUT and without is not None:
+        said = f"Leave rank {without.rank} out: without it the others are {without.median:.2f} times as fast."
+        return [said, start.format(len(job.ranks) - 1, "without", without.rank)]
     share = f"the exchange takes {pays.exchange:.0%} of a balanced step"
-    said = {
-        ALONE: "Do not distribute this job: one worker alone is as fast.",
-        WITHOUT: "Leave one rank out: the others are faster without it.",
-        PLAIN: f"Nothing to gain: stay with plain {job.facts[0].get('stack', 'DDP')}, there is nothing to write.",
-        BALANCE: "Begin with balance: shares move, the global batch stays.",
-        ADAPT: f"Adapt: {share}, and a larger global batch exchanges less often.",
-        MEET: f"Adapt and choose how to meet: {share}.",
-    }
-    return [said[pays.best], *_line(job, gains, pays)]
-
-
-def _line(job: Joined, gains: Gains, pays: Pays) -> list[str]:
-    fewer = pays.alone if pays.best == ALONE else pays.without
-    if pays.best in (ALONE, WITHOUT) and fewer is not None:
-        count, where = (1, "on") if pays.best == ALONE else (len(job.ranks) - 1, "without")
-        return [
-            f"    torchrun --nproc-per-node {count} train.py  # your script, {where} the device of rank {fewer.rank}"
-        ]
-    if pays.best == PLAIN:
-        return []
+    said, words = {
+        BALANCE: ("Begin with balance: shares move, the global batch stays.", ""),
+        ADAPT: (f"Adapt: {share}, and a larger batch exchanges less often.", ", global_batch='adaptive'"),
+        MEET: (f"Adapt and choose how to meet: {share}.", ", global_batch='adaptive', meet='auto'"),
+    }[best]
     size = round(sum(gains.now) / len(gains.now) / gains.pieces) if gains.sizes_known else "YOUR_BATCH_SIZE"
-    words = f", accumulate={gains.pieces}" if gains.pieces > 1 else ""
-    words += {ADAPT: ", global_batch='adaptive'", MEET: ", global_batch='adaptive', meet='auto'"}.get(
-        pays.best or "", ""
-    )
-    loop = "loop" if gains.pieces > 1 else "tutorial"
-    return [f"    dynamix.Controller(policy='goodput', batch_size={size}{words})  # docs/{loop}.md has the other lines"]
+    pieces, loop = (f", accumulate={gains.pieces}", "loop") if gains.pieces > 1 else ("", "tutorial")
+    line = f"    dynamix.Controller(policy='goodput', batch_size={size}{pieces}{words})"
+    return [said, f"{line}  # docs/{loop}.md has the other lines"]
 
 
 def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[str]:
     """What each rung promises, and for which slowness."""
-    told, slow = [], found.slow
+    told, holds, slow = [], _holds(found.slow, found.verdict), found.slow
     if pays.alone is not None:
         fits = " if the model fits it," if job.facts[0].get("stack") == "FSDP2" else ""
-        told.append(f"- Rank {pays.alone.rank} alone, in steps of its own batch:{fits} {_times(pays.alone)}, ")
-        told[-1] += "while the network stays as slow." if found.verdict == "network" else _holds(found)
+        why = "while the network stays as slow" if found.verdict == "network" else holds
+        told.append(f"Rank {pays.alone.rank} alone, in steps of its own batch:{fits} {_times(pays.alone)}, {why}.")
     if pays.without is not None:
-        told.append(f"- Without rank {pays.without.rank}, the others' batches and the exchange as they are: ")
-        told[-1] += f"{_times(pays.without)}, {_holds(found)}"
+        kept = "the others' batches and the exchange as they are"
+        told.append(f"Without rank {pays.without.rank}, {kept}: {_times(pays.without)}, {holds}.")
     if gains.balance is not None:
         shares, unit = "", "" if gains.sizes_known else " thousandths of today's batch"
         if gains.balance.worth_it:
-            shares = f" with shares of {_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)},"
-        told.append(f"- Balance: {_times(gains.balance)},{shares} {_holds(found)}")
+            shares = f", with shares of {_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)}"
+        told.append(f"Balance: {_times(gains.balance)}{shares}, {holds}.")
         if not gains.balance.worth_it and gains.grounded and slow is not None:
-            told.append(f"  What makes rank {slow.rank} slow hardly depends on its batch: a smaller one does not help.")
-        least = WORTH * max(gains.balance.median, 1.0)
+            told[-1] += f" What makes rank {slow.rank} slow hardly depends on its batch: a smaller one does not help."
         meeting = f"Adapt and choose how to meet, every {gains.apart:.0f} steps in the mean"
         for name, gain in (("Adapt, twice the global batch", gains.adapt), (meeting, gains.meet)):
-            if gain is not None and gain.median >= least:
-                told.append(
-                    f"- {name}: {_times(gain)}, while the network stays as it is. What samples then teach was not seen."
-                )
-    if told:
-        told.insert(0, "Samples a second, times today's (predicted; 80 % sure ranges in brackets):")
+            if gain is not None and gain.median >= WORTH * max(gains.balance.median, 1.0):
+                told.append(f"{name}: {_times(gain)}, while the network stays as it is. What samples then teach was")
+                told[-1] += " not seen."
+    told = ["Samples a second, times today's (predicted; 80 % sure ranges in brackets):", *(f"- {x}" for x in told)]
     if gains.balance is not None and not gains.grounded:
-        told.append(
-            "Every rank was seen at one batch size only: what a step costs beside its samples is not measured, and the "
-            "ranges of the lower lines say what is usual."
-        )
-    return told
+        told.append("Every rank was seen at one batch size only: what a step costs beside its samples is not measured,")
+        told[-1] += " and ranges from balance on say what is usual."
+    return told if len(told) > 1 else []
 
 
-def _holds(found: Findings) -> str:
+def _holds(slow: Slow | None, verdict: str) -> str:
     """For which slowness of ranks a promise holds."""
-    slow = found.slow
     if slow is None:
-        return (
-            "if slowness comes and goes as it did." if found.verdict == "changing" else "while ranks stay as they are."
-        )
-    if slow.often >= _STEADY:
-        return f"while rank {slow.rank} stays as slow: it was so in {slow.often:.0%} of the steps."
-    return f"if rank {slow.rank} is slow as often again: it came and went, in {slow.often:.0%} of the steps."
+        return "if slowness comes and goes as it did" if verdict == "changing" else "while ranks stay as they are"
+    return f"if rank {slow.rank} {'stays as slow' if slow.often >= _STEADY else 'is slow as often again'}"
 
 
 def _notes(job: Joined, gains: Gains) -> list[str]:

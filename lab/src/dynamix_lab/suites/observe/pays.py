@@ -20,8 +20,8 @@ def _job(
     return {"speeds": speeds, "fixed_ms": fixed_ms, "per_sample_ms": per_sample_ms, "rate": rate, "batch": 32, **more}
 
 
-# Chosen by hand from the devices' times, before any of them ran: in the first five one worker alone should be as fast as
-# the best of the others, in the last five it should not be. `slow` is whom the others then do without.
+# Chosen by hand from the devices' times, before any of them ran. In the first five one worker alone should be as fast
+# as the best of the others, in the last five it should not be. `slow` is whom the others then do without.
 JOBS: dict[str, dict[str, Any]] = {
     "slow-links-of-two": _job((1.0, 1.0), 5.0, 0.5, rate=25.0),  # 21 ms of computing, some 100 ms of exchange
     "slow-links-of-three": _job((1.0, 1.0, 1.0), 10.0, 0.5, rate=40.0),  # 26 ms, some 80 ms of exchange
