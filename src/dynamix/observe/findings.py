@@ -13,6 +13,7 @@ from dynamix.window import Floats
 
 LEAST_EXCESS = 0.05  # of a step's time, from which on a rank is said to be slow
 LEAST_TRANSFER = 0.10  # of a step's time, from which on the network is said to hold the job back
+STEADY = 0.8  # of the steps, from which on a slow rank is steadily slow
 SLOW_LINK = 3.0  # times the round trips of the others
 LEAST_CARRIED = 0.1  # of what the busiest connection carried
 ALIKE = 1.5  # forward and backward that are slower by about the same factor are one thing: computing
@@ -37,6 +38,11 @@ class Slow:
     late: float
     often: float
     excess_s: dict[str, float]
+
+    @property
+    def steady(self) -> bool:
+        """Whether it was slow nearly all the time; else its slowness came and went."""
+        return self.often >= STEADY
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,8 @@ class Findings:
     @property
     def part(self) -> str | None:
         """What the verdict names: a part, "network", or None."""
-        return self.slow.part if self.verdict == "rank" and self.slow is not None else self._network
-
-    @property
-    def _network(self) -> str | None:
+        if self.verdict == "rank" and self.slow is not None:
+            return self.slow.part
         return "network" if self.verdict == "network" else None
 
 

@@ -21,7 +21,6 @@ PARTS = {
 }
 _SHORT = {"forward": "forward", "backward": "backward", "data": "data", "update": "update", "between": "between steps"}
 _SHOWN = 8  # ranks named one by one
-_STEADY = 0.8  # share of the steps, from which on a rank is steadily slow
 
 
 def tell(job: Joined, found: Findings, gains: Gains, pays: Pays) -> str:
@@ -51,9 +50,7 @@ def _verdict(job: Joined, found: Findings) -> list[str]:
     if found.verdict == "even":
         return [f"No rank holds the job back: all take about {_ms(float(np.median(found.busy_s)))} a step."]
     if found.verdict == "changing":
-        return [
-            "In each step some rank is late, but it is not always the same one: balancing by mean speed gains little."
-        ]
+        return ["In each step some rank is late, but it is not always the same one."]
     told = _slow(slow) if slow is not None else []
     return [network, *told] if found.verdict == "network" else [*told, *([network] if network else [])]
 
@@ -66,7 +63,7 @@ def _slow(slow: Slow) -> list[str]:
         f"Rank {slow.rank} holds the job back: its own work takes {_ms(slow.busy_s)} a step, that of the others "
         f"{_ms(slow.others_s)} ({factor:.2f} times as long).",
         f"It is slow in this: {PARTS[slow.part]} ({by_part} beside the others). "
-        f"It was slow in {slow.often:.0%} of the steps{'' if slow.often >= _STEADY else ': that came and went'}.",
+        f"It was slow in {slow.often:.0%} of the steps{'' if slow.steady else ': that came and went'}.",
     ]
 
 
@@ -142,20 +139,22 @@ def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[st
     if pays.without is not None:
         kept = "the others' batches and the exchange as they are"
         told.append(f"Without rank {pays.without.rank}, {kept}: {_times(pays.without)}, {holds}.")
-    if gains.balance is not None:
+    if pays.balance is not None:
         shares, unit = "", "" if gains.sizes_known else " thousandths of today's batch"
-        if gains.balance.worth_it:
+        if pays.follows:
+            shares = ", with shares that follow a window later"
+        elif pays.balance.worth_it:
             shares = f", with shares of {_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)}"
-        told.append(f"Balance: {_times(gains.balance)}{shares}, {holds}.")
-        if not gains.balance.worth_it and gains.grounded and slow is not None:
+        told.append(f"Balance: {_times(pays.balance)}{shares}, {holds}.")
+        if not pays.balance.worth_it and gains.grounded and slow is not None and slow.steady:
             told[-1] += f" What makes rank {slow.rank} slow hardly depends on its batch: a smaller one does not help."
         meeting = f"Adapt and choose how to meet, every {gains.apart:.0f} steps in the mean"
         for name, gain in (("Adapt, twice the global batch", gains.adapt), (meeting, gains.meet)):
-            if gain is not None and gain.median >= WORTH * max(gains.balance.median, 1.0):
+            if gain is not None and gain.median >= WORTH * max(pays.balance.median, 1.0):
                 told.append(f"{name}: {_times(gain)}, while the network stays as it is. What samples then teach was")
                 told[-1] += " not seen."
     told = ["Samples a second, times today's (predicted; 80 % sure ranges in brackets):", *(f"- {x}" for x in told)]
-    if gains.balance is not None and not gains.grounded:
+    if pays.balance is not None and not gains.grounded:
         told.append("Every rank was seen at one batch size only: what a step costs beside its samples is not measured,")
         told[-1] += " and ranges from balance on say what is usual."
     return told if len(told) > 1 else []
@@ -165,7 +164,7 @@ def _holds(slow: Slow | None, verdict: str) -> str:
     """For which slowness of ranks a promise holds."""
     if slow is None:
         return "if slowness comes and goes as it did" if verdict == "changing" else "while ranks stay as they are"
-    return f"if rank {slow.rank} {'stays as slow' if slow.often >= _STEADY else 'is slow as often again'}"
+    return f"if rank {slow.rank} {'stays as slow' if slow.steady else 'is slow as often again'}"
 
 
 def _notes(job: Joined, gains: Gains) -> list[str]:
@@ -177,19 +176,18 @@ def _notes(job: Joined, gains: Gains) -> list[str]:
         steps = "1 step held a pause" if len(job.pauses) == 1 else f"{len(job.pauses)} steps held a pause"
         told.append(f"{steps} (a checkpoint, an evaluation?), left out of all figures: {at}.")
     if job.missing:
-        one = len(job.missing) == 1
-        whose = f"Rank {job.missing[0]} has" if one else f"Ranks {_sizes(job.missing)} have"
-        told.append(f"{whose} written nothing: {'it is' if one else 'they are'} on another machine without this")
-        told[-1] += " folder, or dead."
+        told.append(f"{_who(job.missing)} written nothing: on another machine without this folder, or dead.")
     if job.unfinished:
-        one = len(job.unfinished) == 1
-        whose = f"Rank {job.unfinished[0]} has" if one else f"Ranks {_sizes(job.unfinished)} have"
-        told.append(f"{whose} not said that {'it' if one else 'they'} ended: still running, or dead.")
+        told.append(f"{_who(job.unfinished)} not said that training ended: still running, or dead.")
     if job.attempt:
         times = "once" if job.attempt == 1 else f"{job.attempt} times"
         told.append(f"The job was restarted {times}; this is of the last start.")
     told += sorted({str(facts["note"]) for facts in job.facts if facts.get("note")})
     return ["", *(f"Note: {line}" for line in told)] if told else []
+
+
+def _who(ranks: list[int]) -> str:
+    return f"Rank {ranks[0]} has" if len(ranks) == 1 else f"Ranks {_sizes(ranks)} have"
 
 
 def _times(gain: Gain) -> str:
