@@ -1,4 +1,4 @@
-"""What could be gained, as `JobModel` predicts it from the observed windows: ranges, and the lines to write."""
+"""What could be gained, as `JobModel` predicts it from the observed windows: ranges on each rung of the ladder."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ from dynamix.window import Bounds, Ints, Window
 LOW, HIGH = 0.1, 0.9  # quantiles of the ranges
 WORTH = 1.03  # a gain that a change of the script is worth
 UNIT = 1000  # parts of a batch whose samples are unknown
+ALONE, WITHOUT, PLAIN = "do not distribute", "leave one out", "plain"
+BALANCE, ADAPT, MEET = "balance", "adapt", "adapt and choose how to meet"
+# Parts of a balanced step that the exchange takes. In the first runs of docs/results.md a larger batch saved time where
+# it was about half, and cost time where it was a quarter; workers that seldom meet are first on all nets from 0.75 on.
+LARGE, VERY_LARGE = 1 / 3, 0.6
 _LARGEST = 64  # times the largest batch now
 
 
@@ -60,6 +65,47 @@ class Gains:
     grounded: bool
     sizes_known: bool
     pieces: int = 1
+
+
+@dataclass(frozen=True)
+class Pays:
+    """What fewer workers would reach, what balance would, and what to begin with.
+
+    alone      the fastest worker by itself, in steps of its own batch: no exchange, and what a step costs beside its
+               samples once for each of them; `rank` says which
+    without    all but the slow rank, which is `rank`; each with its own batch, and with the exchange as it was measured
+    balance    as the job model says of how ranks are now; or, if it `follows`, as shares would have reached that are
+               always those of the window before: where slowness comes and goes
+    exchange   part of a balanced step that the exchange takes; NaN where it was not measured
+    best       the rung that is predicted to be best
+
+    None where it cannot be said.
+    """
+
+    alone: Gain | None
+    without: Gain | None
+    balance: Gain | None
+    follows: bool
+    exchange: float
+    best: str | None
+
+
+def best_rung(pays: Pays, gains: Gains, *, leave: bool, can_meet: bool) -> str | None:
+    """In doubt the lower rung. The batch and the way of meeting change what is learned, so less sure is not enough."""
+    if pays.balance is None:
+        return None
+    balanced = max(pays.balance.median, 1.0)
+    fewer = 0.0 if pays.without is None else pays.without.median
+    if pays.alone is not None and WORTH * pays.alone.median >= max(balanced, fewer):
+        return ALONE
+    if leave and fewer >= WORTH * balanced:
+        return WITHOUT
+    sure = WORTH * max(pays.balance.high, 1.0)
+    if can_meet and pays.exchange >= VERY_LARGE and gains.meet is not None and gains.meet.low >= sure:
+        return MEET
+    if pays.exchange >= LARGE and gains.adapt is not None and gains.adapt.median >= sure:
+        return ADAPT
+    return BALANCE if pays.balance.worth_it else PLAIN
 
 
 def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
@@ -108,8 +154,8 @@ def _balanced(model: JobModel, total: int) -> Ints:
 
 
 def _gain(model: JobModel, sizes: np.ndarray, now: np.ndarray) -> Gain:
-    at = [float(model.speedup(sizes, beside=now, quantile=quantile)) for quantile in (0.5, LOW, HIGH)]
-    return Gain(*at)
+    median, low, high = (float(model.speedup(sizes, beside=now, quantile=at)) for at in (0.5, LOW, HIGH))
+    return Gain(median, low, high)
 
 
 def _meet(model: JobModel, window: Window) -> tuple[Gain | None, float]:

@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 
 from dynamix.observe.findings import Findings
-from dynamix.observe.gains import HIGH, LOW, WORTH, Gain, Gains
+from dynamix.observe.gains import HIGH, LOW, Gain, Gains, Pays, best_rung
 from dynamix.observe.joined import LEAST_WINDOW, Joined
 from dynamix.window import Floats
 
-ALONE, WITHOUT, PLAIN = "do not distribute", "leave one out", "plain"
-BALANCE, ADAPT, MEET = "balance", "adapt", "adapt and choose how to meet"
 WINDOW = 10  # steps, after which shares follow
 STRETCHES = 10  # of the steps: a range covers what most of them say
-# Parts of a balanced step that the exchange takes. In the first runs of docs/results.md a larger batch saved time where
-# it was about half, and cost time where it was a quarter; workers that seldom meet are first on all nets from 0.75 on.
-LARGE, VERY_LARGE = 1 / 3, 0.6
-
-
-@dataclass(frozen=True)
-class Pays:
-    """What fewer workers would reach, what balance would, and what to begin with.
-
-    alone      the fastest worker by itself, in steps of its own batch: no exchange, and what a step costs beside its
-               samples once for each of them; `rank` says which
-    without    all but the slow rank, which is `rank`; each with its own batch, and with the exchange as it was measured
-    balance    as the job model says of how ranks are now; or, if it `follows`, as shares would have reached that are
-               always those of the window before: where slowness comes and goes
-    exchange   part of a balanced step that the exchange takes; NaN where it was not measured
-    best       the rung that is predicted to be best
-
-    None where it cannot be said.
-    """
-
-    alone: Gain | None
-    without: Gain | None
-    balance: Gain | None
-    follows: bool
-    exchange: float
-    best: str | None
 
 
 def weigh(job: Joined, found: Findings, gains: Gains) -> Pays:
@@ -56,29 +27,16 @@ def weigh(job: Joined, found: Findings, gains: Gains) -> Pays:
     exchange = balanced * found.transfer_s / found.step_s if found.step_s else float("nan")
     pays = Pays(alone, without, balance, followed is not None, exchange, None)
     can_meet = job.facts[0].get("stack") == "DDP" and gains.pieces == 1  # what meet="auto" needs
-    return dataclasses.replace(pays, best=_best(pays, gains, leave=not unsteady, can_meet=can_meet))
+    return dataclasses.replace(pays, best=best_rung(pays, gains, leave=not unsteady, can_meet=can_meet))
 
 
-def _best(pays: Pays, gains: Gains, *, leave: bool, can_meet: bool) -> str | None:
-    """In doubt the lower rung. The batch and the way of meeting change what is learned, so less sure is not enough."""
-    if pays.balance is None:
-        return None
-    balanced = max(pays.balance.median, 1.0)
-    fewer = 0.0 if pays.without is None else pays.without.median
-    if pays.alone is not None and WORTH * pays.alone.median >= max(balanced, fewer):
-        return ALONE
-    if leave and fewer >= WORTH * balanced:
-        return WITHOUT
-    sure = WORTH * max(pays.balance.high, 1.0)
-    if can_meet and pays.exchange >= VERY_LARGE and gains.meet is not None and gains.meet.low >= sure:
-        return MEET
-    if pays.exchange >= LARGE and gains.adapt is not None and gains.adapt.median >= sure:
-        return ADAPT
-    return BALANCE if pays.balance.worth_it else PLAIN
+def _kept(job: Joined) -> tuple[Floats, Floats, Floats]:
+    """Samples, and seconds of own work and of the exchange: (steps, ranks) of the steps that count."""
+    return job.part("samples")[job.kept], job.busy[job.kept], job.part("exchange")[job.kept]
 
 
 def _alone(job: Joined) -> Gain | None:
-    samples, busy = job.part("samples")[job.kept], job.busy[job.kept]
+    samples, busy, _ = _kept(job)
     with np.errstate(invalid="ignore", divide="ignore"):
         speeds = samples.sum(0) / busy.sum(0)
     if len(job.ranks) < 2 or not np.isfinite(speeds).all():
@@ -90,7 +48,7 @@ def _alone(job: Joined) -> Gain | None:
 def _without(job: Joined, at: int) -> Gain | None:
     if len(job.ranks) < 3:
         return None
-    samples, busy, exchange = (x[job.kept] for x in (job.part("samples"), job.busy, job.part("exchange")))
+    samples, busy, exchange = _kept(job)
     others = np.arange(len(job.ranks)) != at
     own = busy[:, others].max(-1) + exchange.min(-1)
     return _beside_now(job, samples[:, others].sum(-1), own, job.ranks[at])
@@ -98,8 +56,8 @@ def _without(job: Joined, at: int) -> Gain | None:
 
 def _followed(job: Joined) -> Gain | None:
     """All ranks, with shares by what each took for a sample in the window before."""
-    samples, exchange = job.part("samples")[job.kept], job.part("exchange")[job.kept]
-    each = job.busy[job.kept] / samples
+    samples, busy, exchange = _kept(job)
+    each = busy / samples
     if len(each) < 2 * WINDOW:
         return None
     means = np.stack([each[at : at + WINDOW].mean(0) for at in range(0, len(each), WINDOW)])
@@ -112,8 +70,8 @@ def _followed(job: Joined) -> Gain | None:
 
 def _beside_now(job: Joined, samples: Floats, seconds: Floats, rank: int | None = None) -> Gain | None:
     """`samples` in `seconds`, by step, over what all ranks did; the range over stretches of the job."""
-    trained = job.part("samples")[job.kept].sum(-1)
-    took = (job.busy + job.part("exchange"))[job.kept].mean(-1)
+    all_samples, busy, exchange = _kept(job)
+    trained, took = all_samples.sum(-1), (busy + exchange).mean(-1)
     known = np.isfinite(samples + seconds + trained + took) & (seconds > 0)
     if job.missing or known.sum() < LEAST_WINDOW:
         return None

@@ -20,10 +20,10 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import SCHEMA, EventLog
 from dynamix.events.run_folder import RunFolder
 from dynamix.observe.findings import Findings, find
-from dynamix.observe.gains import Gains, predict
+from dynamix.observe.gains import Gains, Pays, predict
 from dynamix.observe.hooks import CALLED, FOLDER_VARIABLE
 from dynamix.observe.joined import Joined, join, windows
-from dynamix.observe.pays import Pays, weigh
+from dynamix.observe.pays import weigh
 from dynamix.observe.words import tell
 from dynamix.startup.sitecustomize import called_environment
 

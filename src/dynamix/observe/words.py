@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dynamix.observe.findings import Findings, Slow
-from dynamix.observe.gains import WORTH, Gain, Gains
+from dynamix.observe.gains import ADAPT, ALONE, BALANCE, MEET, PLAIN, WITHOUT, WORTH, Gain, Gains, Pays
 from dynamix.observe.joined import Joined
-from dynamix.observe.pays import ADAPT, ALONE, BALANCE, MEET, PLAIN, WITHOUT, Pays
 
 PARTS = {
     "forward": "forward pass and loss",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dynamix.observe.pays import ALONE
+from dynamix.observe.gains import ALONE
 from dynamix.observe.run import conclude
 from dynamix_lab.suites.observe import job
 from dynamix_lab.suites.observe.cases import observing
