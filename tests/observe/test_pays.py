@@ -38,7 +38,7 @@ def test_of_two_with_one_at_a_tenth_the_other_alone_is_faster(tmp_path: Path) ->
     assert (gains["best"], gains["alone"]["rank"], gains["without"]) == ("do not distribute", 1, None)
     assert gains["alone"]["median"] == pytest.approx((10 * OWN_S + TRANSFER_S) / (2 * OWN_S), rel=0.02)  # 5.0
     after_head = text.splitlines()[2:4]
-    assert after_head[0] == "Do not distribute this job: one worker alone is as fast."
+    assert after_head[0] == "Do not distribute this job: one worker alone is as fast as all that meet in every step."
     assert after_head[1].split("#")[0].strip() == "torchrun --nproc-per-node 1 train.py"
     assert "on the device of rank 1" in after_head[1]
 
@@ -79,7 +79,7 @@ def test_the_batch_moves_where_the_exchange_is_long(transfer_s: float, best: str
     assert gains["best"] == best
     assert gains["exchange"] == pytest.approx(transfer_s / (OWN_S + transfer_s), abs=0.03)
     assert words in text
-    assert "What samples then teach was not seen." in text
+    assert "in time alone, while the network stays as it is." in text
 
 
 @pytest.mark.parametrize("given", [{"passes": 2}, {"stack": "FSDP2"}])

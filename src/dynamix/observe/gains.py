@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynamix.model import JobModel
+from dynamix.model.auto_sync import LEAST_STEPS
 from dynamix.model.measured import exposed_seconds
 from dynamix.model.rounds import RoundSize, samples_a_second
 from dynamix.model.split import split
@@ -153,9 +154,9 @@ def _balanced(model: JobModel, total: int) -> Ints:
     return project(split(np.asarray(float(total)), *model.line, bounds), bounds)
 
 
-def _gain(model: JobModel, sizes: np.ndarray, now: np.ndarray) -> Gain:
+def _gain(model: JobModel, sizes: np.ndarray, now: np.ndarray) -> Gain | None:
     median, low, high = (float(model.speedup(sizes, beside=now, quantile=at)) for at in (0.5, LOW, HIGH))
-    return Gain(median, low, high)
+    return Gain(median, low, high) if np.isfinite([median, low, high]).all() else None
 
 
 def _meet(model: JobModel, window: Window) -> tuple[Gain | None, float]:
@@ -166,5 +167,7 @@ def _meet(model: JobModel, window: Window) -> tuple[Gain | None, float]:
     workers, total = window.workers, int(window.batch_size.sum())
     size = RoundSize(total / workers)
     _, pace = size.best(Bounds.of(workers, 1, 100 * total), speeds, meeting_s, now=0)
+    if size.steps < LEAST_STEPS:
+        return None, size.steps
     low, median, high = (total / float(model.step_s(window.batch_size, quantile=q)) for q in (HIGH, 0.5, LOW))
     return Gain(pace / median, pace / high, pace / low), size.steps

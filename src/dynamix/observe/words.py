@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynamix.observe.findings import Findings, Slow
+from dynamix.observe.findings import LEAST_EXCESS, Findings, Slow
 from dynamix.observe.gains import ADAPT, ALONE, BALANCE, MEET, PLAIN, WITHOUT, WORTH, Gain, Gains, Pays
 from dynamix.observe.joined import Joined
 
@@ -81,7 +81,7 @@ def _network(found: Findings) -> str:
 
 def _waiting(job: Joined, found: Findings) -> list[str]:
     share = float(np.nanmean(found.wait_s)) / found.step_s if found.step_s else 0.0
-    if len(job.ranks) < 2 or not share >= 0.01 or found.verdict == "even":
+    if len(job.ranks) < 2 or not share >= LEAST_EXCESS or found.verdict == "even":
         return []
     whom = f"rank {found.slow.rank}" if found.slow is not None else "the latest of each step"
     return [f"Waiting for {whom} takes {share:.0%} of all ranks' time."]
@@ -112,7 +112,8 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
     if best == PLAIN:
         return [f"Nothing to gain: stay with plain {job.facts[0].get('stack', 'DDP')}. There is nothing to write."]
     if best == ALONE and alone is not None:
-        return ["Do not distribute this job: one worker alone is as fast.", start.format(1, "on", alone.rank)]
+        said = "Do not distribute this job: one worker alone is as fast as all that meet in every step."
+        return [said, start.format(1, "on", alone.rank)]
     if best == WITHOUT and without is not None:
         said = f"Leave rank {without.rank} out: without it the others are {without.median:.2f} times as fast."
         return [said, start.format(len(job.ranks) - 1, "without", without.rank)]
@@ -150,8 +151,7 @@ def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[st
         meeting = f"Adapt and choose how to meet, every {gains.apart:.0f} steps in the mean"
         for name, gain in (("Adapt, twice the global batch", gains.adapt), (meeting, gains.meet)):
             if gain is not None and gain.median >= WORTH * max(pays.balance.median, 1.0):
-                told.append(f"{name}: {_times(gain)}, while the network stays as it is. What samples then teach was")
-                told[-1] += " not seen."
+                told.append(f"{name}: {_times(gain)} in time alone, while the network stays as it is.")
     told = ["Samples a second, times today's (predicted; 80 % sure ranges in brackets):", *(f"- {x}" for x in told)]
     if pays.balance is not None and not gains.grounded:
         told.append("Every rank was seen at one batch size only: what a step costs beside its samples is not measured,")
