@@ -58,10 +58,12 @@ def given_to(place: dict[str, Any], steps: int, width: int) -> dict[str, Any]:
 
 
 def paced(place: dict[str, Any], command: list[str], folder: Path) -> dict[str, Any]:
-    """Samples a second of the job on the place's hosts, and its devices' steps and overruns."""
-    links = {} if place["rate"] is None else {"rate_mbit_s": place["rate"]}
-    links |= {"latency_ms": place.get("latency_ms", 0.0)}
-    hosts = [{"cpu": speed, **links} for speed in place["speeds"]]
+    """Samples a second of the job on the place's hosts, and its devices' steps and overruns.
+
+    A place may have `rates` of each link in place of one, and a `schedule`.
+    """
+    rates = place.get("rates") or [place["rate"]] * len(place["speeds"])
+    hosts = [{"cpu": speed, "rate_mbit_s": rate} for speed, rate in zip(place["speeds"], rates, strict=True)]
     device = {name: place[name] for name in ("fixed_ms", "per_sample_ms")}
     scenario = {"name": "observed", "description": "Device hosts.", "hosts": hosts, "device": device}
     scenario |= {"schedule": place.get("schedule", [])}

@@ -17,7 +17,8 @@ from dynamix_lab.suites.observe.gains import given_to, paced
 def _job(
     speeds: tuple[float, ...], fixed_ms: float, per_sample_ms: float, rate: float | None = None, **more: Any
 ) -> dict[str, Any]:
-    return {"speeds": speeds, "fixed_ms": fixed_ms, "per_sample_ms": per_sample_ms, "rate": rate, "batch": 32, **more}
+    rates = (rate,) * len(speeds)
+    return {"speeds": speeds, "fixed_ms": fixed_ms, "per_sample_ms": per_sample_ms, "rates": rates, "batch": 32, **more}
 
 
 # Chosen by hand from the devices' times, before any of them ran. In the first five one worker alone should be as fast
@@ -28,7 +29,7 @@ JOBS: dict[str, dict[str, Any]] = {
     # 42 ms beside 420 ms. For one sample the slow one takes 110 ms; the fast one does 64 in 84.
     "a-tenth": _job((1.0, 0.1), 10.0, 1.0),
     "generations-and-links": _job((1.0, 0.5, 0.4, 0.3), 5.0, 0.25, rate=60.0, slow=3),  # 13 to 43 ms, some 60 ms
-    "far-apart": _job((1.0, 1.0, 1.0), 3.0, 0.25, latency_ms=5.0),  # 11 ms, and four hops of 10 ms or more
+    "one-slow-link": _job((1.0, 1.0, 1.0), 3.0, 0.25, rates=(None, None, 100.0)),  # 11 ms, some 30 ms of exchange
     "even": _job((1.0, 1.0, 1.0), 15.0, 1.5),  # 63 ms
     # 42 ms beside 84 ms. As they are they are no faster than one alone; balanced 1.5 times as fast.
     "a-half": _job((1.0, 0.5), 10.0, 1.0),
@@ -75,4 +76,4 @@ def run_job(name: str, policy: str, folder: Path) -> dict[str, Any]:
 
 def _of(place: dict[str, Any], hosts: list[int]) -> dict[str, Any]:
     """The place with these hosts only, none of which changes."""
-    return {**place, "speeds": [place["speeds"][host] for host in hosts], "schedule": []}
+    return {**place, **{key: [place[key][host] for host in hosts] for key in ("speeds", "rates")}, "schedule": []}
