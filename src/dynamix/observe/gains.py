@@ -18,6 +18,7 @@ from dynamix.window import Bounds, Ints, Window
 
 LOW, HIGH = 0.1, 0.9  # quantiles of the ranges
 WORTH = 1.03  # a gain that a change of the script is worth
+WORTH_FOLLOWING = 1.1  # the same where shares follow what comes and goes: a policy's are later than those of a replay
 UNIT = 1000  # parts of a batch whose samples are unknown
 ALONE, WITHOUT, PLAIN = "do not distribute", "leave one out", "plain"
 BALANCE, ADAPT, MEET = "balance", "adapt", "adapt and choose how to meet"
@@ -106,7 +107,7 @@ def best_rung(pays: Pays, gains: Gains, *, leave: bool, can_meet: bool) -> str |
         return MEET
     if pays.exchange >= LARGE and gains.adapt is not None and gains.adapt.median >= sure:
         return ADAPT
-    return BALANCE if pays.balance.worth_it else PLAIN
+    return BALANCE if pays.balance.median >= (WORTH_FOLLOWING if pays.follows else WORTH) else PLAIN
 
 
 def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
