@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynamix.observe.gains import Gain, Gains, Pays, best_rung
 from dynamix.observe.recorder import FIELDS
 from dynamix.observe.run import conclude
 from tests.observe.files import OWN_S, TRANSFER_S, write
@@ -80,6 +81,21 @@ def test_the_batch_moves_where_the_exchange_is_long(transfer_s: float, best: str
     assert gains["exchange"] == pytest.approx(transfer_s / (OWN_S + transfer_s), abs=0.03)
     assert words in text
     assert "in time alone, while the network stays as it is." in text
+
+
+@pytest.mark.parametrize(
+    ("balance", "follows", "best"),
+    [
+        (Gain(1.04, 1.01, 1.05), False, "balance"),
+        (Gain(1.04, 0.99, 1.05), False, "plain"),
+        (Gain(1.20, 0.90, 1.40), True, "balance"),
+        (Gain(1.05, 0.90, 1.40), True, "plain"),
+    ],
+)
+def test_in_doubt_plain_ddp_is_named(balance: Gain, follows: bool, best: str) -> None:
+    gains = Gains(balance, None, None, [40, 24], [32, 32], float("nan"), grounded=True, sizes_known=True)
+    pays = Pays(Gain(0.5, 0.4, 0.6, 0), None, balance, follows, 0.1, None)
+    assert best_rung(pays, gains, leave=not follows, can_meet=True) == best
 
 
 @pytest.mark.parametrize("given", [{"passes": 2}, {"stack": "FSDP2"}])

@@ -107,7 +107,8 @@ def best_rung(pays: Pays, gains: Gains, *, leave: bool, can_meet: bool) -> str |
         return MEET
     if pays.exchange >= LARGE and gains.adapt is not None and gains.adapt.median >= sure:
         return ADAPT
-    return BALANCE if pays.balance.median >= (WORTH_FOLLOWING if pays.follows else WORTH) else PLAIN
+    following = pays.follows and pays.balance.median >= WORTH_FOLLOWING  # its range has stretches without slowness
+    return BALANCE if following or (pays.balance.worth_it and pays.balance.low >= 1.0) else PLAIN
 
 
 def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
