@@ -152,7 +152,7 @@ def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[st
         for name, gain in (("Adapt, twice the global batch", gains.adapt), (meeting, gains.meet)):
             if gain is not None and gain.median >= WORTH * max(pays.balance.median, 1.0):
                 told.append(f"{name}: {_times(gain)} in time alone, while the network stays as it is.")
-    told = ["Samples a second, times today's (predicted; 80 % sure ranges in brackets):", *(f"- {x}" for x in told)]
+    told = ["Samples a second, times today's (predicted; ranges in brackets):", *(f"- {x}" for x in told)]
     if pays.balance is not None and not gains.grounded:
         told.append("Every rank was seen at one batch size only: what a step costs beside its samples is not measured,")
         told[-1] += " and ranges from balance on say what is usual."
