@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import SCHEMA, EventLog
 from dynamix.events.run_folder import RunFolder
@@ -66,33 +68,18 @@ def cluster() -> str:
 
 
 def _result(job: Joined, found: Findings, gains: Gains, pays: Pays) -> dict[str, Any]:
+    of_job = ("ranks", "world", "missing", "unfinished", "steps", "pauses")
+    of_found = ("verdict", "rank", "part", "step_s", "busy_s", "wait_s", "parts", "slow_link", "link_ratio")
+    told = {name: getattr(job, name) for name in of_job} | {name: getattr(found, name) for name in of_found}
     slow = None if found.slow is None else dataclasses.asdict(found.slow)
-    told: dict[str, Any] = _plain(
-        {
-            "ranks": job.ranks,
-            "world": job.world,
-            "missing": job.missing,
-            "unfinished": job.unfinished,
-            "steps": job.steps,
-            "pauses": job.pauses,
-            "verdict": found.verdict,
-            "rank": found.rank,
-            "part": found.part,
-            "step_s": found.step_s,
-            "busy_s": found.busy_s.tolist(),
-            "wait_s": found.wait_s.tolist(),
-            "exchange_s": found.transfer_s,
-            "slow": slow,
-            "parts": {name: values.tolist() for name, values in found.parts.items()},
-            "slow_link": found.slow_link,
-            "link_ratio": found.link_ratio,
-            "gains": {**dataclasses.asdict(gains), **dataclasses.asdict(pays)},
-        }
-    )
-    return told
+    told |= {"exchange_s": found.transfer_s, "slow": slow}
+    told |= {"gains": {**dataclasses.asdict(gains), **dataclasses.asdict(pays)}}
+    return {name: _plain(value) for name, value in told.items()}
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
