@@ -51,7 +51,7 @@ def observe(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Tell which rank holds an unchanged job back, and why: dynamix observe -- torchrun ... train.py."""
+    """Tell whether distributing a job pays, and who holds it back: dynamix observe -- torchrun ... train.py."""
     from dynamix.observe.run import observe as run_observed
     from dynamix.observe.run import read as read_again
 

@@ -13,6 +13,7 @@ from dynamix.window import Floats
 
 LEAST_EXCESS = 0.05  # of a step's time, from which on a rank is said to be slow
 LEAST_TRANSFER = 0.10  # of a step's time, from which on the network is said to hold the job back
+STEADY = 0.8  # of the steps, from which on a slow rank is steadily slow
 SLOW_LINK = 3.0  # times the round trips of the others
 LEAST_CARRIED = 0.1  # of what the busiest connection carried
 ALIKE = 1.5  # forward and backward that are slower by about the same factor are one thing: computing
@@ -26,6 +27,7 @@ class Slow:
     part       "forward", "backward", "computing" (both alike), "data", "update" or "between"
     busy_s     of its step, free of waiting; `others_s` the median of the others
     late       share of the steps in which it arrived last
+    often      share of the steps in which it was slow
     excess_s   by part, what it takes more than the median of the others
     """
 
@@ -34,7 +36,13 @@ class Slow:
     busy_s: float
     others_s: float
     late: float
+    often: float
     excess_s: dict[str, float]
+
+    @property
+    def steady(self) -> bool:
+        """Whether it was slow nearly all the time; else its slowness came and went."""
+        return self.often >= STEADY
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,8 @@ class Findings:
     @property
     def part(self) -> str | None:
         """What the verdict names: a part, "network", or None."""
-        return self.slow.part if self.verdict == "rank" and self.slow is not None else self._network
-
-    @property
-    def _network(self) -> str | None:
+        if self.verdict == "rank" and self.slow is not None:
+            return self.slow.part
         return "network" if self.verdict == "network" else None
 
 
@@ -108,7 +114,10 @@ def _slow(
         apart = float(np.nanmean(np.nanmax(busy, -1) - np.nanmedian(busy, -1)))
         return None, apart > LEAST_EXCESS * step_s
     excess = {name: float(values[at]) - _others(values, at) for name, values in parts.items()}
-    return Slow(job.ranks[at], _part(parts, at, excess), float(mean_busy[at]), others, float(last[at]), excess), False
+    later = busy[:, at] - np.nanmedian(np.delete(busy, at, -1), -1)
+    often = float((later >= LEAST_EXCESS * step_s).mean())
+    part = _part(parts, at, excess)
+    return Slow(job.ranks[at], part, float(mean_busy[at]), others, float(last[at]), often, excess), False
 
 
 def _part(parts: dict[str, Floats], at: int, excess: dict[str, float]) -> str:

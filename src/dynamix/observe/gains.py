@@ -1,4 +1,4 @@
-"""What could be gained, as `JobModel` predicts it from the observed windows: ranges, and the lines to write."""
+"""What could be gained, as `JobModel` predicts it from the observed windows: ranges on each rung of the ladder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynamix.model import JobModel
+from dynamix.model.auto_sync import LEAST_STEPS
 from dynamix.model.measured import exposed_seconds
 from dynamix.model.rounds import RoundSize, samples_a_second
 from dynamix.model.split import split
@@ -17,17 +18,27 @@ from dynamix.window import Bounds, Ints, Window
 
 LOW, HIGH = 0.1, 0.9  # quantiles of the ranges
 WORTH = 1.03  # a gain that a change of the script is worth
+WORTH_FOLLOWING = 1.1  # the same where shares follow what comes and goes: a policy's are later than those of a replay
 UNIT = 1000  # parts of a batch whose samples are unknown
+ALONE, WITHOUT, PLAIN = "do not distribute", "leave one out", "plain"
+BALANCE, ADAPT, MEET = "balance", "adapt", "adapt and choose how to meet"
+# Parts of a balanced step that the exchange takes. In the first runs of docs/results.md a larger batch saved time where
+# it was about half, and cost time where it was a quarter; workers that seldom meet are first on all nets from 0.75 on.
+LARGE, VERY_LARGE = 1 / 3, 0.6
 _LARGEST = 64  # times the largest batch now
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times as many samples a second one would get: the median of what is believed, and 80 % of it."""
+    """How many times as many samples a second one would get: the median of what is believed, and 80 % of it.
+
+    rank   who works alone, or is left out; None where all ranks work
+    """
 
     median: float
     low: float
     high: float
+    rank: int | None = None
 
     @property
     def worth_it(self) -> bool:
@@ -37,25 +48,67 @@ class Gain:
 
 @dataclass(frozen=True)
 class Gains:
-    """What could be gained, and what is not known.
+    """What all ranks could gain on each rung of the ladder, and what is not known.
 
     balance   with the same global batch, by moving shares to `sizes`
-    twice     with twice the global batch, shares moved
-    rarely    by meeting over parameters, every `apart` steps
+    adapt     with twice the global batch, shares moved
+    meet      by meeting over parameters, every `apart` steps
     grounded  whether batches of several sizes were seen
     sizes_known   whether batches have a known number of samples; else `sizes` are parts of a batch, in thousandths
     pieces    batches of an optimizer step: more than one where gradients accumulate
     """
 
     balance: Gain | None
-    twice: Gain | None
-    rarely: Gain | None
+    adapt: Gain | None
+    meet: Gain | None
     sizes: list[int]
     now: list[int]
     apart: float
     grounded: bool
     sizes_known: bool
     pieces: int = 1
+
+
+@dataclass(frozen=True)
+class Pays:
+    """What fewer workers would reach, what balance would, and what to begin with.
+
+    alone      the fastest worker by itself, in steps of its own batch: no exchange, and what a step costs beside its
+               samples once for each of them; `rank` says which
+    without    all but the slow rank, which is `rank`; each with its own batch, and with the exchange as it was measured
+    balance    as the job model says of how ranks are now; or, if it `follows`, as shares would have reached that are
+               always those of the window before: where slowness comes and goes
+    exchange   part of a balanced step that the exchange takes; NaN where it was not measured
+    best       the rung that is predicted to be best
+
+    None where it cannot be said.
+    """
+
+    alone: Gain | None
+    without: Gain | None
+    balance: Gain | None
+    follows: bool
+    exchange: float
+    best: str | None
+
+
+def best_rung(pays: Pays, gains: Gains, *, leave: bool, can_meet: bool) -> str | None:
+    """In doubt the lower rung. The batch and the way of meeting change what is learned, so less sure is not enough."""
+    if pays.balance is None:
+        return None
+    balanced = max(pays.balance.median, 1.0)
+    fewer = 0.0 if pays.without is None else pays.without.median
+    if pays.alone is not None and WORTH * pays.alone.median >= max(balanced, fewer):
+        return ALONE
+    if leave and fewer >= WORTH * balanced:
+        return WITHOUT
+    sure = WORTH * max(pays.balance.high, 1.0)
+    if can_meet and pays.exchange >= VERY_LARGE and gains.meet is not None and gains.meet.low >= sure:
+        return MEET
+    if pays.exchange >= LARGE and gains.adapt is not None and gains.adapt.median >= sure:
+        return ADAPT
+    following = pays.follows and pays.balance.median >= WORTH_FOLLOWING  # its range has stretches without slowness
+    return BALANCE if following or (pays.balance.worth_it and pays.balance.low >= 1.0) else PLAIN
 
 
 def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
@@ -72,11 +125,11 @@ def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
     model = model.update(dataclasses.replace(latest, step=np.asarray(float(model.step) + 1)))
     sizes = _balanced(model, int(now.sum()))
     twice = _balanced(model, 2 * int(now.sum()))
-    rarely, apart = _rarely(model, latest)
+    meet, apart = _meet(model, latest)
     return Gains(
         _gain(model, sizes, now),
         _gain(model, twice, now),
-        rarely,
+        meet,
         sizes.tolist(),
         now.tolist(),
         apart,
@@ -103,12 +156,12 @@ def _balanced(model: JobModel, total: int) -> Ints:
     return project(split(np.asarray(float(total)), *model.line, bounds), bounds)
 
 
-def _gain(model: JobModel, sizes: np.ndarray, now: np.ndarray) -> Gain:
-    at = [float(model.speedup(sizes, beside=now, quantile=quantile)) for quantile in (0.5, LOW, HIGH)]
-    return Gain(*at)
+def _gain(model: JobModel, sizes: np.ndarray, now: np.ndarray) -> Gain | None:
+    median, low, high = (float(model.speedup(sizes, beside=now, quantile=at)) for at in (0.5, LOW, HIGH))
+    return Gain(median, low, high) if np.isfinite([median, low, high]).all() else None
 
 
-def _rarely(model: JobModel, window: Window) -> tuple[Gain | None, float]:
+def _meet(model: JobModel, window: Window) -> tuple[Gain | None, float]:
     """By meeting over parameters: pieces of today's batches, as many to each worker as its speed allows."""
     speeds, meeting_s = samples_a_second(window), float(exposed_seconds(window))
     if speeds is None or not np.isfinite(meeting_s):
@@ -116,5 +169,7 @@ def _rarely(model: JobModel, window: Window) -> tuple[Gain | None, float]:
     workers, total = window.workers, int(window.batch_size.sum())
     size = RoundSize(total / workers)
     _, pace = size.best(Bounds.of(workers, 1, 100 * total), speeds, meeting_s, now=0)
+    if size.steps < LEAST_STEPS:
+        return None, size.steps
     low, median, high = (total / float(model.step_s(window.batch_size, quantile=q)) for q in (HIGH, 0.5, LOW))
     return Gain(pace / median, pace / high, pace / low), size.steps

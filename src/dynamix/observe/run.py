@@ -16,13 +16,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import SCHEMA, EventLog
 from dynamix.events.run_folder import RunFolder
 from dynamix.observe.findings import Findings, find
-from dynamix.observe.gains import Gains, predict
+from dynamix.observe.gains import Gains, Pays, predict
 from dynamix.observe.hooks import CALLED, FOLDER_VARIABLE
 from dynamix.observe.joined import Joined, join, windows
+from dynamix.observe.pays import weigh
 from dynamix.observe.words import tell
 from dynamix.startup.sitecustomize import called_environment
 
@@ -40,6 +43,7 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
         raise StateError(f"{folder} holds {job.steps} steps: too few to say anything")
     found, told = find(job), list(windows(job))
     gains = predict([window for window, _ in told], sizes_known=job.samples_known)
+    pays = weigh(job, found, gains)
     unfinished = folder / "events.unfinished"
     unfinished.write_bytes(b"")
     with EventLog(unfinished) as log:
@@ -50,9 +54,9 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
                 **known, from_step=0, time_s=more["time_s"], samples_seen=more["samples_seen"], parts=more["parts"]
             )
     unfinished.replace(folder / "events.jsonl")
-    text = tell(job, found, gains)
+    text = tell(job, found, gains, pays)
     (folder / "report.txt").write_text(text, encoding="utf-8")
-    result = {"schema": SCHEMA, "command": "observe", "cluster": cluster(), **about, **_result(job, found, gains)}
+    result = {"schema": SCHEMA, "command": "observe", "cluster": cluster(), **about, **_result(job, found, gains, pays)}
     result |= {"text": text, "folder": str(folder)}
     RunFolder.at(folder).write_result(result)
     return result
@@ -63,34 +67,19 @@ def cluster() -> str:
     return "emulator" if any(variable in os.environ for variable in _OF_EMULATIONS) else "cluster"
 
 
-def _result(job: Joined, found: Findings, gains: Gains) -> dict[str, Any]:
+def _result(job: Joined, found: Findings, gains: Gains, pays: Pays) -> dict[str, Any]:
+    of_job = ("ranks", "world", "missing", "unfinished", "steps", "pauses")
+    of_found = ("verdict", "rank", "part", "step_s", "busy_s", "wait_s", "parts", "slow_link", "link_ratio")
+    told = {name: getattr(job, name) for name in of_job} | {name: getattr(found, name) for name in of_found}
     slow = None if found.slow is None else dataclasses.asdict(found.slow)
-    told: dict[str, Any] = _plain(
-        {
-            "ranks": job.ranks,
-            "world": job.world,
-            "missing": job.missing,
-            "unfinished": job.unfinished,
-            "steps": job.steps,
-            "pauses": job.pauses,
-            "verdict": found.verdict,
-            "rank": found.rank,
-            "part": found.part,
-            "step_s": found.step_s,
-            "busy_s": found.busy_s.tolist(),
-            "wait_s": found.wait_s.tolist(),
-            "exchange_s": found.transfer_s,
-            "slow": slow,
-            "parts": {name: values.tolist() for name, values in found.parts.items()},
-            "slow_link": found.slow_link,
-            "link_ratio": found.link_ratio,
-            "gains": dataclasses.asdict(gains),
-        }
-    )
-    return told
+    told |= {"exchange_s": found.transfer_s, "slow": slow}
+    told |= {"gains": {**dataclasses.asdict(gains), **dataclasses.asdict(pays)}}
+    return {name: _plain(value) for name, value in told.items()}
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):

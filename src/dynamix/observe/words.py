@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynamix.observe.findings import Findings, Slow
-from dynamix.observe.gains import WORTH, Gain, Gains
+from dynamix.observe.findings import LEAST_EXCESS, Findings, Slow
+from dynamix.observe.gains import ADAPT, ALONE, BALANCE, MEET, PLAIN, WITHOUT, WORTH, Gain, Gains, Pays
 from dynamix.observe.joined import Joined
 
 PARTS = {
@@ -22,10 +22,12 @@ _SHORT = {"forward": "forward", "backward": "backward", "data": "data", "update"
 _SHOWN = 8  # ranks named one by one
 
 
-def tell(job: Joined, found: Findings, gains: Gains) -> str:
-    """The report of an observed job."""
-    lines = [_head(job, found), "", *_verdict(job, found), *_waiting(job, found), *_table(job, found)]
-    lines += ["", *_gains(gains, found.slow), *_notes(job, gains)]
+def tell(job: Joined, found: Findings, gains: Gains, pays: Pays) -> str:
+    """The report of an observed job: what to begin with, what each rung promises, and why."""
+    lines = [_head(job, found), ""]
+    if len(job.ranks) > 1:
+        lines += [*_best(job, gains, pays), *_promises(job, found, gains, pays), ""]
+    lines += [*_verdict(job, found), *_waiting(job, found), *_table(job, found), *_notes(job, gains)]
     return "\n".join(lines) + "\n"
 
 
@@ -47,9 +49,7 @@ def _verdict(job: Joined, found: Findings) -> list[str]:
     if found.verdict == "even":
         return [f"No rank holds the job back: all take about {_ms(float(np.median(found.busy_s)))} a step."]
     if found.verdict == "changing":
-        return [
-            "In each step some rank is late, but it is not always the same one: balancing by mean speed gains little."
-        ]
+        return ["In each step some rank is late, but it is not always the same one."]
     told = _slow(slow) if slow is not None else []
     return [network, *told] if found.verdict == "network" else [*told, *([network] if network else [])]
 
@@ -62,7 +62,7 @@ def _slow(slow: Slow) -> list[str]:
         f"Rank {slow.rank} holds the job back: its own work takes {_ms(slow.busy_s)} a step, that of the others "
         f"{_ms(slow.others_s)} ({factor:.2f} times as long).",
         f"It is slow in this: {PARTS[slow.part]} ({by_part} beside the others). "
-        f"It arrives last in {slow.late:.0%} of the steps.",
+        f"It was slow in {slow.often:.0%} of the steps{'' if slow.steady else ': that came and went'}.",
     ]
 
 
@@ -80,16 +80,11 @@ def _network(found: Findings) -> str:
 
 
 def _waiting(job: Joined, found: Findings) -> list[str]:
-    wait = found.wait_s
-    if len(job.ranks) < 2 or not np.isfinite(wait).any() or found.verdict == "even":
+    share = float(np.nanmean(found.wait_s)) / found.step_s if found.step_s else 0.0
+    if len(job.ranks) < 2 or not share >= LEAST_EXCESS or found.verdict == "even":
         return []
     whom = f"rank {found.slow.rank}" if found.slow is not None else "the latest of each step"
-    order = [i for i in np.argsort(-np.nan_to_num(wait)) if wait[i] >= 0.01 * found.step_s][:_SHOWN]
-    if not order:
-        return []
-    each = ", ".join(f"rank {job.ranks[i]} {_ms(float(wait[i]))}" for i in sorted(order))
-    share = float(np.nanmean(wait)) / found.step_s if found.step_s else 0.0
-    return [f"Waiting for {whom}, a step: {each}. That is {share:.0%} of all ranks' time."]
+    return [f"Waiting for {whom} takes {share:.0%} of all ranks' time."]
 
 
 def _table(job: Joined, found: Findings) -> list[str]:
@@ -105,61 +100,70 @@ def _table(job: Joined, found: Findings) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     title = "Milliseconds a step" + (f" of the {_SHOWN} slowest ranks:" if len(order) < len(job.ranks) else ":")
-    return ["", title, *lines, f"exchange that nothing hides: {1e3 * found.transfer_s:.1f}"]
+    return ["", title, *lines]
 
 
-def _gains(gains: Gains, slow: Slow | None) -> list[str]:
-    if gains.balance is None or gains.twice is None:
-        return ["What could be gained is not known: that needs two ranks or more and a few whole steps."]
-    told = ["What could be gained (predicted; 80 % sure ranges in brackets), as samples a second:"]
-    unit = "" if gains.sizes_known else " thousandths of today's batch"
-    shares = f", with shares of {_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)}"
-    if not gains.balance.worth_it:
-        shares = ""
-    told.append(f"- Balance alone, the global batch as it is: {_times(gains.balance)}{shares}.")
-    if not gains.balance.worth_it and gains.grounded and slow is not None:
-        told.append(f"  What makes rank {slow.rank} slow hardly depends on its batch: a smaller one does not help.")
-    told.append(
-        f"- Twice the global batch, balanced: {_times(gains.twice)}. Whether samples then teach as much was not"
-    )
-    told.append("  seen: a Controller with global_batch='adaptive' measures it while it trains.")
-    if gains.rarely is not None:
-        steps = f"every {gains.apart:.0f} steps in the mean"
-        told.append(f"- Meeting less often, over parameters {steps}: {_times(gains.rarely)} as far as time goes.")
-    if not gains.grounded:
-        told.append(
-            "Every rank was seen at one batch size only, so what a step costs beside its samples is not measured."
-        )
-        told.append("The ranges say what is usual.")
-    return [*told, "", *_lines(gains)]
-
-
-def _lines(gains: Gains) -> list[str]:
-    assert gains.balance is not None
-    if not gains.balance.worth_it and (gains.rarely is None or gains.rarely.median < WORTH):
-        return ["Nothing to write: balance would gain nothing here."]
-    told = _to_balance(gains) if gains.balance.worth_it else []
-    if not told:
-        told.append("Balance alone would gain nothing here.")
-    if gains.rarely is not None and gains.rarely.low > max(gains.balance.high, WORTH):
-        told.append("To meet less often: Controller(..., meet='parameters'), the loop stays (docs/rounds.md).")
-    return told
-
-
-def _to_balance(gains: Gains) -> list[str]:
+def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
+    """The rung that is predicted to be best, and the line to write."""
+    best, alone, without = pays.best, pays.alone, pays.without
+    start = "    torchrun --nproc-per-node {} train.py  # your script, {} the device of rank {}"
+    if best is None:
+        return ["What could be gained is not known: that needs a few whole steps."]
+    if best == PLAIN:
+        return [f"Nothing to gain: stay with plain {job.facts[0].get('stack', 'DDP')}. There is nothing to write."]
+    if best == ALONE and alone is not None:
+        said = "Do not distribute this job: one worker alone is as fast as all that meet in every step."
+        return [said, start.format(1, "on", alone.rank)]
+    if best == WITHOUT and without is not None:
+        said = f"Leave rank {without.rank} out: without it the others are {without.median:.2f} times as fast."
+        return [said, start.format(len(job.ranks) - 1, "without", without.rank)]
+    share = f"the exchange takes {pays.exchange:.0%} of a balanced step"
+    said, words = {
+        BALANCE: ("Begin with balance: shares move, the global batch stays.", ""),
+        ADAPT: (f"Adapt: {share}, and a larger batch exchanges less often.", ", global_batch='adaptive'"),
+        MEET: (f"Adapt and choose how to meet: {share}.", ", global_batch='adaptive', meet='auto'"),
+    }[best]
     size = round(sum(gains.now) / len(gains.now) / gains.pieces) if gains.sizes_known else "YOUR_BATCH_SIZE"
-    pieces = f", accumulate={gains.pieces}" if gains.pieces > 1 else ""
-    last = [
-        "    with controller.piece():    # around forward and backward pass; docs/loop.md has the whole loop",
-        "    controller.step(loss=loss)  # after every batch",
-    ]
-    return [
-        "To balance, write (docs/tutorial.md has a whole script):",
-        f"    controller = dynamix.Controller(policy='goodput', batch_size={size}{pieces})",
-        "    loader = controller.loader(loader)   # your DataLoader; then loader.set_epoch(epoch)",
-        "    controller.wrap(model, optimizer)    # model: the one under DDP or fully_shard",
-        *(last if pieces else ["    controller.step(loss=loss)           # after optimizer.step()"]),
-    ]
+    pieces, loop = (f", accumulate={gains.pieces}", "loop") if gains.pieces > 1 else ("", "tutorial")
+    line = f"    dynamix.Controller(policy='goodput', batch_size={size}{pieces}{words})"
+    return [said, f"{line}  # docs/{loop}.md has the other lines"]
+
+
+def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[str]:
+    """What each rung promises, and for which slowness."""
+    told, holds, slow = [], _holds(found.slow, found.verdict), found.slow
+    if pays.alone is not None:
+        fits = " if the model fits it," if job.facts[0].get("stack") == "FSDP2" else ""
+        why = "while the network stays as slow" if found.verdict == "network" else holds
+        told.append(f"Rank {pays.alone.rank} alone, in steps of its own batch:{fits} {_times(pays.alone)}, {why}.")
+    if pays.without is not None:
+        kept = "the others' batches and the exchange as they are"
+        told.append(f"Without rank {pays.without.rank}, {kept}: {_times(pays.without)}, {holds}.")
+    if pays.balance is not None:
+        shares, unit = "", "" if gains.sizes_known else " thousandths of today's batch"
+        if pays.follows:
+            shares = ", with shares that follow a window later"
+        elif pays.balance.worth_it:
+            shares = f", with shares of {_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)}"
+        told.append(f"Balance: {_times(pays.balance)}{shares}, {holds}.")
+        if not pays.balance.worth_it and gains.grounded and slow is not None and slow.steady:
+            told[-1] += f" What makes rank {slow.rank} slow hardly depends on its batch: a smaller one does not help."
+        meeting = f"Adapt and choose how to meet, every {gains.apart:.0f} steps in the mean"
+        for name, gain in (("Adapt, twice the global batch", gains.adapt), (meeting, gains.meet)):
+            if gain is not None and gain.median >= WORTH * max(pays.balance.median, 1.0):
+                told.append(f"{name}: {_times(gain)} in time alone, while the network stays as it is.")
+    told = ["Samples a second, times today's (predicted; ranges in brackets):", *(f"- {x}" for x in told)]
+    if pays.balance is not None and not gains.grounded:
+        told.append("Every rank was seen at one batch size only: what a step costs beside its samples is not measured,")
+        told[-1] += " and ranges from balance on say what is usual."
+    return told if len(told) > 1 else []
+
+
+def _holds(slow: Slow | None, verdict: str) -> str:
+    """For which slowness of ranks a promise holds."""
+    if slow is None:
+        return "if slowness comes and goes as it did" if verdict == "changing" else "while ranks stay as they are"
+    return f"if rank {slow.rank} {'stays as slow' if slow.steady else 'is slow as often again'}"
 
 
 def _notes(job: Joined, gains: Gains) -> list[str]:
@@ -171,19 +175,18 @@ def _notes(job: Joined, gains: Gains) -> list[str]:
         steps = "1 step held a pause" if len(job.pauses) == 1 else f"{len(job.pauses)} steps held a pause"
         told.append(f"{steps} (a checkpoint, an evaluation?), left out of all figures: {at}.")
     if job.missing:
-        one = len(job.missing) == 1
-        whose = f"Rank {job.missing[0]} has" if one else f"Ranks {_sizes(job.missing)} have"
-        told.append(f"{whose} written nothing: {'it is' if one else 'they are'} on another machine without this")
-        told[-1] += " folder, or dead."
+        told.append(f"{_who(job.missing)} written nothing: on another machine without this folder, or dead.")
     if job.unfinished:
-        one = len(job.unfinished) == 1
-        whose = f"Rank {job.unfinished[0]} has" if one else f"Ranks {_sizes(job.unfinished)} have"
-        told.append(f"{whose} not said that {'it' if one else 'they'} ended: still running, or dead.")
+        told.append(f"{_who(job.unfinished)} not said that training ended: still running, or dead.")
     if job.attempt:
         times = "once" if job.attempt == 1 else f"{job.attempt} times"
         told.append(f"The job was restarted {times}; this is of the last start.")
     told += sorted({str(facts["note"]) for facts in job.facts if facts.get("note")})
     return ["", *(f"Note: {line}" for line in told)] if told else []
+
+
+def _who(ranks: list[int]) -> str:
+    return f"Rank {ranks[0]} has" if len(ranks) == 1 else f"Ranks {_sizes(ranks)} have"
 
 
 def _times(gain: Gain) -> str:

@@ -52,7 +52,7 @@ def bench_overhead(
 @guarded
 def bench_observe(
     context: typer.Context,
-    only: Annotated[str | None, typer.Option(help="cases, gains, overhead; comma-separated (default: all).")] = None,
+    only: Annotated[str | None, typer.Option(help="cases, pays, gains, overhead; comma-separated.")] = None,
     cases: Annotated[int, typer.Option(min=1, help="Injected slow ranks.")] = 20,
     policy: Annotated[str, typer.Option(help="That a promised gain is compared with.")] = "lb_bsp",
     blocks: Annotated[int, typer.Option(min=1, help="Pairs of blocks, observed and not.")] = 800,
@@ -60,7 +60,7 @@ def bench_observe(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Whether `dynamix observe` names the slow rank, whether its promises come true, and what it costs."""
+    """Whether `dynamix observe` names the slow rank, says if distributing pays, keeps promises, and what it costs."""
     from dynamix_lab.suites.observe.suite import KINDS, ObservePlan, ObserveSuite
 
     plan = ObservePlan(names_of(only) or KINDS, cases, policy=policy, blocks=blocks)

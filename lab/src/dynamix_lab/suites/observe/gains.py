@@ -30,14 +30,12 @@ _TIMEOUT_S = 600.0
 def run_place(name: str, policy: str, folder: Path) -> dict[str, Any]:
     """The promise of the observed static job, and what `policy` with a fixed global batch reaches over static."""
     place = PLACES[name]
-    ranks = len(place["speeds"])
-    epoch = ranks * (ROUNDS * place["batch"] + round(TAIL * place["batch"]))
-    given = {"steps": STEPS, "batch": place["batch"], "samples": epoch, "width": 128, "clock": True}
+    given = given_to(place, STEPS, 128)
     observed = folder / "observed"
-    static = _paced(place, observing(observed, given), folder / "static")
+    static = paced(place, observing(observed, given), folder / "static")
     promised = conclude(observed)["gains"]
     command = [sys.executable, job.__file__, json.dumps({**given, "policy": policy})]
-    balanced = _paced(place, command, folder / policy)
+    balanced = paced(place, command, folder / policy)
     reached = balanced["samples_per_s"] / static["samples_per_s"]
     balance = promised["balance"]
     return {
@@ -53,12 +51,22 @@ def run_place(name: str, policy: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _paced(place: dict[str, Any], command: list[str], folder: Path) -> dict[str, Any]:
-    """Samples a second of the job on the place's hosts, and its devices' steps and overruns."""
-    rate = {} if place["rate"] is None else {"rate_mbit_s": place["rate"]}
-    hosts = [{"cpu": speed, **rate} for speed in place["speeds"]]
+def given_to(place: dict[str, Any], steps: int, width: int) -> dict[str, Any]:
+    """What the place's job is told."""
+    epoch = len(place["speeds"]) * (ROUNDS * place["batch"] + round(TAIL * place["batch"]))
+    return {"steps": steps, "batch": place["batch"], "samples": epoch, "width": width, "clock": True}
+
+
+def paced(place: dict[str, Any], command: list[str], folder: Path) -> dict[str, Any]:
+    """Samples a second of the job on the place's hosts, and its devices' steps and overruns.
+
+    A place may have `rates` of each link in place of one, and a `schedule`.
+    """
+    rates = place.get("rates") or [place["rate"]] * len(place["speeds"])
+    hosts = [{"cpu": speed, "rate_mbit_s": rate} for speed, rate in zip(place["speeds"], rates, strict=True)]
     device = {name: place[name] for name in ("fixed_ms", "per_sample_ms")}
     scenario = {"name": "observed", "description": "Device hosts.", "hosts": hosts, "device": device}
+    scenario |= {"schedule": place.get("schedule", [])}
     result = emulate(scenario, command, out=folder, timeout_s=_TIMEOUT_S, echo=None)
     if result["exit_code"]:
         raise StateError(f"the job on device hosts ended with {result['exit_code']}: see {folder}/ranks")

@@ -1,4 +1,4 @@
-"""`dynamix bench observe`: injected slow ranks, promised gains, thread time; resumable by cell."""
+"""`dynamix bench observe`: injected slow ranks, what pays, promised gains, thread time; resumable by cell."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from dynamix_lab.statistics import mean_interval
 from dynamix_lab.suites.observe.cases import Case, draw_cases, run_case
 from dynamix_lab.suites.observe.gains import PLACES, run_place
 from dynamix_lab.suites.observe.overhead import time_observed
+from dynamix_lab.suites.observe.pays import JOBS, run_job
 
-KINDS = ("cases", "gains", "overhead")
+KINDS = ("cases", "pays", "gains", "overhead")
 LEAST_OFF, MOST_OFF = -0.10, 0.05  # of a promised gain beside the reached one
 MOST_OVERHEAD = 0.005
 WIDTH = 900  # of the model whose steps take some 20 ms of a processor
@@ -71,6 +72,8 @@ class ObserveSuite(Suite):
         if "cases" in self.plan.kinds:
             cases = draw_cases(self.plan.cases, self.plan.seed)
             found += [Cell(f"case-{i:02d}-{case.part}", ("case", case)) for i, case in enumerate(cases)]
+        if "pays" in self.plan.kinds:
+            found += [Cell(f"pays-{name}", ("pays", name)) for name in JOBS]
         if "gains" in self.plan.kinds:
             found += [Cell(f"gain-{name}", ("gain", name)) for name in PLACES]
         if "overhead" in self.plan.kinds:
@@ -84,8 +87,9 @@ class ObserveSuite(Suite):
                 case: Case = what
                 about = {"wanted": [case.slow, case.part], "ranks": case.ranks, "sleep_s": case.sleep_s}
                 return {**about, **run_case(case, Path(folder)), "load_average": os.getloadavg()[0]}
-            if kind == "gain":
-                return {**run_place(what, self.plan.policy, Path(folder)), "load_average": os.getloadavg()[0]}
+            if kind in ("gain", "pays"):
+                run = run_place if kind == "gain" else run_job
+                return {**run(what, self.plan.policy, Path(folder)), "load_average": os.getloadavg()[0]}
             blocks = -(-self.plan.blocks // LAUNCHES)
             given = {r: (r, str(Path(folder) / "store"), self.plan.width, blocks, self.plan.steps) for r in range(2)}
             return dict(in_processes(time_observed, given, 2))[0]
@@ -95,6 +99,7 @@ class ObserveSuite(Suite):
         places = {key.removeprefix("gain-"): cell for key, cell in cells.items() if key.startswith("gain-")}
         launches = [cell for key, cell in cells.items() if key.startswith("overhead-")]
         found: dict[str, Any] = {"cases": cases, "named": sum(cell["right"] for cell in cases.values())}
+        found["pays"] = {key.removeprefix("pays-"): cell for key, cell in cells.items() if key.startswith("pays-")}
         found["gains"] = {
             name: {**cell, "within": bool(LEAST_OFF <= cell["off"] <= MOST_OFF)} for name, cell in places.items()
         }
@@ -133,6 +138,8 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         ]
         title = f"{result['named']} of {len(cases)} slow ranks were named with their part"
         found.append(Section(title, table=Table(["case", "ranks", "slow", "named"], rows)))
+    if jobs := result.get("pays"):  # older results have none
+        found.append(_pays(jobs))
     if gains := result["gains"]:
         rows = [
             [
@@ -155,3 +162,22 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         header = ["pairs of blocks", "processor ms a block", "added by observing", "over launches"]
         found.append(Section(f"Processor time of {whose}", table=Table(header, [row])))
     return found
+
+
+def _pays(jobs: Mapping[str, Any]) -> Section:
+    def cell(job: Mapping[str, Any], way: str) -> str:
+        gain, reached = job["promised"][way], job["reached"].get(way)
+        said = "–" if gain is None else f"{gain['median']:.2f} ({gain['low']:.2f} to {gain['high']:.2f})"
+        return f"{said}; {'–' if reached is None else f'{reached:.2f}'}"
+
+    ways = ("alone", "without", "balance")
+    rows = [
+        [name, job["said"] or "–", *(cell(job, way) for way in ways), "yes" if job["right"] else "NO"]
+        for name, job in jobs.items()
+    ]
+    right, alone = (
+        sum(job[key] == value for job in jobs.values()) for key, value in (("right", True), ("pays", False))
+    )
+    title = f"Whether distributing pays was said right of {right} of {len(jobs)} jobs; in {alone} one worker is as fast"
+    heads = ["one alone: promised; reached", "without the slowest", "balance"]
+    return Section(title, table=Table(["job", "named", *heads, "right"], rows))
