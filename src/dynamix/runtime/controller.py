@@ -61,7 +61,8 @@ class Controller(Feeding, ControllerStatus):
                       for which both are one number has that many from the start on
     global_batch      "fixed": the sum over workers stays what it is at the start, so the learning rate, schedules and
                       `len(loader)` stay true, and only the shares move. "adaptive": it moves too, within the bounds
-    min_global_batch, max_global_batch   samples per round of all workers; None: what the workers' bounds allow
+    min_global_batch, max_global_batch   samples per round of all workers; None: what it is at the start, and what the
+                      workers' bounds allow
     interval          optimizer steps per window, at least a round (policies that decide per epoch ignore it). "auto":
                       windows of 1 to 20 rounds, short where workers change their speed, long where decisions would
                       change nothing (docs/design/reaction.md)
@@ -81,6 +82,9 @@ class Controller(Feeding, ControllerStatus):
                       to the other way and back, where that promises more progress a second. Apart, an optimizer step
                       has a worker's even part of a step over gradients: `batch_size` samples, as long as the global
                       batch is what it was at the start. Needs DDP
+    rate_for          samples of a step that the optimizer's rate is meant for: the batch of a recipe for one worker.
+                      The rate then follows `lr_rule` from there to the global batch, also where that is fixed. None:
+                      it is meant for the global batch at the start
     lr_rule           how the learning rate follows a global batch that moves: none, linear, sqrt, adascale. "auto":
                       linear; sqrt for Adam and others that divide by the size of the gradient
     process_group     the data-parallel group; None: the default group
@@ -112,6 +116,7 @@ class Controller(Feeding, ControllerStatus):
         micro_batch: int | None = None,
         meet: Literal["gradients", "parameters", "auto"] = "gradients",
         lr_rule: str = "auto",
+        rate_for: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         events: str | os.PathLike[str] | None = None,
         replay: str | os.PathLike[str] | None = None,
@@ -140,6 +145,7 @@ class Controller(Feeding, ControllerStatus):
                     micro_batch,
                     chosen_meet,
                     lr_rule,
+                    rate_for,
                     events=events,
                     replay=replay,
                     guard=guard,

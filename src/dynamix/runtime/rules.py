@@ -35,6 +35,20 @@ def adascale(scale: float, noise: float, signal: float, *, base_batch: float) ->
     return (variance + square) / (variance / scale + square)
 
 
+def worth(total: float, base_batch: float, noise: float, signal: float) -> float:
+    """What a sample of a step of `total` teaches, over one of a step of `base_batch`: AdaScale's gain over the scale.
+
+    1 if the noise is not known.
+
+    >>> worth(256, 64, noise=6400.0, signal=100.0), worth(256, 64, noise=float("nan"), signal=float("nan"))
+    (0.4, 1.0)
+    """
+    if total == base_batch or not (math.isfinite(noise) and math.isfinite(signal)):
+        return 1.0
+    scale = total / base_batch
+    return adascale(scale, noise, signal, base_batch=base_batch) / scale
+
+
 # linear: Goyal et al., arXiv 1706.02677, right for SGD while noise dominates. sqrt keeps the variance of an update: the
 # usual rule for Adam.
 RULES: dict[str, Rule] = {

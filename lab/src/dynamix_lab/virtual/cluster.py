@@ -29,6 +29,7 @@ from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.limits import check_counts
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.ranks import Alone
+from dynamix.runtime.rate.budget import Budget
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.parameter_averaging import Averaging
@@ -67,7 +68,7 @@ class VirtualCluster:
                        delay and goes on from where it stands
     batch_size         samples per worker at the start
     bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size, or what the simulated memory holds
-    policy, interval, lr_rule, collate_fn   as in `Controller` and DataLoader
+    policy, interval, lr_rule, rate_for, collate_fn   as in `Controller` and DataLoader
     seed               of the sample order, of all random numbers of training, and of a world made from `Clusters`
     sample_costs       (n,) what each sample of `dataset` costs beside being one, e.g. its tokens; a world that knows
                        such costs then charges each worker for its own samples (`ClusterEnv.charge`)
@@ -110,6 +111,7 @@ class VirtualCluster:
         bounds: Bounds | None = None,
         interval: int | Literal["auto"] = 10,
         lr_rule: str = "auto",
+        rate_for: int | None = None,
         seed: int = 0,
         sample_costs: ArrayLike | None = None,
         lengths: Lengths | None = None,
@@ -140,6 +142,7 @@ class VirtualCluster:
             micro_batch=micro_batch if apart else None,
             meet=meet,
             lr_rule=lr_rule,
+            rate_for=rate_for,
             replay=replay,
             guard=False,
         )
@@ -224,6 +227,10 @@ class VirtualCluster:
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
         """Drive a torch learning-rate scheduler by samples, as `Controller.scheduler` does."""
         return self._job.schedule(scheduler, nominal_batch_size)
+
+    def budget(self, samples: int, *, count: str = "progress") -> Budget:
+        """How much is to be learned, as `Controller.budget` has it."""
+        return self._job.rates.spend(self._sampler, samples, count=count)
 
     def run(
         self,

@@ -7,31 +7,39 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from dynamix.data import Allocations, Piece, Round
+from dynamix.data import Allocations, BatchSampler, Piece, Round, Stream
 from dynamix.runtime.facts.job_facts import JobFacts
 from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.part import Part
+from dynamix.runtime.ranks.compare import settings_of
+from dynamix.runtime.rate.budget import Budget
 from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch, rate_of
-from dynamix.runtime.rules import AUTO
+from dynamix.runtime.rules import AUTO, worth
 
 
 class Rates(Part):
     """Of all optimizers of a controller.
 
-    lr_rule   as of `Controller`
+    lr_rule, rate_for   as of `Controller`
+    budget    how much the job is to learn; None: nobody said
     watched   whether a scheduler counts steps; None: they are a measure
     """
 
-    def __init__(self, job: JobFacts, lr_rule: str, allocations: Allocations, progress: Progress) -> None:
+    def __init__(
+        self, job: JobFacts, lr_rule: str, rate_for: int | None, allocations: Allocations, progress: Progress
+    ) -> None:
         self.job, self.allocations, self.progress = job, allocations, progress
+        self._rate_for = rate_for
         # A global batch that stays as it is asks for no other rate, but its pieces may be of several sizes.
-        self.lr_rule = "none" if lr_rule == AUTO and job.fixed and not job.sync_schedule.steps_apart else lr_rule
+        stays = job.fixed and not job.sync_schedule.steps_apart and rate_for is None
+        self.lr_rule = "none" if lr_rule == AUTO and stays else lr_rule
+        self.budget: Budget | None = None
         self.optimizers: list[Optimizer] = []
         self.learning_rates: list[LearningRate] = []  # theirs, if they may move
         self.schedules: list[SampleSchedule] = []
         self.watched: SchedulerWatch | None = None
         self._whole: list[float] = []  # factors of a whole piece's step, where workers step apart
-        self._largest = 0.0
+        self._largest, self._total = 0.0, job.at_once
 
     def add(self, optimizer: Optimizer) -> None:
         """Let the learning rate of `optimizer` follow the batch, if a rule says how."""
@@ -49,6 +57,23 @@ class Rates(Part):
         nominal = nominal_batch_size or self.job.at_once
         self.schedules.append(SampleSchedule(scheduler, nominal_batch_size=nominal))
         return self.schedules[-1]
+
+    def spend(self, source: BatchSampler | Stream, samples: int | None, **how: Any) -> Budget:
+        """`Controller.budget`, of epochs of `source`."""
+        self.budget = Budget(self.progress, source, samples, **how)
+        return self.budget
+
+    def alike(self) -> dict[str, Any]:
+        """What every rank must hold alike, by name."""
+        budget = None if self.budget is None else (self.budget.samples, self.budget.count)
+        nominal = [schedule.nominal_batch_size for schedule in self.schedules]
+        return {"schedules": nominal, "budget": budget, **settings_of(self.optimizers)}
+
+    def worth(self, done: Round) -> float:
+        """What a sample of a round taught, over one of a round at the start; an epoch's tail as the steps before."""
+        if done.piece or done.regular:
+            self._total = done.at_once if done.piece else done.samples
+        return worth(self._total, self.job.at_once, *self.progress.noise_at(done.index))
 
     def relative(self) -> float:
         """The first optimizer's learning rate over its largest so far, as the user or a scheduler sets it.
@@ -90,7 +115,7 @@ class Rates(Part):
 
     def _follow(self, samples: int, noise: float, signal: float) -> None:
         """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
-        base = self.job.at_once
+        base = self._rate_for or self.job.at_once
         self._whole = [rate.rule(samples / base, noise, signal, base_batch=base) for rate in self.learning_rates]
         for learning_rate, factor in zip(self.learning_rates, self._whole, strict=True):
             learning_rate.set_factor(factor)
@@ -105,7 +130,11 @@ class Rates(Part):
     def round_done(self, done: Round) -> None:
         if self.watched is not None:
             self.watched.look()
-        advanced = [schedule.advance(done.samples) for schedule in self.schedules]
+        taught: float = done.samples
+        if self.budget is not None:
+            in_progress = self.budget.count == "progress" and not self.job.fixed
+            taught = self.budget.within(taught * self.worth(done) if in_progress else taught)
+        advanced = [schedule.advance(taught) for schedule in self.schedules]
         if self.watched is not None:
             self.watched.round_done(done, advanced=any(advanced))
 
