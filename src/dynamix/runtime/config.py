@@ -106,6 +106,11 @@ class JobConfig:
         return not (self.fixed or self._sizes_rounds or self._watched or getattr(self.own_policy, "adapts", True))
 
     @property
+    def rates_follow(self) -> bool:
+        """Whether the learning rate, or what a sample counts, may follow the noise of gradients."""
+        return not self.fixed or self.rate_for is not None
+
+    @property
     def loop_batches(self) -> dict[str, int]:
         """What the loop's batches may be at the start, by the argument's name."""
         piece = {} if self.micro_batch is None else {"micro_batch": self.micro_batch}

@@ -1,5 +1,6 @@
 """`Controller`: what a training loop holds."""
 
+import logging
 import os
 import sys
 import time
@@ -31,6 +32,7 @@ from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.runtime.sync.sync import Options
 from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 
+_log = logging.getLogger("dynamix")
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -85,8 +87,9 @@ class Controller(Feeding, ControllerStatus):
     rate_for          samples of a step that the optimizer's rate is meant for: the batch of a recipe for one worker.
                       The rate then follows `lr_rule` from there to the global batch, also where that is fixed. None:
                       it is meant for the global batch at the start
-    lr_rule           how the learning rate follows a global batch that moves: none, linear, sqrt, adascale. "auto":
-                      linear; sqrt for Adam and others that divide by the size of the gradient
+    lr_rule           how the learning rate follows the global batch: none, linear, sqrt, adascale. "auto": the gain of
+                      AdaScale with the noise counted four times; for Adam and others that divide by the size of the
+                      gradient its root (docs/design/rates.md)
     process_group     the data-parallel group; None: the default group
     events            file that rank 0 appends one JSON line per window to; by default the one that the environment
                       variable DYNAMIX_EVENTS names (`dynamix emulate` sets it), if any
@@ -159,7 +162,7 @@ class Controller(Feeding, ControllerStatus):
         weakref.finalize(self, self._job.ranks.leave_unclosed)
         weakref.finalize(self, self._job.end_events)
         if self.rank == 0:  # last: where warnings are errors, the other ranks notice
-            _warn(config, unsaid=unsaid)
+            _warn(config, self._job.facts.at_once, unsaid=unsaid)
 
     # ------------------------------------------------------------ setting up
 
@@ -372,7 +375,12 @@ class Controller(Feeding, ControllerStatus):
                 raise UsageError(short)
 
 
-def _warn(config: JobConfig, *, unsaid: bool) -> None:
+def _warn(config: JobConfig, at_once: int, *, unsaid: bool) -> None:
+    """On the first rank: what was assumed. `at_once`: samples of the steps that all workers take at the same time."""
+    if config.rate_for is None and at_once != config.batch_size:
+        meant = f"the learning rate is taken as meant for steps of {at_once} samples, of all workers together"
+        write = f"Controller(rate_for={config.batch_size})"
+        _log.warning("dynamix: %s. If it was found with another batch, such as one worker's, write %s", meant, write)
     if config.shares_only:
         name = config.facts["policy"]
         why = f"the policy {name} moves shares only, so global_batch='adaptive' leaves the global batch as it is"

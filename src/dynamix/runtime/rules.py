@@ -49,6 +49,27 @@ def worth(total: float, base_batch: float, noise: float, signal: float) -> float
     return adascale(scale, noise, signal, base_batch=base_batch) / scale
 
 
+COUNTS = 4.0  # times the measured noise: chosen on five jobs with SGD, confirmed on others (docs/design/rates.md)
+
+
+def gain(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
+    """AdaScale's gain with the noise counted `COUNTS` times, so closer to `scale`; while nothing is known, its root.
+
+    A smaller step than the base batch's gets its part of the rate.
+
+    >>> gain(4.0, noise=6400.0, signal=100.0, base_batch=64), gain(4.0, math.nan, math.nan, base_batch=64)
+    (2.5, 2.0)
+    """
+    if not (math.isfinite(noise) and math.isfinite(signal)):
+        return min(scale, math.sqrt(scale))
+    return adascale(scale, COUNTS * noise, signal, base_batch=base_batch)
+
+
+def root_of_gain(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
+    """The root of `gain`, for optimizers that divide by the size of the gradient."""
+    return math.sqrt(gain(scale, noise, signal, base_batch=base_batch))
+
+
 # linear: Goyal et al., arXiv 1706.02677, right for SGD while noise dominates. sqrt keeps the variance of an update: the
 # usual rule for Adam.
 RULES: dict[str, Rule] = {
@@ -59,21 +80,25 @@ RULES: dict[str, Rule] = {
 }
 
 
-AUTO = "auto"  # linear, or sqrt for an optimizer that divides by the size of its gradients
+AUTO = "auto"  # the gain, or its root for an optimizer that divides by the size of its gradients
+
+
+def divides(optimizer: Optimizer | None) -> bool:
+    """Whether an optimizer divides by the size of its gradients, as Adam and its kin, Adagrad and RMSprop do."""
+    # They have what keeps them from dividing by zero; SGD has neither. ZeroRedundancyOptimizer has what it was given as
+    # defaults, and what its inner optimizer has in its groups.
+    known = set[str]() if optimizer is None else {*optimizer.defaults, *optimizer.param_groups[0]}
+    return not known.isdisjoint(("eps", "betas"))
 
 
 def rule_of(name: str, optimizer: Optimizer | None = None) -> Rule:
-    """The learning-rate rule of that name; "auto": the usual one for `optimizer`. Raises `ConfigError` if unknown.
+    """The learning-rate rule of that name; "auto": the one for `optimizer`. Raises `ConfigError` if unknown.
 
     >>> rule_of("linear")(2.0, float("nan"), float("nan"), base_batch=64)
     2.0
     """
     if name == AUTO:
-        # What keeps Adam and its kin, Adagrad and RMSprop from dividing by zero; SGD has neither.
-        # ZeroRedundancyOptimizer has what it was given as defaults, and what its inner optimizer has in its groups.
-        known = set[str]() if optimizer is None else {*optimizer.defaults, *optimizer.param_groups[0]}
-        divides = not known.isdisjoint(("eps", "betas"))
-        return RULES["sqrt" if divides else "linear"]
+        return root_of_gain if divides(optimizer) else gain
     if name not in RULES:
         fix = f"'none' leaves the learning rate alone; {spelling(name, (AUTO, *RULES))}"
         raise ConfigError("lr_rule", name, ", ".join((AUTO, *RULES)), fix)

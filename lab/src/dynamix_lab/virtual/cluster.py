@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -294,7 +295,9 @@ class VirtualCluster:
         with self._own_random():
             if coming.apart and self._replicas is not None:
                 most = self._workers.most(coming.piece)
-                seen, apart = self._replicas(shares, most=most, whole=coming.piece, follow=job.rates.follow_piece)
+                begins = functools.partial(job.rates.part_done, coming)
+                how = {"whole": coming.piece, "begins": begins, "follow": job.rates.follow_piece}
+                seen, apart = self._replicas(shares, most=most, **how)
             elif self._union is not None:
                 norms = self._workers.norms_due()
                 seen = self._union(shares, placeholder=placeholder, norms=norms)

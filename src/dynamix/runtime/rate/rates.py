@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from dynamix.data import Allocations, BatchSampler, Piece, Round, Stream
 from dynamix.runtime.facts.job_facts import JobFacts
 from dynamix.runtime.facts.progress import Progress
-from dynamix.runtime.part import Part
+from dynamix.runtime.part import Observation, Part
 from dynamix.runtime.ranks.compare import settings_of
 from dynamix.runtime.rate.budget import Budget
 from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch, rate_of
@@ -40,6 +40,7 @@ class Rates(Part):
         self.watched: SchedulerWatch | None = None
         self._whole: list[float] = []  # factors of a whole piece's step, where workers step apart
         self._largest, self._total = 0.0, job.at_once
+        self._within: float = 0  # samples of the round under way for which schedules have gone on
 
     def add(self, optimizer: Optimizer) -> None:
         """Let the learning rate of `optimizer` follow the batch, if a rule says how."""
@@ -127,16 +128,38 @@ class Rates(Part):
             part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
             learning_rate.set_factor(factor * part)
 
+    def piece_done(self, piece: Piece, seen: Observation) -> None:
+        """Between two meetings, too, schedules follow what this worker has done of its part of the round."""
+        if piece.round.apart and not piece.last:
+            self.part_done(piece.round, (piece.number + 1) / piece.of)
+
+    def part_done(self, coming: Round, part: float) -> None:
+        """So much of its share of a round, 0 to 1, a worker has trained."""
+        taught = self._counted(coming)
+        if self.budget is not None:
+            taught = min(taught, max(self.budget.samples - self.budget.spent, 0.0))
+        self._advance(part * taught)
+
     def round_done(self, done: Round) -> None:
         if self.watched is not None:
             self.watched.look()
-        taught: float = done.samples
-        if self.budget is not None:
-            in_progress = self.budget.count == "progress" and not self.job.fixed
-            taught = self.budget.within(taught * self.worth(done) if in_progress else taught)
-        advanced = [schedule.advance(taught) for schedule in self.schedules]
+        taught = self._counted(done)
+        self._advance(taught if self.budget is None else self.budget.within(taught))
+        self._within = 0.0
         if self.watched is not None:
-            self.watched.round_done(done, advanced=any(advanced))
+            self.watched.round_done(done)
+
+    def _counted(self, of: Round) -> float:
+        """What schedules count of a round."""
+        in_progress = self.budget is not None and self.budget.count == "progress" and not self.job.fixed
+        return of.samples * self.worth(of) if in_progress else of.samples
+
+    def _advance(self, to: float) -> None:
+        """Let schedules go on to so many samples of the round under way."""
+        more, self._within = max(to - self._within, 0), to
+        advanced = [schedule.advance(more) for schedule in self.schedules]
+        if self.watched is not None and any(advanced):
+            self.watched.advanced()
 
     def job_ends(self) -> None:
         """Take every hook off the optimizers."""

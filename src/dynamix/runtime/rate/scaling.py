@@ -20,7 +20,6 @@ from dynamix.data import Round
 from dynamix.errors import ConfigError
 from dynamix.runtime.rules import rule_of
 
-
 _ROUNDED = 1e-9  # of a step, by which sums of what rounds taught may be off
 
 
@@ -225,11 +224,13 @@ class SchedulerWatch:
             self._changes += 1
         self._rate, self._seen = rate, True
 
-    def round_done(self, done: Round, *, advanced: bool) -> None:
-        """A round is over; `advanced`: a schedule by samples went on with it."""
-        if advanced:  # the rate is what it is for a reason
-            self._seen = False
-            self.look()
+    def advanced(self) -> None:
+        """A schedule by samples has gone on: the rate is what it is for a reason."""
+        self._seen = False
+        self.look()
+
+    def round_done(self, done: Round) -> None:
+        """A round is over."""
         if done.last:  # so has what changes before the next look: an epoch ends, and many schedules count epochs
             self._seen = False
         usual = done.samples == self.base_batch and not self.apart
