@@ -275,11 +275,10 @@ class TrainingJob:
         spent = rates.budget is not None and rates.budget.done
         self.stopping = self.ranks.stop_after(self.progress.steps) or spent
 
-    def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float, float]:
+    def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float]:
         """What a window's row says of the exchange: see `WindowCloser`."""
         crossed = sum(model.crossed for model in self.models)
-        moved = payload() if payload else self.boundary.payload
-        return crossed, moved, self.rates.relative()
+        return crossed, payload() if payload else self.boundary.payload
 
     # ------------------------------------------------------------ of all ranks
 

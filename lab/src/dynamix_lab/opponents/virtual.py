@@ -151,7 +151,9 @@ class _Engine(Protocol):
     """
 
     model: nn.Module
-    spent: float | None
+
+    @property
+    def spent(self) -> float | None: ...
 
     def advance(self) -> tuple[float, Ints, int]: ...
 
@@ -229,7 +231,7 @@ def _bounds(trial: Trial, workload: Workload, workers: int) -> Bounds:
 class _Alone:
     """The fastest worker by itself: no meetings, no exchange."""
 
-    spent = None
+    spent: float | None = None
 
     def __init__(self, trial: Trial, workload: Workload, data: Data, world: Any, seed: int) -> None:
         self.trial, self.workload, self.data, self._times = trial, workload, data.train, world
@@ -260,7 +262,7 @@ class _Alone:
 class _Meeting:
     """Workers that meet over parameters: rounds of local steps, one after the other in this process."""
 
-    spent = None
+    spent: float | None = None
 
     def __init__(self, trial: Trial, workload: Workload, data: Data, world: Any, seed: int, limit: int | None) -> None:
         self._times, count = world, world.clusters.shape[1]

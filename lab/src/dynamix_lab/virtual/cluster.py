@@ -295,9 +295,8 @@ class VirtualCluster:
         with self._own_random():
             if coming.apart and self._replicas is not None:
                 most = self._workers.most(coming.piece)
-                begins = functools.partial(job.rates.part_done, coming)
-                how = {"whole": coming.piece, "begins": begins, "follow": job.rates.follow_piece}
-                seen, apart = self._replicas(shares, most=most, **how)
+                begins, follow = functools.partial(job.rates.part_done, coming), job.rates.follow_piece
+                seen, apart = self._replicas(shares, most=most, whole=coming.piece, begins=begins, follow=follow)
             elif self._union is not None:
                 norms = self._workers.norms_due()
                 seen = self._union(shares, placeholder=placeholder, norms=norms)

@@ -13,7 +13,7 @@ from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.part import Observation, Part
 from dynamix.runtime.ranks.compare import settings_of
 from dynamix.runtime.rate.budget import Budget
-from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch, rate_of
+from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch
 from dynamix.runtime.rules import AUTO, worth
 
 
@@ -39,7 +39,7 @@ class Rates(Part):
         self.schedules: list[SampleSchedule] = []
         self.watched: SchedulerWatch | None = None
         self._whole: list[float] = []  # factors of a whole piece's step, where workers step apart
-        self._largest, self._total = 0.0, job.at_once
+        self._total = job.at_once
         self._within: float = 0  # samples of the round under way for which schedules have gone on
 
     def add(self, optimizer: Optimizer) -> None:
@@ -75,19 +75,6 @@ class Rates(Part):
         if done.piece or done.regular:
             self._total = done.at_once if done.piece else done.samples
         return worth(self._total, self.job.at_once, *self.progress.noise_at(done.index))
-
-    def relative(self) -> float:
-        """The first optimizer's learning rate over its largest so far, as the user or a scheduler sets it.
-
-        1 where there is none, and where reading it would wait for a device.
-        """
-        groups = self.optimizers[0].param_groups if self.optimizers else []
-        rate = rate_of(groups[0]) if groups else None
-        if not isinstance(rate, (int, float)) or rate <= 0:
-            return 1.0
-        initial = groups[0].get("initial_lr", rate)  # of a scheduler: also after a resume
-        self._largest = max(self._largest, rate, initial if isinstance(initial, (int, float)) else rate)
-        return rate / self._largest
 
     @property
     def move(self) -> bool:
