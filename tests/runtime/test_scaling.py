@@ -476,7 +476,7 @@ def test_auto_asks_the_optimizer_inside_of_a_sharded_one() -> None:
 @pytest.mark.parametrize(
     ("given", "factors"),
     [
-        ({"global_batch": "adaptive"}, {1.0, 2.0}),
+        ({"global_batch": "adaptive", "lr_rule": "linear"}, {1.0, 2.0}),
         ({"global_batch": "adaptive", "lr_rule": "none"}, {1.0}),
         ({}, {1.0}),
     ],

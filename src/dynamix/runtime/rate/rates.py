@@ -103,8 +103,9 @@ class Rates(Part):
 
     def _follow(self, samples: int, noise: float, signal: float) -> None:
         """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
-        base = self._rate_for or self.job.at_once
-        self._whole = [rate.rule(samples / base, noise, signal, base_batch=base) for rate in self.learning_rates]
+        base, steps = self._rate_for or self.job.at_once, self.progress.samples / self.job.at_once
+        known = {"noise": noise, "signal": signal, "base_batch": base, "steps": steps}
+        self._whole = [rate.rule(samples / base, **known) for rate in self.learning_rates]
         for learning_rate, factor in zip(self.learning_rates, self._whole, strict=True):
             learning_rate.set_factor(factor)
 
@@ -117,7 +118,7 @@ class Rates(Part):
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         """Between two meetings, too, schedules follow what this worker has done of its part of the round."""
-        if piece.round.apart and not piece.last:
+        if self.schedules and piece.round.apart and not piece.last:
             self.part_done(piece.round, (piece.number + 1) / piece.of)
 
     def part_done(self, coming: Round, part: float) -> None:
@@ -130,9 +131,10 @@ class Rates(Part):
     def round_done(self, done: Round) -> None:
         if self.watched is not None:
             self.watched.look()
-        taught = self._counted(done)
-        self._advance(taught if self.budget is None else self.budget.within(taught))
-        self._within = 0.0
+        if self.schedules:
+            taught = self._counted(done)
+            self._advance(taught if self.budget is None else self.budget.within(taught))
+            self._within = 0.0
         if self.watched is not None:
             self.watched.round_done(done)
 
