@@ -37,6 +37,7 @@ class JobConfig:
     Opens nothing but the file of `replay`, which it reads. Raises `ConfigError` for what is impossible, and
     `StateError` for a file that cannot be replayed.
 
+    fixed       the global batch stays what it is at the start
     bounds      what batch sizes are kept within, samples per round, on a grid that pieces divide
     start       samples per round of every worker at the start, int64 (W,)
     own_policy  what `policy` stands for
@@ -60,10 +61,10 @@ class JobConfig:
     meet: str = "gradients"
     lr_rule: str = "auto"
     rate_for: int | None = None
-    events: str | os.PathLike[str] | None = None
     replay: str | os.PathLike[str] | None = None
     guard: bool | None = None
 
+    fixed: bool = field(init=False, repr=False, compare=False)
     bounds: Bounds = field(init=False, repr=False, compare=False)
     start: Ints = field(init=False, repr=False, compare=False)
     own_policy: Policy = field(init=False, repr=False, compare=False)
@@ -73,6 +74,7 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         follows = vars(self)  # frozen, once it is made
+        follows["fixed"] = self.global_batch == "fixed"
         rule_of(self.lr_rule)  # raises for one that does not exist
         if self.rate_for is not None:
             check_counts(rate_for=self.rate_for)
@@ -86,11 +88,6 @@ class JobConfig:
         follows["replayed"] = None if self.replay is None else recorded(self.replay, self.workers)
 
     # ------------------------------------------------------------ what follows
-
-    @property
-    def fixed(self) -> bool:
-        """The global batch stays what it is at the start."""
-        return self.global_batch == "fixed"
 
     @property
     def base_batch(self) -> int:

@@ -33,6 +33,7 @@ from dynamix.runtime.sync.sync import Options
 from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 
 _log = logging.getLogger("dynamix")
+FAR = 8  # times the batch of a rate, beyond which runs of few steps have lost score with every rule
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -149,15 +150,13 @@ class Controller(Feeding, ControllerStatus):
                     chosen_meet,
                     lr_rule,
                     rate_for,
-                    events=events,
                     replay=replay,
                     guard=guard,
                 )
                 log = background_log(events) if self.rank == 0 else None
                 facts.update(config.facts)
             self._job = open_job(config, self.group, facts.ranks, log)
-        self.policy = config.own_policy
-        self.overhead_s, self._closed = 0.0, False
+        self.policy, self.overhead_s, self._closed = config.own_policy, 0.0, False
         # For loops that do not close it. The end of this process must find no thread inside the store's client.
         weakref.finalize(self, self._job.ranks.leave_unclosed)
         weakref.finalize(self, self._job.end_events)
@@ -381,6 +380,9 @@ def _warn(config: JobConfig, at_once: int, *, unsaid: bool) -> None:
         meant = f"the learning rate is taken as meant for steps of {at_once} samples, of all workers together"
         write = f"Controller(rate_for={config.batch_size})"
         _log.warning("dynamix: %s. If it was found with another batch, such as one worker's, write %s", meant, write)
+    if config.rate_for is not None and at_once > FAR * config.rate_for:
+        far = f"the global batch, {at_once} samples, is more than {FAR} times that of the rate, {config.rate_for}"
+        _log.warning("dynamix: %s: where training has few steps, no rate makes up for those that are missing", far)
     if config.shares_only:
         name = config.facts["policy"]
         why = f"the policy {name} moves shares only, so global_batch='adaptive' leaves the global batch as it is"

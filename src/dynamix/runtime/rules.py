@@ -92,14 +92,6 @@ RULES: dict[str, Rule] = {
 AUTO = "auto"  # the gain, or its root for an optimizer that divides by the size of its gradients
 
 
-def divides(optimizer: Optimizer | None) -> bool:
-    """Whether an optimizer divides by the size of its gradients, as Adam and its kin, Adagrad and RMSprop do."""
-    # They have what keeps them from dividing by zero; SGD has neither. ZeroRedundancyOptimizer has what it was given as
-    # defaults, and what its inner optimizer has in its groups.
-    known = set[str]() if optimizer is None else {*optimizer.defaults, *optimizer.param_groups[0]}
-    return not known.isdisjoint(("eps", "betas"))
-
-
 def rule_of(name: str, optimizer: Optimizer | None = None) -> Rule:
     """The learning-rate rule of that name; "auto": the one for `optimizer`. Raises `ConfigError` if unknown.
 
@@ -107,7 +99,10 @@ def rule_of(name: str, optimizer: Optimizer | None = None) -> Rule:
     2.0
     """
     if name == AUTO:
-        return root_of_gain if divides(optimizer) else gain
+        # What keeps Adam and its kin, Adagrad and RMSprop from dividing by zero; SGD has neither.
+        # ZeroRedundancyOptimizer has what it was given as defaults, and what its inner optimizer has in its groups.
+        known = set[str]() if optimizer is None else {*optimizer.defaults, *optimizer.param_groups[0]}
+        return gain if known.isdisjoint(("eps", "betas")) else root_of_gain
     if name not in RULES:
         fix = f"'none' leaves the learning rate alone; {spelling(name, (AUTO, *RULES))}"
         raise ConfigError("lr_rule", name, ", ".join((AUTO, *RULES)), fix)

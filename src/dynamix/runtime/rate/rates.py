@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from dynamix.data import Allocations, BatchSampler, Piece, Round, Stream
 from dynamix.runtime.facts.job_facts import JobFacts
 from dynamix.runtime.facts.progress import Progress
-from dynamix.runtime.part import Observation, Part
+from dynamix.runtime.part import Part
 from dynamix.runtime.ranks.compare import settings_of
 from dynamix.runtime.rate.budget import Budget
 from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch
@@ -82,6 +82,8 @@ class Rates(Part):
         return bool(self.learning_rates or self.schedules or self.watched)
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
+        if self.schedules and piece.round.apart:
+            self.part_done(piece.round, piece.number / piece.of)
         self.follow(piece.round, piece.samples)
 
     def follow(self, coming: Round, samples: int = 0) -> None:
@@ -104,8 +106,11 @@ class Rates(Part):
     def _follow(self, samples: int, noise: float, signal: float) -> None:
         """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
         base, steps = self._rate_for or self.job.at_once, self.progress.samples / self.job.at_once
-        known = {"noise": noise, "signal": signal, "base_batch": base, "steps": steps}
-        self._whole = [rate.rule(samples / base, **known) for rate in self.learning_rates]
+        if samples == base:
+            self._whole = [1.0] * len(self.learning_rates)
+        else:
+            known = {"noise": noise, "signal": signal, "base_batch": base, "steps": steps}
+            self._whole = [rate.rule(samples / base, **known) for rate in self.learning_rates]
         for learning_rate, factor in zip(self.learning_rates, self._whole, strict=True):
             learning_rate.set_factor(factor)
 
@@ -116,13 +121,8 @@ class Rates(Part):
             part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
             learning_rate.set_factor(factor * part)
 
-    def piece_done(self, piece: Piece, seen: Observation) -> None:
-        """Between two meetings, too, schedules follow what this worker has done of its part of the round."""
-        if self.schedules and piece.round.apart and not piece.last:
-            self.part_done(piece.round, (piece.number + 1) / piece.of)
-
     def part_done(self, coming: Round, part: float) -> None:
-        """So much of its share of a round, 0 to 1, a worker has trained."""
+        """So much of its share of a round, 0 to 1, a worker has trained: schedules go on between two meetings, too."""
         taught = self._counted(coming)
         if self.budget is not None:
             taught = min(taught, max(self.budget.samples - self.budget.spent, 0.0))
