@@ -50,7 +50,7 @@ class Case:
     state: str | None = None
 
 
-ADAPTIVE = {"global_batch": "adaptive"}
+ADAPTIVE = {"global_batch": "adaptive", "min_global_batch": 1}  # in 0.2 it might fall below its start
 PIECES = {"batch_size": 8, "micro_batch": 2}
 APART = {**PIECES, "meet": "parameters"}
 

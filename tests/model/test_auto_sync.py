@@ -37,16 +37,15 @@ class Job:
         window: Window,
         *,
         total: int | None = None,
-        rate: float = 1.0,
         payload: float = 1.0,
-        samples: float = 1000.0,
+        samples: float = 1e6,
     ) -> Job:
         """Take in a window; `total` is what the policy wishes a step to have."""
 
         def wish(step: Window, bounds: Bounds) -> Ints:
             return project(step.batch_size, bounds, total=total or step.batch_size.sum())
 
-        now = Conditions(self.piece, rate, payload, samples)
+        now = Conditions(self.piece, payload, samples)
         self.sizes, self.piece = self.ways.decide(wish, window, self.bounds, now)
         return self
 
@@ -111,6 +110,14 @@ def test_a_slow_worker_is_foreseen_at_its_pieces_and_not_at_its_small_share() ->
     assert promised[-1] == pytest.approx(promised[0], rel=0.03)
 
 
+@pytest.mark.parametrize("trained", [0.0, 1e3, 1e4, 1e5])
+def test_a_round_apart_is_a_small_part_of_what_was_trained(trained: float) -> None:
+    job = Job()
+    job.see(job.seen(0.3), samples=trained)
+    if job.piece:
+        assert job.sizes.sum() <= max(0.1 * trained, 2 * job.piece * len(job.sizes))
+
+
 def test_what_optimizers_remember_makes_a_meeting_dearer() -> None:
     job = Job()
     job.see(job.seen(0.01), payload=3.0)
@@ -127,20 +134,19 @@ def test_workers_that_stall_now_and_then_need_not_wait_for_each_other_in_every_s
 @given(
     speeds=st.lists(st.floats(100, 5000), min_size=2, max_size=6),
     exchange_s=st.floats(0, 10),
-    rate=st.floats(1e-3, 1),
     payload=st.floats(0.5, 3),
     moves=st.booleans(),
     data=st.data(),
 )
 def test_a_round_is_one_step_over_gradients_or_whole_pieces_of_everybody(
-    speeds: list[float], exchange_s: float, rate: float, payload: float, moves: bool, data: st.DataObject
+    speeds: list[float], exchange_s: float, payload: float, moves: bool, data: st.DataObject
 ) -> None:
     samples = data.draw(st.integers(len(speeds) * PIECE, 10**5))
     job = Job(len(speeds), samples, moves=moves)
     for _ in range(3):
         noise = data.draw(st.sampled_from([np.nan, 1.0, 1e9]))
         wish = data.draw(st.integers(1, 2 * job.base)) if moves else None
-        job.see(job.seen(exchange_s, speeds=speeds, noise=noise), total=wish, rate=rate, payload=payload)
+        job.see(job.seen(exchange_s, speeds=speeds, noise=noise), total=wish, payload=payload)
         sizes, piece = job.sizes, job.piece
         if piece:
             assert 2 * len(speeds) * piece <= sizes.sum() <= samples

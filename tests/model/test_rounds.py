@@ -17,7 +17,6 @@ def test_the_rule_is_that_of_the_cube_root() -> None:
     assert steps_apart(8.0, 1.0) == 16
     assert steps_apart(0.0, 1.0) == 1
     assert steps_apart(1e9, 1.0) == 64
-    assert steps_apart(1.0, 1.0, rate=0.5) == 16
 
 
 def window(sizes: list[int], piece_s: list[float], meeting_s: float, piece: int = 16) -> Window:
@@ -69,16 +68,15 @@ def test_nothing_measured_changes_nothing() -> None:
 @given(
     st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=9),
     st.floats(0, 100.0),
-    st.floats(1e-3, 1.0),
     st.integers(1, 64),
     st.floats(1, 1e7) | st.just(np.inf),
 )
 def test_the_size_is_always_one_that_the_bounds_allow(
-    piece_s: list[float], meeting_s: float, rate: float, high: int, epoch: float
+    piece_s: list[float], meeting_s: float, high: int, epoch: float
 ) -> None:
     workers = len(piece_s)
     bounds = Bounds.of(workers, 1, 16 * high, quantum=4)
     sizes = [16 * max(1, high // 2)] * workers
-    found = RoundSize(16, epoch).within(bounds, window(sizes, piece_s, meeting_s), rate)
+    found = RoundSize(16, epoch).within(bounds, window(sizes, piece_s, meeting_s))
     assert found.total_low == found.total_high
     assert bounds.low.sum() <= found.total_low <= bounds.high.sum()

@@ -85,11 +85,6 @@ def test_a_config_cannot_be_changed_but_another_be_made_of_it() -> None:
         dataclasses.replace(config, micro_batch=0)
 
 
-def test_a_config_opens_no_events_file(tmp_path: Path) -> None:
-    JobConfig(2, "lb_bsp", 32, events=tmp_path / "events.jsonl")
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_is_replayed_is_read_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     line = {"schema": 2, "window_index": 0, "decision": "keep", "allocation": [32, 32], "noise": None, "signal": None}

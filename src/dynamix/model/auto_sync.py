@@ -25,6 +25,7 @@ BEARS = 6.0  # times noisier a worker's own gradient may be than that of all, fo
 LEAST_STEPS = 2  # of a round apart, in the mean
 STEADY = 1.1  # pieces stay as they are where others would be so little larger or smaller
 LOOK = 1.3  # times as many samples as when gradients met last: then they meet for a window, where the batch may move
+PART = 0.1  # of the samples trained so far that a round has at most: longer ones have cost score in short runs
 HARM = 0.1  # of the loss when gradients met last: a rise apart by more is held against stepping apart
 NEWEST = 0.5  # weight of a window's figure over those before it
 LATEST = 3.0  # times what workers would take whose shares fit their speeds, at most
@@ -84,6 +85,7 @@ class AutoSync(SyncSchedule):
     _loss: float = field(default=float("nan"), init=False)  # when gradients met last
     _doubt: float = field(default=1.0, init=False)  # times as much that rounds apart must promise to begin
     _looked: float = field(default=0.0, init=False)  # samples trained when gradients met last
+    _trained: float = field(default=0.0, init=False)  # samples
     _windows: int = field(default=0, init=False)
     _apart: bool = field(default=False, init=False)  # the last choice
 
@@ -113,7 +115,8 @@ class AutoSync(SyncSchedule):
 
     def _most(self, piece: int) -> int:
         """Samples of a round, at most."""
-        return int(min(self.epoch, NO_LIMIT)) // piece * piece
+        grown = max(PART * self._trained, LEAST_STEPS * self.workers * piece)
+        return int(min(self.epoch, grown, NO_LIMIT)) // piece * piece
 
     def as_step(self, window: Window, piece: int) -> Window:
         """Take in `window`; of rounds apart, in pieces of `piece`, it is returned as one of steps of all workers.
@@ -145,7 +148,8 @@ class AutoSync(SyncSchedule):
 
     def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
         """The policy is asked for steps of all workers, of which `bounds` are."""
-        piece, rate, payload, samples = now
+        piece, payload, samples = now
+        self._trained = samples
         sizes = ask(self.as_step(window, piece), bounds)
         after = self._piece(int(sizes.sum()), bounds, piece)
         speeds, seen_s = self._speeds(window, after), float(exposed_seconds(window))
@@ -155,11 +159,11 @@ class AutoSync(SyncSchedule):
         self._exposed_s = exposed_s
         in_force = round(int(window.batch_size.sum()) / piece) * after if piece else 0
         self.size = RoundSize(float(after), self.epoch)
-        total, pace = self.size.best(self.apart_bounds(after), speeds, meeting_s, now=in_force, rate=rate)
+        total, pace = self.size.best(self.apart_bounds(after), speeds, meeting_s, now=in_force)
         self._learn_lag(window, piece)
         computing_s = total / pace - meeting_s
         pace = total / (self.lags[1] * computing_s + meeting_s)
-        self._compare(window, bounds, speeds, after, (exposed_s, meeting_s), pace, rate)
+        self._compare(window, bounds, speeds, after, (exposed_s, meeting_s), pace)
         better = self.parameters / self.gradients
         moves = int(bounds.total_low) < int(bounds.total_high)
         demanded = STAYS if piece else {kind: self._doubt * more for kind, more in BEGINS.items()}
@@ -197,7 +201,7 @@ class AutoSync(SyncSchedule):
         return self._costs.seconds(each, even_share(window))
 
     def _compare(
-        self, window: Window, bounds: Bounds, speeds: Floats, piece: int, exchanges: Pair, pace: float, rate: float
+        self, window: Window, bounds: Bounds, speeds: Floats, piece: int, exchanges: Pair, pace: float
     ) -> None:
         """What either way promises: samples of the base batch a second, at the batch that suits it best.
 
@@ -213,7 +217,7 @@ class AutoSync(SyncSchedule):
         waste = self._noise.log_waste(totals, base) if known else np.zeros(totals.shape)
         worth = np.exp(-waste)
         of_gradients = worth * totals / (self.lags[0] * computing + exposed_s)
-        steps = np.array([max(steps_apart(meeting_s, s, rate=rate), LEAST_STEPS) for s in computing])
+        steps = np.array([max(steps_apart(meeting_s, s), LEAST_STEPS) for s in computing])
         taught = worth * self._taught_apart(totals, known)
         apart = taught * totals / (self.lags[1] * computing + meeting_s / steps)
         apart = np.where(totals <= self.workers * bounds.high.min(), apart, 0.0)

@@ -22,11 +22,10 @@ KEEP = 0.97  # of the best size's samples a second: then what is in force stays
 CANDIDATES = 33
 
 
-def steps_apart(meeting_s: float, piece_s: float, *, rate: float = 1.0) -> float:
-    """Optimizer steps between two meetings, in the mean over workers: 8 (meeting_s / piece_s)^(1/3) / rate, 1 to 64.
+def steps_apart(meeting_s: float, piece_s: float) -> float:
+    """Optimizer steps between two meetings, in the mean over workers: 8 (meeting_s / piece_s)^(1/3), 1 to 64.
 
     meeting_s, piece_s   seconds of a meeting, and of a worker's step
-    rate                 learning rate over its largest so far: smaller steps allow more of them
 
     Meeting less often saves time as long as the samples needed for a loss stay the same, which is so up to some number
     of steps; the cube root lies between always meeting and what the network alone would ask for.
@@ -35,7 +34,7 @@ def steps_apart(meeting_s: float, piece_s: float, *, rate: float = 1.0) -> float
     [1.0, 2.4, 8.0, 24.0]
     """
     ratio = max(meeting_s, 0.0) / max(piece_s, 1e-9)
-    return float(np.clip(FACTOR * ratio ** (1 / 3) / max(rate, 1e-9), 1.0, MOST))
+    return float(np.clip(FACTOR * ratio ** (1 / 3), 1.0, MOST))
 
 
 @dataclass
@@ -72,12 +71,12 @@ class RoundSize(LocalSteps):
     piece_s: float = field(default=float("nan"), init=False)
 
     def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
-        return ask(window, self.within(bounds, window, now.rate)), 0
+        return ask(window, self.within(bounds, window)), 0
 
     def limit_to(self, samples: int) -> None:
         self.epoch = float(samples)
 
-    def within(self, bounds: Bounds, window: Window, rate: float = 1.0) -> Bounds:
+    def within(self, bounds: Bounds, window: Window) -> Bounds:
         """`bounds` that allow one size of the round only: the best after `window`, of one job, shape (W,).
 
         Where nothing is measured it is the size in force. Workers take whole pieces: among sizes of about the right
@@ -89,11 +88,9 @@ class RoundSize(LocalSteps):
         meeting_s = float(exposed_seconds(window))
         if speeds is None or not np.isfinite(meeting_s):
             return of_total(bounds, now)
-        return of_total(bounds, self.best(bounds, speeds, meeting_s, now=now, rate=rate)[0])
+        return of_total(bounds, self.best(bounds, speeds, meeting_s, now=now)[0])
 
-    def best(
-        self, bounds: Bounds, speeds: Floats, meeting_s: float, *, now: int, rate: float = 1.0
-    ) -> tuple[int, float]:
+    def best(self, bounds: Bounds, speeds: Floats, meeting_s: float, *, now: int) -> tuple[int, float]:
         """The best samples of a round, and how many a second are to be expected of it.
 
         bounds   of a round
@@ -102,7 +99,7 @@ class RoundSize(LocalSteps):
                  the rule asks for is taken where that is about as good
         """
         self.meeting_s, self.piece_s = meeting_s, self.piece * speeds.size / float(speeds.sum())
-        self.steps = steps_apart(meeting_s, self.piece_s, rate=rate)
+        self.steps = steps_apart(meeting_s, self.piece_s)
         wanted, quantum = self.steps * self.piece * speeds.size, bounds.quantum
         least, most = max(float(bounds.total_low), quantum), float(bounds.total_high)
         flat = FLAT * self.piece * speeds.size

@@ -14,13 +14,11 @@ class Conditions(NamedTuple):
     """What is known beside a window.
 
     piece     of its rounds
-    rate      learning rate over its largest so far
     payload   bytes that a meeting over parameters moves, over those of a gradient
     samples   trained by then
     """
 
     piece: int = 0
-    rate: float = 1.0
     payload: float = 1.0
     samples: float = 0.0
 

@@ -60,7 +60,7 @@ class JobConfig:
     micro_batch: int | None = None
     meet: str = "gradients"
     lr_rule: str = "auto"
-    events: str | os.PathLike[str] | None = None
+    rate_for: int | None = None
     replay: str | os.PathLike[str] | None = None
     guard: bool | None = None
 
@@ -76,6 +76,8 @@ class JobConfig:
         follows = vars(self)  # frozen, once it is made
         follows["fixed"] = self.global_batch == "fixed"
         rule_of(self.lr_rule)  # raises for one that does not exist
+        if self.rate_for is not None:
+            check_counts(rate_for=self.rate_for)
         check_counts(batch_size=self.batch_size, accumulate=self.accumulate, quantum=self.limits.quantum)
         self._check_pieces()
         self._check_totals()
@@ -103,6 +105,11 @@ class JobConfig:
         return not (self.fixed or self._sizes_rounds or self._watched or getattr(self.own_policy, "adapts", True))
 
     @property
+    def rates_follow(self) -> bool:
+        """Whether the learning rate, or what a sample counts, may follow the noise of gradients."""
+        return not self.fixed or self.rate_for is not None
+
+    @property
     def loop_batches(self) -> dict[str, int]:
         """What the loop's batches may be at the start, by the argument's name."""
         piece = {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
@@ -111,7 +118,7 @@ class JobConfig:
     @property
     def facts(self) -> dict[str, Any]:
         """What every rank must have been given alike, plain values by name."""
-        same = ("accumulate", "interval", "guard", "lr_rule", "global_batch", "meet")
+        same = ("accumulate", "interval", "guard", "lr_rule", "rate_for", "global_batch", "meet")
         return {
             "policy": self.policy if isinstance(self.policy, str) else type(self.policy).__name__,
             **self.loop_batches,
@@ -204,6 +211,8 @@ class JobConfig:
         piece = Bounds.of(self.workers, low, high, quantum=quantum, max_change=limits.max_change)
         start, reach = pieces * starting_sizes(self.batch_size, piece), pieces * int(piece.high.sum())
         total_low, total_high = limits.min_global_batch, limits.max_global_batch
+        if total_low is None:  # it grows only, unless the user says that it may shrink: fewer samples cost time
+            total_low = min(int(start.sum()), total_high or reach)
         if total_low is not None and total_low > min(reach, reach if total_high is None else total_high):
             allowed = f"at most max_global_batch, and the {reach} samples that the workers' bounds allow"
             raise ConfigError("min_global_batch", total_low, allowed, "lower it, or raise the others")

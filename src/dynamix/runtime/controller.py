@@ -1,5 +1,6 @@
 """`Controller`: what a training loop holds."""
 
+import logging
 import os
 import sys
 import time
@@ -31,6 +32,8 @@ from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.runtime.sync.sync import Options
 from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 
+_log = logging.getLogger("dynamix")
+FAR = 8  # times the batch of a rate, beyond which runs of few steps have lost score with every rule
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -61,7 +64,8 @@ class Controller(Feeding, ControllerStatus):
                       for which both are one number has that many from the start on
     global_batch      "fixed": the sum over workers stays what it is at the start, so the learning rate, schedules and
                       `len(loader)` stay true, and only the shares move. "adaptive": it moves too, within the bounds
-    min_global_batch, max_global_batch   samples per round of all workers; None: what the workers' bounds allow
+    min_global_batch, max_global_batch   samples per round of all workers; None: what it is at the start, and what the
+                      workers' bounds allow
     interval          optimizer steps per window, at least a round (policies that decide per epoch ignore it). "auto":
                       windows of 1 to 20 rounds, short where workers change their speed, long where decisions would
                       change nothing (docs/design/reaction.md)
@@ -81,8 +85,12 @@ class Controller(Feeding, ControllerStatus):
                       to the other way and back, where that promises more progress a second. Apart, an optimizer step
                       has a worker's even part of a step over gradients: `batch_size` samples, as long as the global
                       batch is what it was at the start. Needs DDP
-    lr_rule           how the learning rate follows a global batch that moves: none, linear, sqrt, adascale. "auto":
-                      linear; sqrt for Adam and others that divide by the size of the gradient
+    rate_for          samples of a step that the optimizer's rate is meant for: the batch of a recipe for one worker.
+                      The rate then follows `lr_rule` from there to the global batch, also where that is fixed. None:
+                      it is meant for the global batch at the start
+    lr_rule           how the learning rate follows the global batch: none, linear, sqrt, adascale. "auto": the gain of
+                      AdaScale with the noise counted four times; for Adam and others that divide by the size of the
+                      gradient its root (docs/design/rates.md)
     process_group     the data-parallel group; None: the default group
     events            file that rank 0 appends one JSON line per window to; by default the one that the environment
                       variable DYNAMIX_EVENTS names (`dynamix emulate` sets it), if any
@@ -112,6 +120,7 @@ class Controller(Feeding, ControllerStatus):
         micro_batch: int | None = None,
         meet: Literal["gradients", "parameters", "auto"] = "gradients",
         lr_rule: str = "auto",
+        rate_for: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         events: str | os.PathLike[str] | None = None,
         replay: str | os.PathLike[str] | None = None,
@@ -140,20 +149,19 @@ class Controller(Feeding, ControllerStatus):
                     micro_batch,
                     chosen_meet,
                     lr_rule,
-                    events=events,
+                    rate_for,
                     replay=replay,
                     guard=guard,
                 )
                 log = background_log(events) if self.rank == 0 else None
                 facts.update(config.facts)
             self._job = open_job(config, self.group, facts.ranks, log)
-        self.policy = config.own_policy
-        self.overhead_s, self._closed = 0.0, False
+        self.policy, self.overhead_s, self._closed = config.own_policy, 0.0, False
         # For loops that do not close it. The end of this process must find no thread inside the store's client.
         weakref.finalize(self, self._job.ranks.leave_unclosed)
         weakref.finalize(self, self._job.end_events)
         if self.rank == 0:  # last: where warnings are errors, the other ranks notice
-            _warn(config, unsaid=unsaid)
+            _warn(config, self._job.facts.at_once, unsaid=unsaid)
 
     # ------------------------------------------------------------ setting up
 
@@ -366,7 +374,15 @@ class Controller(Feeding, ControllerStatus):
                 raise UsageError(short)
 
 
-def _warn(config: JobConfig, *, unsaid: bool) -> None:
+def _warn(config: JobConfig, at_once: int, *, unsaid: bool) -> None:
+    """On the first rank: what was assumed. `at_once`: samples of the steps that all workers take at the same time."""
+    if config.rate_for is None and at_once != config.batch_size:
+        meant = f"the learning rate is taken as meant for steps of {at_once} samples, of all workers together"
+        write = f"Controller(rate_for={config.batch_size})"
+        _log.warning("dynamix: %s. If it was found with another batch, such as one worker's, write %s", meant, write)
+    if config.rate_for is not None and at_once > FAR * config.rate_for:
+        far = f"the global batch, {at_once} samples, is more than {FAR} times that of the rate, {config.rate_for}"
+        _log.warning("dynamix: %s: where training has few steps, no rate makes up for those that are missing", far)
     if config.shares_only:
         name = config.facts["policy"]
         why = f"the policy {name} moves shares only, so global_batch='adaptive' leaves the global batch as it is"

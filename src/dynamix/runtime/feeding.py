@@ -1,7 +1,7 @@
 """How a loop gets its batches from a controller: a sampler, a loader made anew, or a stream."""
 
 from collections.abc import Callable, Iterable, Sized
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch.utils.data import DataLoader, Sampler, default_collate
 
@@ -13,6 +13,7 @@ from dynamix.data.selection import Indices, Selection, Weights
 from dynamix.errors import ConfigError
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.job import TrainingJob
+from dynamix.runtime.rate.budget import Budget
 
 Collate = Callable[[Any], Any]
 
@@ -131,6 +132,34 @@ class Feeding:
             stream = Stream(iterable, job.allocations, sharded=sharded, collate_fn=collate_fn, **own)
             job.feed(stream)
             return stream
+
+    def budget(
+        self,
+        samples: int | None = None,
+        *,
+        epochs: int | None = None,
+        count: Literal["progress", "samples"] = "progress",
+    ) -> Budget:
+        """How much the job is to learn: what so many samples, or epochs, teach at the global batch of the start.
+
+            for epoch in controller.budget(epochs=10):
+                sampler.set_epoch(epoch)
+                for x, y in loader:
+                    ...
+                    controller.step(loss=loss)
+                    if controller.stopping:
+                        break
+
+        With a fixed global batch that is these samples. Those of a larger batch teach less, so the job then trains on
+        more (`dynamix.runtime.rate.budget.Budget`). `stopping` is true once the budget is spent, and schedules of
+        `scheduler` count as it does. Call it once the sampler, loader or stream is made, before training.
+
+        count   "progress": what samples teach; "samples": samples as they are
+
+        Raises `ConfigError` for impossible values.
+        """
+        with self._job.ranks.setting_up():
+            return self._job.rates.spend(self._job.need_source(), samples, epochs=epochs, count=count)
 
 
 def _require_data(dataset: Any) -> None:

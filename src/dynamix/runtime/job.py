@@ -33,7 +33,7 @@ from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.limits import Memory
 from dynamix.runtime.part import Observation, Part, heard
-from dynamix.runtime.ranks.compare import settings_of, sketches_of
+from dynamix.runtime.ranks.compare import sketches_of
 from dynamix.runtime.ranks.hosts import own_host
 from dynamix.runtime.ranks.process_groups import destroy_groups
 from dynamix.runtime.ranks.ranks import Ranks
@@ -80,7 +80,7 @@ class TrainingJob:
         self.recorder, self._decider = recorder or Recorder(torch.device("cpu")), decider
         self.allocations, self.progress = Allocations(config.start), Progress()
         self.most_of_piece = NO_LIMIT if facts.sync_schedule.mixed else facts.piece  # of this rank's
-        self.rates = Rates(facts, config.lr_rule, self.allocations, self.progress)
+        self.rates = Rates(facts, config.lr_rule, config.rate_for, self.allocations, self.progress)
         self.models: list[Sync] = []
         self.memory: Memory | None = None  # of the first of them
         self.source: BatchSampler | Stream | None = None
@@ -268,16 +268,17 @@ class TrainingJob:
 
     def round_done(self, piece: Piece) -> None:
         """A round is over, of which `piece` was the last."""
-        self.progress.count(piece.round)
+        rates = self.rates
+        self.progress.count(piece.round, 1.0 if self.facts.fixed else rates.worth(piece.round))
         for hears in self._heard["round_done"]:
             hears(piece.round)
-        self.stopping = self.ranks.stop_after(self.progress.steps)
+        spent = rates.budget is not None and rates.budget.done
+        self.stopping = self.ranks.stop_after(self.progress.steps) or spent
 
-    def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float, float]:
+    def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float]:
         """What a window's row says of the exchange: see `WindowCloser`."""
         crossed = sum(model.crossed for model in self.models)
-        moved = payload() if payload else self.boundary.payload
-        return crossed, moved, self.rates.relative()
+        return crossed, payload() if payload else self.boundary.payload
 
     # ------------------------------------------------------------ of all ranks
 
@@ -299,12 +300,11 @@ class TrainingJob:
         self.windows.settle()
         source, settings = self.need_source(), [model.settings for model in self.models]
         known: dict[str, Any] = {"samples": type(source).__name__, **source.identity(), **self.facts.facts_alike()}
-        known |= {"models": len(self.models), "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
+        known |= {"models": len(self.models), **self.rates.alike()}
         known |= {"exchange of gradients and buffers": [model.exchanges for model in self.models]}
         names = dict.fromkeys(name for of_model in settings for name in of_model)
         known |= {f"exchange: {name}": [of_model.get(name) for of_model in settings] for name in names}
         known |= {**self.boundary.alike(), "weighting": self.loss_weight.weighting}
-        known |= settings_of(self.rates.optimizers)
         for number, model in enumerate(self.models):
             if isinstance(model.model, DistributedDataParallel) and not self.facts.sync_schedule.steps_apart:
                 known |= sketches_of(model.model, number)

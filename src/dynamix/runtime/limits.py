@@ -24,8 +24,8 @@ class Limits:
 
     min_batch_size, max_batch_size   of a worker; one number, or one per rank; None: 1 and 8 * batch_size. A worker for
                       which both are one number has that many from the start on
-    min_global_batch, max_global_batch   samples per round of all workers; None: what the workers' sizes allow. Only
-                      with global_batch="adaptive"
+    min_global_batch, max_global_batch   samples per round of all workers; None: what it is at the start, and what the
+                      workers' sizes allow. Only with global_batch="adaptive"
     quantum           sizes of a worker are multiples of this many samples (torch.compile and cudnn see few shapes)
     max_change        a batch size changes by at most this factor per decision; infinite: no limit
 

@@ -14,12 +14,15 @@ class Rule(Protocol):
     noise        tr(Sigma), the variance of one sample's gradient summed over parameters; NaN when unknown
     signal       |G|^2 of the true gradient; NaN when unknown
     base_batch   B0, in samples
+    steps        since training began; infinite where that does not matter
     """
 
-    def __call__(self, scale: float, noise: float, signal: float, *, base_batch: float) -> float: ...
+    def __call__(
+        self, scale: float, noise: float, signal: float, *, base_batch: float, steps: float = math.inf
+    ) -> float: ...
 
 
-def adascale(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
+def adascale(scale: float, noise: float, signal: float, *, base_batch: float, steps: float = math.inf) -> float:
     """The gain (S + G2) / (S / s + G2) of AdaScale SGD (Johnson et al., arXiv 2007.05105), s = B / B0.
 
     S = tr(Sigma) / B0 is the variance of the mean gradient of a base batch, G2 = |G|^2. The gain equals s times the
@@ -35,21 +38,62 @@ def adascale(scale: float, noise: float, signal: float, *, base_batch: float) ->
     return (variance + square) / (variance / scale + square)
 
 
+def worth(total: float, base_batch: float, noise: float, signal: float) -> float:
+    """What a sample of a step of `total` teaches, over one of a step of `base_batch`: AdaScale's gain over the scale.
+
+    1 if the noise is not known.
+
+    >>> worth(256, 64, noise=6400.0, signal=100.0), worth(256, 64, noise=float("nan"), signal=float("nan"))
+    (0.4, 1.0)
+    """
+    if total == base_batch or not (math.isfinite(noise) and math.isfinite(signal)):
+        return 1.0
+    scale = total / base_batch
+    return adascale(scale, noise, signal, base_batch=base_batch) / scale
+
+
+COUNTS = 4.0  # times the measured noise: chosen on five jobs with SGD, confirmed on others (docs/design/rates.md)
+
+GROWTH = 0.02  # of the factor, in logarithms a step
+MOST_GROWTH = 50.0  # far beyond any factor
+
+
+def gain(scale: float, noise: float, signal: float, *, base_batch: float, steps: float = math.inf) -> float:
+    """AdaScale's gain with the noise counted `COUNTS` times, so closer to `scale`; while nothing is known, its root.
+
+    It begins at the root, too, and grows away from it by `GROWTH` a step: a net that is thrown into a rate that it
+    never met may not recover. A smaller step than the base batch's gets its part of the rate.
+
+    >>> gain(4.0, noise=6400.0, signal=100.0, base_batch=64), gain(4.0, math.nan, math.nan, base_batch=64)
+    (2.5, 2.0)
+    """
+    root = min(scale, math.sqrt(scale))
+    if not (math.isfinite(noise) and math.isfinite(signal)):
+        return root
+    full = adascale(scale, COUNTS * noise, signal, base_batch=base_batch)
+    return full if full <= root else min(full, root * math.exp(min(GROWTH * steps, MOST_GROWTH)))
+
+
+def root_of_gain(scale: float, noise: float, signal: float, *, base_batch: float, steps: float = math.inf) -> float:
+    """The root of `gain`, for optimizers that divide by the size of the gradient."""
+    return math.sqrt(gain(scale, noise, signal, base_batch=base_batch, steps=steps))
+
+
 # linear: Goyal et al., arXiv 1706.02677, right for SGD while noise dominates. sqrt keeps the variance of an update: the
 # usual rule for Adam.
 RULES: dict[str, Rule] = {
-    "none": lambda scale, noise, signal, *, base_batch: 1.0,
-    "linear": lambda scale, noise, signal, *, base_batch: scale,
-    "sqrt": lambda scale, noise, signal, *, base_batch: math.sqrt(scale),
+    "none": lambda scale, noise, signal, *, base_batch, steps=math.inf: 1.0,
+    "linear": lambda scale, noise, signal, *, base_batch, steps=math.inf: scale,
+    "sqrt": lambda scale, noise, signal, *, base_batch, steps=math.inf: math.sqrt(scale),
     "adascale": adascale,
 }
 
 
-AUTO = "auto"  # linear, or sqrt for an optimizer that divides by the size of its gradients
+AUTO = "auto"  # the gain, or its root for an optimizer that divides by the size of its gradients
 
 
 def rule_of(name: str, optimizer: Optimizer | None = None) -> Rule:
-    """The learning-rate rule of that name; "auto": the usual one for `optimizer`. Raises `ConfigError` if unknown.
+    """The learning-rate rule of that name; "auto": the one for `optimizer`. Raises `ConfigError` if unknown.
 
     >>> rule_of("linear")(2.0, float("nan"), float("nan"), base_batch=64)
     2.0
@@ -58,8 +102,7 @@ def rule_of(name: str, optimizer: Optimizer | None = None) -> Rule:
         # What keeps Adam and its kin, Adagrad and RMSprop from dividing by zero; SGD has neither.
         # ZeroRedundancyOptimizer has what it was given as defaults, and what its inner optimizer has in its groups.
         known = set[str]() if optimizer is None else {*optimizer.defaults, *optimizer.param_groups[0]}
-        divides = not known.isdisjoint(("eps", "betas"))
-        return RULES["sqrt" if divides else "linear"]
+        return gain if known.isdisjoint(("eps", "betas")) else root_of_gain
     if name not in RULES:
         fix = f"'none' leaves the learning rate alone; {spelling(name, (AUTO, *RULES))}"
         raise ConfigError("lr_rule", name, ", ".join((AUTO, *RULES)), fix)

@@ -84,5 +84,8 @@ class ControllerStatus:
 
     @property
     def stopping(self) -> bool:
-        """Whether to leave the loop now: on all ranks after the same optimizer step, once one has asked for it."""
+        """Whether to leave the loop now: on all ranks after the same optimizer step.
+
+        Once one of them has asked for it (`request_stop`), or the job's `budget` is spent.
+        """
         return self._job.stopping

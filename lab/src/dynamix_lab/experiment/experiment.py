@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
 from dynamix.runtime.rules import AUTO
-from dynamix_lab.experiment.measures import SETTINGS
+from dynamix_lab.experiment.measures import OF_BUDGET, SETTINGS
 from dynamix_lab.experiment.places import JOBS, JobNumbers, Place, places_named
 from dynamix_lab.harness.reference import references
 from dynamix_lab.opponents.profiled import Profiled
@@ -27,7 +27,7 @@ FACTORS: dict[str, Callable[[int], float]] = {"r0": lambda workers: 1.0, "sqrt(W
 """The factor on r0 for W workers."""
 USUAL = "usual"  # W r0; the root with Adam and others that divide by the size of the gradient (docs/adaptive.md)
 POLICIES = {"profiled": lambda _: Profiled(), **references("device-even")}  # known only here; to check a name
-SCHEDULE = {"finish": "cosine"}  # of a recipe, by setting; a constant rate elsewhere
+SCHEDULE = dict.fromkeys(OF_BUDGET, "cosine")  # of a recipe, by setting; a constant rate elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,11 @@ class Row:
     """What a row does with a recipe for one worker: b0 samples a step, rate r0.
 
     name          in tables; "single" is one worker alone
-    policy, lr_rule, global_batch, local    as in `Trial`; without `policy` and `local` it is one worker alone
+    policy, lr_rule, global_batch, local, count    as in `Trial`; without `policy` and `local` it is one worker alone
     rate          "r0", "sqrt(W) r0", "W r0", "usual" (W r0 for SGD, sqrt(W) r0 for Adam and its kin), or a number
                   that r0 is multiplied by
     schedule      of the rate; None: the setting's
+    rate_for      the product is told that the rate is meant for b0 samples
     rounds        with `local`: so many meetings in a budget, in place of a number of steps between them
     workloads, settings    that the row is for; empty: all
 
@@ -53,6 +54,8 @@ class Row:
     local: Mapping[str, Any] | None = None
     schedule: str | None = None
     rounds: int | None = None
+    rate_for: bool = False
+    count: str = "samples"
     workloads: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
 
@@ -77,6 +80,8 @@ class Row:
             schedule=self.schedule or usual,
             budget=job.budget,
             global_batch=self.global_batch,
+            rate_for=batch if self.rate_for else None,
+            count=self.count,
         )
 
     def _local(self, steps: float) -> LocalSettings | None:
@@ -171,7 +176,7 @@ class Experiment:
                             row.trial(place.job, setting, batch, 2)
             return
         _known("rows that are tuned", names, ROWS)
-        if "finish" in self.settings or self.batches or self.cluster != "virtual":
+        if set(self.settings) & set(OF_BUDGET) or self.batches or self.cluster != "virtual":
             allowed = "a target, no batches, on the virtual clock"
             raise ConfigError("tuning", ", ".join(self.settings), allowed, "leave the tuning out")
         if used := set(self.all_seeds) & {*TUNING_SEEDS, *self.tuning.seeds}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dynamix_lab.experiment.places import Place
@@ -50,6 +50,14 @@ class Finish:
         return Arrival(run.time_s, not run.diverged, run.mean_score(MEAN_OF * (place.job.budget // PARTS)))
 
 
+class Match(Finish):
+    """A budget that each row spends by its own means: a row that counts progress trains on more samples."""
+
+    def limits(self, place: Place, limit_s: float = math.inf) -> RunLimits:
+        finish = super().limits(place, limit_s)
+        return replace(finish, budget=place.job.budget, samples=LONGEST * place.job.budget)
+
+
 @dataclass(frozen=True, slots=True)
 class ToTarget:
     """Seconds until the job's target.
@@ -77,5 +85,11 @@ class ToTarget:
         return Arrival(ended_s if reached is None else reached, reached is not None, run.mean_score(window))
 
 
-SETTINGS: Mapping[str, Setting] = {"finish": Finish(), "reach": ToTarget(True), "crossing": ToTarget(False)}
+OF_BUDGET = ("finish", "match")  # settings in which a run ends with its budget, under a schedule
+SETTINGS: Mapping[str, Setting] = {
+    "finish": Finish(),
+    "match": Match(),
+    "reach": ToTarget(True),
+    "crossing": ToTarget(False),
+}
 """By name, as files have them."""

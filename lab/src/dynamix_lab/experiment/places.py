@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dynamix.errors import ConfigError
-from dynamix.runtime.rules import AUTO, rule_of
+from dynamix.runtime.rules import AUTO, root_of_gain, rule_of
 from dynamix_lab.emulator import Scenario, load_scenario
 from dynamix_lab.experiment.regimes import EXTRAS, is_regime, regime, regime_places
 from dynamix_lab.opponents.buckets import gradient_buckets
@@ -56,9 +56,9 @@ class JobNumbers:
         return 6 * self.budget
 
     def usual_factor(self, workers: int) -> float:
-        """What the usual rule for the job's optimizer makes of a rate for so many times the batch (`rule_of`)."""
+        """W for W workers; the root with an optimizer that divides by the size of its gradients."""
         optimizer = make_workload(self.workload).make_optimizer([nn.Parameter(torch.zeros(1))])
-        return rule_of(AUTO, optimizer)(float(workers), math.nan, math.nan, base_batch=1)
+        return math.sqrt(workers) if rule_of(AUTO, optimizer) is root_of_gain else float(workers)
 
     def recipe(self, schedule: str, batch: int) -> float:
         """The rate of one worker's recipe. Raises `ConfigError` if none was found for that batch."""

@@ -12,7 +12,7 @@ from dynamix.events.run_folder import commit
 from dynamix_lab.experiment import table
 from dynamix_lab.experiment.clusters import Cluster, cluster_of
 from dynamix_lab.experiment.experiment import Experiment, Row, Tuning, file_key
-from dynamix_lab.experiment.measures import SETTINGS
+from dynamix_lab.experiment.measures import OF_BUDGET, SETTINGS
 from dynamix_lab.experiment.places import Place
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.opponents.runs import TrialRun
@@ -123,7 +123,7 @@ class ExperimentSuite(Suite):
                         at.setdefault(column, []).append(value)
         place, batch, job = case.place, case.batch, case.place.job
         least_s = None
-        if batch is not None and case.setting == "finish":
+        if batch is not None and case.setting in OF_BUDGET:
             lost = () if self.shares_a_machine else place.outages  # emulated hosts are not lost
             least_s = {seed: place.least_s(seed, batch, lost) for seed in self.plan.all_seeds}
         return {

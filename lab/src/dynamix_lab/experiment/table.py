@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from dynamix_lab.experiment.measures import MATCHES
+from dynamix_lab.experiment.measures import MATCHES, OF_BUDGET
 from dynamix_lab.experiment.verdict import OPPONENTS, PAYS, SINGLE, verdict
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.report import (
@@ -30,6 +30,8 @@ from dynamix_lab.statistics import Interval, geometric_mean, mean_interval, pair
 LEADS = {
     "finish": "Every run trains the same budget of samples, with a cosine of the rate over it. Seconds are those to "
     "its end; the score is held out, the mean of the evaluations in the last eighth: five, if a row meets often.",
+    "match": "Every run spends the same budget under a cosine over it. A row whose batch moves counts progress, so "
+    "it may train on more samples. Seconds are those to the end; the score is held out, as in finish.",
     "reach": "Seconds until the score stays at the job's target: the mean of five evaluations is there, and no later "
     "one falls below it by more than half a point. A run that did not arrive counts with the time at which it was "
     "ended, so its ratio is a bound. One that diverged has none.",
@@ -88,7 +90,7 @@ def arrived(case: Case, row: str) -> bool:
 
 def counts(case: Case, row: str, beside: Sequence[str]) -> bool:
     """Whether a row's time counts: it arrived, and in `finish` with a score not more than 0.3 points below."""
-    above = points(case, row, beside) if case["setting"] == "finish" else None
+    above = points(case, row, beside) if case["setting"] in OF_BUDGET else None
     return arrived(case, row) and (above is None or fmean(above) >= -100 * MATCHES)
 
 
@@ -145,7 +147,7 @@ def _together(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> S
     names = list(dict.fromkeys(row for case in cases for row in case["rows"]))
     against = [name for name in plan["against"] if name in names]
     beside = plan["beside"]
-    finish = cases[0]["setting"] == "finish"
+    finish = cases[0]["setting"] in OF_BUDGET
     head = ["row", *(f"over {other}" for other in against)]
     head += ["points", "beside single", "time counts", "least/time"] if finish else ["arrived"]
     rows = []
@@ -194,7 +196,7 @@ def _beside_the_best(heading: str, cases: Sequence[Case], plan: Mapping[str, Any
         for name, each in ratios.items()
         if each
     ]
-    what = "whose time counts" if cases[0]["setting"] == "finish" else "that arrived"
+    what = "whose time counts" if cases[0]["setting"] in OF_BUDGET else "that arrived"
     said = f"Seconds over those of the best other row {what}; a dash: ours does not. In the mean: {'; '.join(means)}."
     table = Table(["place", "best of the others", *ours], rows)
     return [Section(f"{heading}: ours beside the best of the others", [said], table)]
@@ -203,7 +205,7 @@ def _beside_the_best(heading: str, cases: Sequence[Case], plan: Mapping[str, Any
 def _section(heading: str, case: Case, plan: Mapping[str, Any]) -> Section:
     """One place."""
     against = [name for name in plan["against"] if name in case["rows"]]
-    finish, tuned = case["setting"] == "finish", plan["tuning"] is not None
+    finish, tuned = case["setting"] in OF_BUDGET, plan["tuning"] is not None
     head = ["row", *(["tuned to"] if tuned else []), "seconds"]
     head += ["score", "points"] if finish else ["arrived"]
     rows = []
@@ -232,7 +234,7 @@ def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
         said.append(verdict({SINGLE: rows[SINGLE]["seconds"], **able}, meets, rarely).sentence)
     if case["least_s"] is not None:
         said.append(f"The devices need at least {geometric_mean(list(case['least_s'].values())):.1f} s.")
-    if case["setting"] == "finish":
+    if case["setting"] in OF_BUDGET:
         said += _scatter(rows, kinds)
         more = {name: max(row["samples"]) / case["budget"] - 1 for name, row in rows.items()}
         if beyond := [f"{name} {percent(part)}" for name, part in more.items() if part > BEYOND]:
@@ -302,13 +304,13 @@ def described(trial: Trial) -> str:
 
 def _figures(result: Mapping[str, Any]) -> list[Section]:
     """Of `finish` time against score, a dot for each row: mean over places. Of others speed by place."""
-    plan, made = result["plan"], _speeds([case for case in result["cases"] if case["setting"] != "finish"])
+    plan, made = result["plan"], _speeds([case for case in result["cases"] if case["setting"] not in OF_BUDGET])
     if not plan["against"]:
         return made
     first = plan["against"][0]
     groups: dict[str, list[Case]] = {}
     for case in result["cases"]:
-        if case["setting"] == "finish" and first in case["rows"]:
+        if case["setting"] in OF_BUDGET and first in case["rows"]:
             groups.setdefault(str(case["batch"]), []).append(case)
     for batch, cases in groups.items():
         figure, (axes,) = new_figure(height=3.6)

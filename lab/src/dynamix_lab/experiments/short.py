@@ -33,7 +33,7 @@ def forms_of(names: Sequence[str] | None) -> tuple[Form, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class TrainingBudget:
     """What one training may use, whichever policy it makes.
 
     rounds     of `dynamix`: a rollout at every W and passes over it
@@ -61,7 +61,7 @@ class Budget:
         )
 
 
-QUICK = Budget(
+QUICK = TrainingBudget(
     rounds=2,
     updates=1,
     clone_rounds=1,
@@ -79,7 +79,7 @@ def learn(
     *,
     world: str = MIXED,
     workers: tuple[int, ...] = (2, 8, 32),
-    budget: Budget | None = None,
+    budget: TrainingBudget | None = None,
     seed: int = 0,
 ) -> Factory:
     """Train, or read the file that an earlier call left; makes fresh policies of what was learned.
@@ -87,7 +87,7 @@ def learn(
     Raises `ConfigError` if the file there was made with another recipe.
     """
     forms_of([form])
-    config: Any = _config(form, budget or Budget(), world, workers)
+    config: Any = _config(form, budget or TrainingBudget(), world, workers)
     if not path.exists():
         policy = train_paper(config, seed) if form == "dynamix-paper" else train_residual(config, seed)
         policy.save(path)
@@ -103,7 +103,9 @@ def learn(
     return lambda _: make()
 
 
-def _config(form: Form, b: Budget, world: str, workers: tuple[int, ...]) -> PaperTrainingConfig | TrainingConfig:
+def _config(
+    form: Form, b: TrainingBudget, world: str, workers: tuple[int, ...]
+) -> PaperTrainingConfig | TrainingConfig:
     """A recipe that fits the budget."""
     if form == "dynamix-paper":
         validation = tuple(w for w in (4, 16) if w <= max(workers)) or workers[:1]

@@ -20,7 +20,7 @@ from dynamix.errors import ConfigError
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.registry import make_policy
 from dynamix.window import Floats
-from dynamix_lab.experiments.short import FORMS, Budget, Form, learn
+from dynamix_lab.experiments.short import FORMS, Form, TrainingBudget, learn
 from dynamix_lab.experiments.worlds import WORLDS, place_of
 from dynamix_lab.report import Table
 from dynamix_lab.simulator import LaggedReference
@@ -57,7 +57,7 @@ def transfer(
     form: Form,
     folder: Path,
     *,
-    budget: Budget | None = None,
+    budget: TrainingBudget | None = None,
     seed: int = 0,
     clusters: int = 32,
     windows: int = 40,
@@ -95,7 +95,7 @@ def transfer(
 
 
 def _learned(
-    world: str, workers: tuple[int, ...], form: Form, folder: Path, budget: Budget | None, seed: int
+    world: str, workers: tuple[int, ...], form: Form, folder: Path, budget: TrainingBudget | None, seed: int
 ) -> Factory:
     name = f"{form}-{world}-{'-'.join(map(str, workers))}-seed{seed}.safetensors"
     return learn(form, folder / name, world=place_of(world), workers=workers, budget=budget, seed=seed)
@@ -106,7 +106,7 @@ def run_transfer(
     *,
     pairs: Mapping[str, Pair] = PAIRS,
     forms: Sequence[Form] = FORMS,
-    budget: Budget | None = None,
+    budget: TrainingBudget | None = None,
     seed: int = 0,
     tell: Tell = lambda what, done: None,
     **how: Any,
@@ -115,7 +115,7 @@ def run_transfer(
     folder.mkdir(parents=True, exist_ok=True)
     work = [(form, name) for form in forms for name in pairs]
     found: dict[str, Any] = {}
-    about = {"budget": dataclasses.asdict(budget or Budget()), "seed": seed, **how}
+    about = {"budget": dataclasses.asdict(budget or TrainingBudget()), "seed": seed, **how}
     for i, (form, name) in enumerate(work):
         path = folder / f"{form}-{''.join(c if c.isalnum() else '-' for c in name)}.json"
         if not path.exists():
@@ -155,5 +155,5 @@ def table(result: Mapping[str, Any]) -> Table:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """`table`, and the budget of the trainings."""
-    budget = f"Budget of a training: {Budget(**result['budget']).said}; seed {result['seed']}."
+    budget = f"Budget of a training: {TrainingBudget(**result['budget']).said}; seed {result['seed']}."
     return f"{table(result).markdown()}\n\n{budget}"

@@ -225,6 +225,7 @@ class _LivePolicy:
             policy=policy,  # type: ignore[arg-type]
             interval=interval,
             lr_rule=trial.lr_rule,
+            rate_for=trial.rate_for,
             events=events,
             **settings_of(trial, workload, dist.get_world_size(), len(data)),
         )

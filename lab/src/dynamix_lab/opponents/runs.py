@@ -32,6 +32,7 @@ class RunLimits:
     time_s    seconds of the run's clock
     samples   trained on by all workers
     target    metric that two scores in a row reach; target_loss the same for the held-out loss
+    budget    what is spent of the trial's own budget, in samples or in progress (`Trial.count`)
     stays     the target must stay: the run goes on until `reached_for_good` has seen enough
     every_samples, every_s   between scores; the start and the end are scored too
 
@@ -40,6 +41,7 @@ class RunLimits:
 
     time_s: float | None = None
     samples: int | None = None
+    budget: int | None = None
     target: float | None = None
     target_loss: float | None = None
     stays: bool = False
@@ -52,7 +54,7 @@ class RunLimits:
         if self.stays and (self.target is None or self.every_samples is None):
             fix = "give target and every_samples"
             raise ConfigError("stays", True, "a target, and scores after so many samples", fix)
-        for name in ("time_s", "samples", "every_samples", "every_s"):
+        for name in ("time_s", "samples", "budget", "every_samples", "every_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(name, value, "above 0", "check the limits of the run")
@@ -249,7 +251,7 @@ class RunLog:
         self.meetings_s = list[float]()
         self.evaluations = list[Evaluation]()
         self.by_worker: Ints = np.zeros(workers, dtype=np.int64)
-        self.steps = 0
+        self.steps, self._spent = 0, 0.0
 
     @property
     def samples(self) -> int:
@@ -259,18 +261,23 @@ class RunLog:
     def time_s(self) -> float:
         return self.meetings_s[-1] if self.meetings_s else 0.0
 
-    def met(self, time_s: float, samples: Ints, steps: int = 1) -> None:
-        """A step or round ended at `time_s`, in which workers trained on `samples` (W,)."""
+    def met(self, time_s: float, samples: Ints, steps: int = 1, *, spent: float | None = None) -> None:
+        """A step or round ended at `time_s`, in which workers trained on `samples` (W,).
+
+        spent   of the trial's budget so far; None: its samples
+        """
         self.meetings_s.append(time_s)
         self.by_worker = self.by_worker + samples
         self.steps += steps
+        self._spent = float(self.samples) if spent is None else spent
 
     @property
     def over(self) -> bool:
         """Whether clock or samples have reached their limit."""
         limits = self.limits
         out_of_time = limits.time_s is not None and self.time_s >= limits.time_s
-        return out_of_time or (limits.samples is not None and self.samples >= limits.samples)
+        spent = limits.budget is not None and self._spent >= limits.budget
+        return out_of_time or spent or (limits.samples is not None and self.samples >= limits.samples)
 
     @property
     def due(self) -> bool:

@@ -18,6 +18,7 @@ MOMENTUM = ("kept", "averaged", "reset")
 OUTER = ("none", "nesterov")
 SCHEDULES = ("constant", "cosine", "warm_cosine", "steps")
 FIXED_TOTAL = ("dbs", "lb_bsp")  # policies whose global batch stays what it is at the start, as with fixed shares
+COUNTS = ("samples", "progress")
 GLOBAL_BATCHES = ("adaptive", "fixed")
 WARM_UP = 0.05  # of the budget, over which "warm_cosine" raises the rate (arXiv 1706.02677: 5 of 90 epochs)
 LEAST_RATE = 0.01  # of the first rate: where the cosine ends, so that a run beyond its budget still trains
@@ -88,6 +89,8 @@ class Trial:
     policy         what decides the shares, for `make_policy`; None where workers meet over parameters, or not at all
     batch_size     samples per worker and step at the start
     learning_rate  for the global batch at the start; of a local step, or of the single worker's
+    rate_for       samples of a step that the rate is meant for, if the product is told; None: the global batch
+    count          of a policy's budget: "samples", or "progress", by which larger batches train on more of them
     lr_rule        how the rate follows the global batch (`dynamix.runtime.rate.scaling`)
     local          how workers meet over parameters; None: over gradients. With a policy it is the product that meets,
                    `batch_size` is a piece's, and the period one of `OURS`
@@ -113,6 +116,8 @@ class Trial:
     schedule: str = "constant"
     budget: int | None = field(default=None)
     global_batch: str = "adaptive"
+    rate_for: int | None = None
+    count: str = "samples"
 
     def __post_init__(self) -> None:
         _number("batch_size", self.batch_size, 1, whole=True)
@@ -126,6 +131,13 @@ class Trial:
             raise ConfigError("period", period, f"{', '.join(OURS)} with a policy", fix)
         if self.policy is None and period in OURS[1:]:
             raise ConfigError("policy", None, f"one where the period is {period!r}", "name what decides the shares")
+        _one_of("count", self.count, COUNTS)
+        if self.rate_for is not None:
+            _number("rate_for", self.rate_for, 1, whole=True)
+        if self.count == "progress" and (self.budget is None or self.policy is None):
+            raise ConfigError(
+                "count", self.count, "samples without a policy and a budget", "give both, or leave it out"
+            )
         if self.budget is not None:
             _number("budget", self.budget, 1, whole=True)
         elif self.schedule != "constant" or (self.local and self.local.period in ("post_local", "adacomm")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from dynamix.policies import Policy, make_policy
 from dynamix.policies.registry import OtherFactory
 from dynamix.runtime import random_state
 from dynamix.runtime.limits import fixed_at
+from dynamix.runtime.rate.budget import Budget
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Floats, Ints
 from dynamix_lab.harness.reference import references
@@ -76,7 +78,7 @@ def run_virtual(
             engine = _Meeting(trial, workload, data, world, seed, limits.samples)
         log.scored(*scorer.score(engine.model))
         while not (log.over or log.arrived):
-            log.met(*engine.advance())
+            log.met(*engine.advance(), spent=engine.spent)
             if log.due:
                 log.scored(*scorer.score(engine.model))
         engine.close()
@@ -143,9 +145,15 @@ def schedule_of(trial: Trial, optimizer: torch.optim.Optimizer) -> tuple[LambdaL
 
 
 class _Engine(Protocol):
-    """Something that trains `model` from one meeting to the next: when it ended, samples by worker, steps in it."""
+    """Something that trains `model` from one meeting to the next: when it ended, samples by worker, steps in it.
+
+    spent   what is spent of the trial's budget; None: its samples
+    """
 
     model: nn.Module
+
+    @property
+    def spent(self) -> float | None: ...
 
     def advance(self) -> tuple[float, Ints, int]: ...
 
@@ -171,12 +179,20 @@ class _UnderPolicy:
             **_settings_of(trial, workload, world.clusters.shape[1], len(data.train)),
             interval=interval,
             lr_rule=trial.lr_rule,
+            rate_for=trial.rate_for,
             seed=seed,
             collate_fn=as_is,
             sample_costs=costs_of(workload, data),
         )
         if (schedule := schedule_of(trial, optimizer)) is not None:
             self._cluster.scheduler(schedule[0], nominal_batch_size=schedule[1])
+        self._budget: Budget | None = None
+        if trial.count == "progress" and trial.budget is not None:
+            self._budget = self._cluster.budget(trial.budget)
+
+    @property
+    def spent(self) -> float | None:
+        return None if self._budget is None else self._budget.spent
 
     def advance(self) -> tuple[float, Ints, int]:
         run = self._cluster.run(steps=1)
@@ -206,11 +222,16 @@ def _settings_of(trial: Trial, workload: Workload, workers: int, samples: int) -
 
 def _bounds(trial: Trial, workload: Workload, workers: int) -> Bounds:
     bounds = Bounds.of(workers, *bounds_of_trial(trial, workload))
-    return fixed_at(bounds, workers * trial.batch_size) if trial.global_batch == "fixed" else bounds
+    start = workers * trial.batch_size
+    if trial.global_batch == "fixed":
+        return fixed_at(bounds, start)
+    return dataclasses.replace(bounds, total_low=np.asarray(start, dtype=np.int64))  # as `Controller` has it
 
 
 class _Alone:
     """The fastest worker by itself: no meetings, no exchange."""
+
+    spent: float | None = None
 
     def __init__(self, trial: Trial, workload: Workload, data: Data, world: Any, seed: int) -> None:
         self.trial, self.workload, self.data, self._times = trial, workload, data.train, world
@@ -240,6 +261,8 @@ class _Alone:
 
 class _Meeting:
     """Workers that meet over parameters: rounds of local steps, one after the other in this process."""
+
+    spent: float | None = None
 
     def __init__(self, trial: Trial, workload: Workload, data: Data, world: Any, seed: int, limit: int | None) -> None:
         self._times, count = world, world.clusters.shape[1]

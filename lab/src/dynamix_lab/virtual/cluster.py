@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.limits import check_counts
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.ranks.ranks import Alone
+from dynamix.runtime.rate.budget import Budget
 from dynamix.runtime.rate.scaling import SampleSchedule
 from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.runtime.sync.parameter_averaging import Averaging
@@ -67,7 +69,7 @@ class VirtualCluster:
                        delay and goes on from where it stands
     batch_size         samples per worker at the start
     bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size, or what the simulated memory holds
-    policy, interval, lr_rule, collate_fn   as in `Controller` and DataLoader
+    policy, interval, lr_rule, rate_for, collate_fn   as in `Controller` and DataLoader
     seed               of the sample order, of all random numbers of training, and of a world made from `Clusters`
     sample_costs       (n,) what each sample of `dataset` costs beside being one, e.g. its tokens; a world that knows
                        such costs then charges each worker for its own samples (`ClusterEnv.charge`)
@@ -110,6 +112,7 @@ class VirtualCluster:
         bounds: Bounds | None = None,
         interval: int | Literal["auto"] = 10,
         lr_rule: str = "auto",
+        rate_for: int | None = None,
         seed: int = 0,
         sample_costs: ArrayLike | None = None,
         lengths: Lengths | None = None,
@@ -140,6 +143,7 @@ class VirtualCluster:
             micro_batch=micro_batch if apart else None,
             meet=meet,
             lr_rule=lr_rule,
+            rate_for=rate_for,
             replay=replay,
             guard=False,
         )
@@ -225,6 +229,10 @@ class VirtualCluster:
         """Drive a torch learning-rate scheduler by samples, as `Controller.scheduler` does."""
         return self._job.schedule(scheduler, nominal_batch_size)
 
+    def budget(self, samples: int, *, count: str = "progress") -> Budget:
+        """How much is to be learned, as `Controller.budget` has it."""
+        return self._job.rates.spend(self._sampler, samples, count=count)
+
     def run(
         self,
         steps: int | None = None,
@@ -287,7 +295,8 @@ class VirtualCluster:
         with self._own_random():
             if coming.apart and self._replicas is not None:
                 most = self._workers.most(coming.piece)
-                seen, apart = self._replicas(shares, most=most, whole=coming.piece, follow=job.rates.follow_piece)
+                begins, follow = functools.partial(job.rates.part_done, coming), job.rates.follow_piece
+                seen, apart = self._replicas(shares, most=most, whole=coming.piece, begins=begins, follow=follow)
             elif self._union is not None:
                 norms = self._workers.norms_due()
                 seen = self._union(shares, placeholder=placeholder, norms=norms)

@@ -30,9 +30,9 @@ NOISE_EVERY = 64  # gradients of a worker, of which two that follow each other t
 class Replicas:
     """W workers, the first of which has `model` and `optimizer` themselves and the others deep copies.
 
-    A round is trained worker after worker. Each takes an optimizer step on every piece of its share, and then the
-    models become one by the code of a live job (`ParameterAveraging`). Masks of dropout come from one stream. Learning
-    rates and other settings of `optimizer` are everybody's.
+    Each takes an optimizer step on every piece of its share, in the order in which they begin at even paces, and then
+    the models become one by the code of a live job (`ParameterAveraging`). Masks of dropout come from one stream.
+    Learning rates and other settings of `optimizer` are everybody's.
 
     load       indices -> (inputs, targets), already collated
     recorders  of the workers, which are told of their noise scale
@@ -84,11 +84,18 @@ class Replicas:
         return [replica.optimizer for replica in self._all]
 
     def __call__(
-        self, shares: Sequence[Indices], *, most: Sequence[int], whole: int, follow: Callable[[float], None]
+        self,
+        shares: Sequence[Indices],
+        *,
+        most: Sequence[int],
+        whole: int,
+        begins: Callable[[float], None],
+        follow: Callable[[float], None],
     ) -> tuple[list[list[ShareSeen]], RoundApart]:
         """A round on the workers' `shares`: what each saw of its pieces, and what it takes a simulated cluster.
 
         most     samples of a worker's piece, at most; of a `whole` one as many as it has where memory allows
+        begins   told the part of the round that is over, 0 to 1, when a piece begins: schedules go on
         follow   lets learning rates fit a part of a whole piece
         """
         first = self._all[0].optimizer
@@ -96,15 +103,17 @@ class Replicas:
             for replica in self._all[1:]:
                 replica.go_on_from(self._all[0])
             self._together = False
-        seen = []
-        for replica, share, cap in zip(self._all, shares, most, strict=True):
-            replica.follow(first)
+        for replica in self._all:
             replica.meeting.begin()
-            of_worker = []
-            for piece in _cut(share, cap):
-                follow(len(piece) / whole)
-                of_worker.append(self._step(replica, piece))
-            seen.append(of_worker)
+        cut = [list(_cut(share, cap)) for share, cap in zip(shares, most, strict=True)]
+        seen: list[list[ShareSeen]] = [[] for _ in cut]
+        turns = [(at / len(pieces), worker, at) for worker, pieces in enumerate(cut) for at in range(len(pieces))]
+        for over, worker, at in sorted(turns):
+            replica, piece = self._all[worker], cut[worker][at]
+            begins(over)
+            replica.follow(first)
+            follow(len(piece) / whole)
+            seen[worker].append(self._step(replica, piece))
         total = sum(len(share) for share in shares)
         meetings = (
             functools.partial(replica.meeting.meet, len(share) / total)

@@ -65,7 +65,7 @@ class Decider:
             return self._replayed(self.replay.get(closing.window_index))
         self._asked = closing.window_index
         schedule = self.job.sync_schedule
-        now = Conditions(closing.piece, closing.rate, closing.payload, closing.samples)
+        now = Conditions(closing.piece, closing.payload, closing.samples)
         answer, piece = schedule.decide(self._asked_of_policy, window, self.job.bounds, now)
         if bool(piece) != bool(closing.piece):
             _log.info("after %d samples: %s", closing.samples, schedule.report["why"])

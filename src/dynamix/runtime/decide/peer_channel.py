@@ -51,7 +51,7 @@ def open_channel(
     if rule is None:
         usual_s = PATIENCE_S if patience_s is None else patience_s  # read now: scripts/same sets another
         return CentralChannel(ranks, decider, patience_s=REPLAY_PATIENCE_S if replays else usual_s)
-    return PeerChannel(ranks, job, rule, decider, share_noise=config.lr_rule == "adascale")
+    return PeerChannel(ranks, job, rule, decider, share_noise=config.rates_follow)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dynamix.runtime.ranks.compare import PLACE
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.window import Ints
 
-Told = tuple[int, float, float]
+Told = tuple[int, float]
 
 
 class WindowCloser(Part):
@@ -34,7 +34,7 @@ class WindowCloser(Part):
     interval   optimizer steps of the first window
     paced      the policy says how long later ones are
     told       what a row says of the exchange: backward passes that have crossed ranks so far; bytes that a meeting
-               over parameters moves, over those of a gradient; this rank's learning rate over its largest so far
+               over parameters moves, over those of a gradient
     begins     called before every iteration of the sampler; `resumed`: at the first batch after a load
     """
 
@@ -131,10 +131,10 @@ class WindowCloser(Part):
 
     def _close(self, done: Round) -> None:
         job, source, at = self.job, self.source, done.index
-        crossed, payload, rate = self._told()
+        crossed, payload = self._told()
         compares = isinstance(source, BatchSampler) and source.compares and not done.apart
         issued = (at + 1 if source is None else source.begun) + job.ahead
-        closing = self._window(at, at + 1, issued, rate=rate, payload=payload, comparable=compares)
+        closing = self._window(at, at + 1, issued, payload=payload, comparable=compares)
         job.window_closed(closing)
         if not done.piece:
             self._warn_of_lag(issued - closing.consumed)

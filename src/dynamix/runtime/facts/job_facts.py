@@ -71,7 +71,6 @@ class ClosedWindow:
     age: float  # rounds since `sizes` came into force
     step: int  # optimizer steps done
     samples: int
-    rate: float = 1.0  # this rank's learning rate over its largest so far
     payload: float = 1.0  # bytes that a meeting over parameters moves, over those of a gradient
     piece: int = 0  # samples of a worker's own step, where workers stepped apart because the allocation said so
     comparable: bool = False  # the workers' batches are drawn alike, so that their losses can be compared

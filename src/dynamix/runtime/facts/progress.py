@@ -1,5 +1,6 @@
 """Where a job stands, in numbers that every rank agrees on."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ class Progress(Part):
     steps     optimizer steps
     opens     round from which measurements belong to the window now open
     samples   trained on by all workers
+    learned   samples of rounds as they were at the start that would have taught as much (`Rates.worth`)
     shared    (round, noise, signal, interval): ranks may learn of the noise scale at other moments, so it counts from
               an agreed step; `interval` is the length of the window now open where a policy says it, else 0
     here      optimizer steps since this process began or a state was loaded; where workers step apart, their mean
@@ -30,6 +32,7 @@ class Progress(Part):
     steps: int = 0
     opens: int = 0
     samples: int = 0
+    learned: float = 0.0
     shared: list[tuple[int, float, float, int]] = field(default_factory=lambda: [(0, _UNKNOWN, _UNKNOWN, 0)])
     here: float = 0.0
     _due: dict[int, float] = field(default_factory=dict)  # `here` when it was last due, by `every`
@@ -45,10 +48,11 @@ class Progress(Part):
             self._due[every] = self.here
         return self._due.get(every) == self.here
 
-    def count(self, done: Round) -> None:
-        """A round is over."""
+    def count(self, done: Round, worth: float = 1.0) -> None:
+        """A round is over, of which a sample taught `worth` times what one of a round at the start would have."""
         self.steps += 1
         self.samples += done.samples
+        self.learned += done.samples * worth
         self.here += done.samples / done.at_once if done.piece else 1.0
 
     def told(self, from_step: int, noise: float, signal: float, *, interval: int = 0, opens: int | None = None) -> None:
@@ -72,10 +76,13 @@ class Progress(Part):
 
     def state_dict(self) -> dict[str, Any]:
         counted = {name: getattr(self, name) for name in _COUNTERS}
-        return {**counted, "shared": [list(entry) for entry in self.shared]}
+        return {**counted, "learned": self.learned, "shared": [list(entry) for entry in self.shared]}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        fields(self.name, state, {**dict.fromkeys(_COUNTERS, int), "shared": list})
+        state = {"learned": 0.0, **state}  # states of 0.2 count samples alone
+        fields(self.name, state, {**dict.fromkeys(_COUNTERS, int), "learned": float, "shared": list})
+        if not 0 <= state["learned"] < math.inf:
+            wrong(f"{self.name}.learned", state["learned"], "a finite number, 0 or more")
         name, shared = f"{self.name}.shared", state["shared"]
         if not 1 <= len(shared) <= 2:
             wrong(name, shared, "one or two entries")
@@ -85,6 +92,7 @@ class Progress(Part):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.window, self.steps, self.opens, self.samples = map(state.__getitem__, _COUNTERS)
+        self.learned = state.get("learned", float(self.samples))
         self.here, self._due = 0.0, {}
         shared = state["shared"]
         self.shared = [(int(step), noise, signal, int(interval)) for step, noise, signal, interval in shared]

@@ -7,31 +7,40 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from dynamix.data import Allocations, Piece, Round
+from dynamix.data import Allocations, BatchSampler, Piece, Round, Stream
 from dynamix.runtime.facts.job_facts import JobFacts
 from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.part import Part
-from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch, rate_of
-from dynamix.runtime.rules import AUTO
+from dynamix.runtime.ranks.compare import settings_of
+from dynamix.runtime.rate.budget import Budget
+from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch
+from dynamix.runtime.rules import AUTO, worth
 
 
 class Rates(Part):
     """Of all optimizers of a controller.
 
-    lr_rule   as of `Controller`
+    lr_rule, rate_for   as of `Controller`
+    budget    how much the job is to learn; None: nobody said
     watched   whether a scheduler counts steps; None: they are a measure
     """
 
-    def __init__(self, job: JobFacts, lr_rule: str, allocations: Allocations, progress: Progress) -> None:
+    def __init__(
+        self, job: JobFacts, lr_rule: str, rate_for: int | None, allocations: Allocations, progress: Progress
+    ) -> None:
         self.job, self.allocations, self.progress = job, allocations, progress
+        self._rate_for = rate_for
         # A global batch that stays as it is asks for no other rate, but its pieces may be of several sizes.
-        self.lr_rule = "none" if lr_rule == AUTO and job.fixed and not job.sync_schedule.steps_apart else lr_rule
+        stays = job.fixed and not job.sync_schedule.steps_apart and rate_for is None
+        self.lr_rule = "none" if lr_rule == AUTO and stays else lr_rule
+        self.budget: Budget | None = None
         self.optimizers: list[Optimizer] = []
         self.learning_rates: list[LearningRate] = []  # theirs, if they may move
         self.schedules: list[SampleSchedule] = []
         self.watched: SchedulerWatch | None = None
         self._whole: list[float] = []  # factors of a whole piece's step, where workers step apart
-        self._largest = 0.0
+        self._total = job.at_once
+        self._within: float = 0  # samples of the round under way for which schedules have gone on
 
     def add(self, optimizer: Optimizer) -> None:
         """Let the learning rate of `optimizer` follow the batch, if a rule says how."""
@@ -50,18 +59,22 @@ class Rates(Part):
         self.schedules.append(SampleSchedule(scheduler, nominal_batch_size=nominal))
         return self.schedules[-1]
 
-    def relative(self) -> float:
-        """The first optimizer's learning rate over its largest so far, as the user or a scheduler sets it.
+    def spend(self, source: BatchSampler | Stream, samples: int | None, **how: Any) -> Budget:
+        """`Controller.budget`, of epochs of `source`."""
+        self.budget = Budget(self.progress, source, samples, **how)
+        return self.budget
 
-        1 where there is none, and where reading it would wait for a device.
-        """
-        groups = self.optimizers[0].param_groups if self.optimizers else []
-        rate = rate_of(groups[0]) if groups else None
-        if not isinstance(rate, (int, float)) or rate <= 0:
-            return 1.0
-        initial = groups[0].get("initial_lr", rate)  # of a scheduler: also after a resume
-        self._largest = max(self._largest, rate, initial if isinstance(initial, (int, float)) else rate)
-        return rate / self._largest
+    def alike(self) -> dict[str, Any]:
+        """What every rank must hold alike, by name."""
+        budget = None if self.budget is None else (self.budget.samples, self.budget.count)
+        nominal = [schedule.nominal_batch_size for schedule in self.schedules]
+        return {"schedules": nominal, "budget": budget, **settings_of(self.optimizers)}
+
+    def worth(self, done: Round) -> float:
+        """What a sample of a round taught, over one of a round at the start; an epoch's tail as the steps before."""
+        if done.piece or done.regular:
+            self._total = done.at_once if done.piece else done.samples
+        return worth(self._total, self.job.at_once, *self.progress.noise_at(done.index))
 
     @property
     def move(self) -> bool:
@@ -69,6 +82,8 @@ class Rates(Part):
         return bool(self.learning_rates or self.schedules or self.watched)
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
+        if self.schedules and piece.round.apart:
+            self.part_done(piece.round, piece.number / piece.of)
         self.follow(piece.round, piece.samples)
 
     def follow(self, coming: Round, samples: int = 0) -> None:
@@ -90,8 +105,12 @@ class Rates(Part):
 
     def _follow(self, samples: int, noise: float, signal: float) -> None:
         """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
-        base = self.job.at_once
-        self._whole = [rate.rule(samples / base, noise, signal, base_batch=base) for rate in self.learning_rates]
+        base, steps = self._rate_for or self.job.at_once, self.progress.samples / self.job.at_once
+        if samples == base:
+            self._whole = [1.0] * len(self.learning_rates)
+        else:
+            known = {"noise": noise, "signal": signal, "base_batch": base, "steps": steps}
+            self._whole = [rate.rule(samples / base, **known) for rate in self.learning_rates]
         for learning_rate, factor in zip(self.learning_rates, self._whole, strict=True):
             learning_rate.set_factor(factor)
 
@@ -102,12 +121,34 @@ class Rates(Part):
             part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
             learning_rate.set_factor(factor * part)
 
+    def part_done(self, coming: Round, part: float) -> None:
+        """So much of its share of a round, 0 to 1, a worker has trained: schedules go on between two meetings, too."""
+        taught = self._counted(coming)
+        if self.budget is not None:
+            taught = min(taught, max(self.budget.samples - self.budget.spent, 0.0))
+        self._advance(part * taught)
+
     def round_done(self, done: Round) -> None:
         if self.watched is not None:
             self.watched.look()
-        advanced = [schedule.advance(done.samples) for schedule in self.schedules]
+        if self.schedules:
+            taught = self._counted(done)
+            self._advance(taught if self.budget is None else self.budget.within(taught))
+            self._within = 0.0
         if self.watched is not None:
-            self.watched.round_done(done, advanced=any(advanced))
+            self.watched.round_done(done)
+
+    def _counted(self, of: Round) -> float:
+        """What schedules count of a round."""
+        in_progress = self.budget is not None and self.budget.count == "progress" and not self.job.fixed
+        return of.samples * self.worth(of) if in_progress else of.samples
+
+    def _advance(self, to: float) -> None:
+        """Let schedules go on to so many samples of the round under way."""
+        more, self._within = max(to - self._within, 0), to
+        advanced = [schedule.advance(more) for schedule in self.schedules]
+        if self.watched is not None and any(advanced):
+            self.watched.advanced()
 
     def job_ends(self) -> None:
         """Take every hook off the optimizers."""

@@ -20,6 +20,8 @@ from dynamix.data import Round
 from dynamix.errors import ConfigError
 from dynamix.runtime.rules import rule_of
 
+_ROUNDED = 1e-9  # of a step, by which sums of what rounds taught may be off
+
 
 class LearningRate:
     """Multiplies an optimizer's learning rates by `factor`, during its steps only.
@@ -163,14 +165,17 @@ class SampleSchedule:
             fix = "pass the global batch the schedule was written for"
             raise ConfigError("nominal_batch_size", nominal_batch_size, "1 or more", fix)
         self.scheduler, self.nominal_batch_size = scheduler, int(nominal_batch_size)
-        self.samples = self._carry = 0
+        self.samples: float = 0
+        self._carry: float = 0
 
-    def advance(self, samples: int) -> int:
-        """Count global samples just trained on; returns how many times the scheduler was stepped."""
+    def advance(self, samples: float) -> int:
+        """Count global samples just trained on, or what they taught; returns how often the scheduler was stepped."""
         if samples < 0:
             raise ConfigError("samples", samples, "0 or more", "pass the samples of this optimizer step")
-        self.samples += int(samples)
-        due, self._carry = divmod(self._carry + int(samples), self.nominal_batch_size)
+        self.samples += samples
+        self._carry += samples
+        due = int(self._carry / self.nominal_batch_size + _ROUNDED)
+        self._carry -= due * self.nominal_batch_size
         for step in range(due):
             if _at_end(self.scheduler):
                 return step
@@ -189,7 +194,7 @@ class SampleSchedule:
         return {"samples": self.samples, "carry": self._carry, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.samples, self._carry = int(state["samples"]), int(state["carry"])
+        self.samples, self._carry = state["samples"], state["carry"]
         self.scheduler.load_state_dict(state["scheduler"])
 
 
@@ -219,11 +224,13 @@ class SchedulerWatch:
             self._changes += 1
         self._rate, self._seen = rate, True
 
-    def round_done(self, done: Round, *, advanced: bool) -> None:
-        """A round is over; `advanced`: a schedule by samples went on with it."""
-        if advanced:  # the rate is what it is for a reason
-            self._seen = False
-            self.look()
+    def advanced(self) -> None:
+        """A schedule by samples has gone on: the rate is what it is for a reason."""
+        self._seen = False
+        self.look()
+
+    def round_done(self, done: Round) -> None:
+        """A round is over."""
         if done.last:  # so has what changes before the next look: an epoch ends, and many schedules count epochs
             self._seen = False
         usual = done.samples == self.base_batch and not self.apart

@@ -1,0 +1,82 @@
+"""How much a job is to learn, and when it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dynamix.data import BatchSampler, Stream
+from dynamix.errors import ConfigError, UsageError, spelling
+from dynamix.runtime.facts.progress import Progress
+from dynamix.runtime.limits import check_counts
+
+
+class Budget:
+    """So many samples of the rounds that a job begins with, or what teaches as much.
+
+    A sample of a larger round teaches less, by the measured noise of gradients: AdaScale SGD counts a step of s times
+    the samples as `gain` steps (Johnson et al., arXiv 2007.05105). So a job whose global batch grows trains on more
+    samples, and ends sooner if these take less time. It is the same on all ranks after every round.
+
+    Iterated, it numbers epochs of `source` until it is spent.
+
+    samples, epochs   one of them: of the data set, as the rounds that the job begins with would train on them
+    count             "progress": what samples teach; "samples": samples as they are
+
+    Raises `ConfigError` for impossible values, and while it is iterated `UsageError` if an epoch trains nothing.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        source: BatchSampler | Stream,
+        samples: int | None = None,
+        *,
+        epochs: int | None = None,
+        count: str = "progress",
+    ) -> None:
+        if epochs is not None:
+            samples = _samples_of(source, epochs, samples)
+        if samples is None:
+            raise ConfigError("samples, epochs", None, "one of them", "say how many epochs of the data set, or samples")
+        check_counts(samples=samples)
+        if count not in (known := ("progress", "samples")):
+            raise ConfigError("count", count, "'progress' or 'samples'", spelling(count, known))
+        self.samples, self.count = samples, count
+        self._progress, self._source = progress, source
+
+    def __iter__(self) -> Iterator[int]:
+        before = -1
+        while not self.done:
+            if self._progress.steps == before:
+                fix = "Train on the batches of the controller's loader, and call controller.step() after each"
+                raise UsageError(f"an epoch of the budget has trained nothing, so it would never end. {fix}")
+            before = self._progress.steps
+            yield self._source.epoch + self._source.finished
+
+    @property
+    def spent(self) -> float:
+        """What was trained on so far, in samples of the budget."""
+        return self._progress.learned if self.count == "progress" else float(self._progress.samples)
+
+    def within(self, taught: float) -> float:
+        """What the newest round `taught`, or what of it still was the budget's: a cosine rises again past its end."""
+        return min(taught, max(self.samples - (self.spent - taught), 0.0))
+
+    @property
+    def part(self) -> float:
+        """What is spent of it, 0 to 1."""
+        return min(self.spent / self.samples, 1.0)
+
+    @property
+    def done(self) -> bool:
+        """Whether it is spent."""
+        return self.spent >= self.samples * (1 - 1e-9)
+
+
+def _samples_of(source: BatchSampler | Stream, epochs: int, samples: int | None) -> int:
+    if samples is not None:
+        raise ConfigError("samples", samples, "None beside epochs", "say one of them")
+    check_counts(epochs=epochs)
+    if (length := source.epoch_length()) is None:
+        raise ConfigError("epochs", epochs, "None with data of unknown length", "say samples= in its place")
+    return epochs * length
