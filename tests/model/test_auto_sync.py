@@ -210,7 +210,7 @@ def test_ways_are_compared_by_what_samples_teach() -> None:
 
 def test_gradients_meet_now_and_then_where_the_batch_moves_to_tell_the_noise_scale() -> None:
     job, met = Job(moves=True), []
-    for samples in (1000, 1100, 1250, 1350, 1400):
+    for samples in (100_000, 110_000, 125_000, 135_000, 140_000):
         job.see(job.seen(1.0, noise=1e4), samples=samples)
         met.append(job.apart)
     assert met == [True, True, True, False, True]

@@ -114,7 +114,7 @@ CASES: list[dict[str, Any]] = [
     {"how": {"optimizer_state": "kept"}, "num_workers": 2},
     {"how": {"optimizer_state": "reset"}, "more": {"lr_rule": "none"}},
     {"how": {"outer": nesterov}},
-    {"more": {"global_batch": "adaptive"}},
+    {"more": {"global_batch": "adaptive", "lr_rule": "linear"}},
 ]
 
 
@@ -236,7 +236,7 @@ def test_another_world_size_keeps_the_step_over_gradients_and_every_sample(tmp_p
     more = {"global_batch": "adaptive"} if kind == "adaptive" else {}
     before = [i for of_rank in run_ranks(saves, 2, str(tmp_path), more) for i in of_rank]
     ranks = run_ranks(goes_on, 3, str(tmp_path), more)
-    assert all(totals[0] == 2 * BATCH and totals[1] >= 4 * BATCH for _, totals, _ in ranks)
+    assert all(totals[0] == 2 * BATCH and totals[1] >= 3.5 * BATCH for _, totals, _ in ranks)
     assert all(totals[2] == pytest.approx(2 * BATCH, abs=1) for _, totals, _ in ranks)
     assert all(torch.equal(weights, ranks[0][2]) for _, _, weights in ranks)
     assert sorted([*before, *(i for of_rank in ranks for i in of_rank[0])]) == [*range(SAMPLES)]

@@ -20,7 +20,7 @@ from dynamix.window import Bounds, Floats, Ints, Window
 # So many times as much a second must rounds apart promise, to begin and to go on. Where both ways promise alike, rounds
 # apart have reached a loss with fewer samples, not with more; the gap keeps a job from changing to and fro.
 # A batch that moves is a way to save exchanges too, and rounds follow changes late, so there it must be clearly more.
-BEGINS, STAYS = {"fixed": 0.98, "moves": 1.15}, {"fixed": 0.95, "moves": 1.08}
+BEGINS, STAYS = {"fixed": 0.98, "moves": 1.3}, {"fixed": 0.95, "moves": 1.2}
 BEARS = 6.0  # times noisier a worker's own gradient may be than that of all, for steps at one rate to teach alike
 LEAST_STEPS = 2  # of a round apart, in the mean
 STEADY = 1.1  # pieces stay as they are where others would be so little larger or smaller
