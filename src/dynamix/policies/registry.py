@@ -3,6 +3,7 @@
 NAME                      one of `policy_names()`: ours, and those that other distributions bring (`dynamix.plugins`)
 static:SIZE               SIZE samples for every worker, whatever the job starts with
 guarded:NAME              that policy under a `Guard`
+compare:NAME,NAME         these policies in turns, in one job (`dynamix compare`)
 FILE.safetensors          a policy file, of whatever kind
 MODULE:CLASS, FILE.py:CLASS   your own: what the call of CLASS without arguments gives
 
@@ -43,9 +44,10 @@ _BUILT_IN = {
 }
 _OF_LABORATORY = ("cannikin", "dynamix-paper", "noise_scale", "pollux")
 _WRAPPERS = {"guarded": "dynamix.policies.guard:Guard"}
+_COMPARE = "compare:"
 _CLASS = re.compile(r"(?P<place>[A-Za-z_][\w.]*|.*\.py):(?P<attribute>[A-Za-z_]\w*)")
 
-Kind = Literal["plain", "file", "class", "other"]
+Kind = Literal["plain", "file", "class", "other", "compare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +55,24 @@ class PolicyName:
     """A policy's name, taken apart."""
 
     kind: Kind
-    base: str  # one of `policy_names()`, a file's path, a class's module or .py file, or a name that the caller added
+    # One of `policy_names()`, a file's path, a class's module or .py file, a name that the caller added, or what takes
+    # turns, comma-separated.
+    base: str
     wrappers: tuple[str, ...] = ()  # "guarded"
     number: int | None = None  # behind the colon of `static:SIZE` or of a name that the caller added
     attribute: str | None = None  # of a module or .py file
 
     def __str__(self) -> str:
+        if self.kind == "compare":
+            return f"{_COMPARE}{self.base}"
         behind = self.attribute if self.number is None else self.number
         return ":".join([*self.wrappers, self.base, *([] if behind is None else [str(behind)])])
 
     def absolute(self) -> PolicyName:
         """The same policy, named so that a process in another working directory finds it too."""
+        if self.kind == "compare":
+            each = (str(parse_name(name.strip()).absolute()) for name in self.base.split(","))
+            return replace(self, base=",".join(each))
         of_file = self.kind == "file" or (self.kind == "class" and self.base.endswith(".py"))
         return replace(self, base=str(Path(self.base).resolve())) if of_file else self
 
@@ -109,6 +118,8 @@ def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -
     >>> parse_name("guarded:dynamix").wrappers, parse_name("static:256").number
     (('guarded',), 256)
     """
+    if name.startswith(_COMPARE) and "," in name:
+        return PolicyName("compare", name.removeprefix(_COMPARE))
     wrappers, rest = _unwrapped(name)
     head, colon, behind = rest.partition(":")
     plain = head in _BUILT_IN or (head not in (others or {}) and head in plug_ins(POLICIES, _BUILT_IN))
@@ -194,6 +205,10 @@ def _base_policy(name: PolicyName, others: Mapping[str, OtherFactory], options: 
             fix = f"a policy is two files, NAME.safetensors and NAME.json; {_beside(path)}"
             raise PolicyFileError("policy", name.base, "an existing file", fix)
         return load_policy(name.base, **options)
+    if name.kind == "compare":
+        from dynamix.policies.alternating import by_names
+
+        return by_names(name.base)
     if name.kind == "other":
         return others[name.base](name.number)
     if name.kind == "class":
