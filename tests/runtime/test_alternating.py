@@ -27,7 +27,7 @@ from tests.refused import refused
 from tests.runtime.jobs import Training, classes, decided
 
 SAMPLES, BATCH = 1000, 8
-SECONDS = (0.0005, 0.002)  # a sample, of each rank
+SECONDS = (0.001, 0.004)  # a sample, of each rank
 DATA = TensorDataset(*classes(SAMPLES).tensors, torch.arange(SAMPLES))
 SCRIPT = Path(__file__).parents[2] / "examples" / "balance.py"
 
@@ -83,9 +83,9 @@ def test_the_faster_policy_is_named_and_the_job_trains_rightly_and_goes_on_after
     turns = Turns(tmp_path / "events.jsonl")
     turns.refresh()
     _, faster, again = turns.speeds()
-    assert 1.2 < faster.times < 2.2  # by 16 ms over 6.4 ms, and what a step takes besides
+    assert 1.2 < faster.times < 2.6  # 32 ms over 12.8 ms, and what a step takes besides
     assert faster.low > 1
-    assert again.times == pytest.approx(1.0, abs=0.15)
+    assert again.times < faster.times
     events = decided(tmp_path / "events.jsonl")
     assert {event["window"]["steps"] for event in events[1:]} == {5}
     static = [e["window"]["batch_size"] for e in events if e.get("compare", {}).get("turn", "").startswith("static")]
@@ -154,8 +154,9 @@ def test_the_command_compares_in_a_script_that_nobody_edited(tmp_path: Path) -> 
     assert 0 < result["cost"] < 0.5
     again = command("--read", tmp_path / "run")
     assert again.returncode == 0
-    assert f"{second['times']:.2f}" in again.stdout
-    assert "would have been saved by lb_bsp alone" in " ".join(again.stdout.split())
+    assert again.stdout.strip() == result["text"]
+    assert f"lb_bsp  {second['times']:.2f} (" in again.stdout
+    assert "lb_bsp alone would have saved" in again.stdout
     assert math.isclose(result["policies"][1]["samples_s"], second["samples"] / second["seconds"])
 
 

@@ -6,12 +6,15 @@ import math
 import os
 import subprocess
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dynamix.cli.console import Json, Out, guarded, print_json
 from dynamix.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from dynamix.telemetry.turns import Speed, Turns
 
 POLICIES = "static,lb_bsp,goodput"
 _MINUTES = "Of training, after which the job is ended (SIGTERM); default: it ends by itself."
@@ -32,12 +35,12 @@ def compare(
     if read is not None:
         result = _told(read / "events.jsonl" if read.is_dir() else read)
     else:
-        result = _run(context.args, policies, None if minutes is None else 60 * minutes, every, out)
-    print_json(result) if as_json else _print(result)
+        result = _run(context.args, policies, 60 * (minutes or math.inf), every, out)
+    print_json(result) if as_json else typer.echo(result["text"])
     raise typer.Exit(int(result.get("exit_code", 0)))
 
 
-def _run(command: list[str], policies: str, most_s: float | None, every_s: float, out: Path | None) -> dict[str, Any]:
+def _run(command: list[str], policies: str, most_s: float, every_s: float, out: Path | None) -> dict[str, Any]:
     """Run the command under the policies in turns; what result.json holds."""
     from dynamix.events.records import EVENTS_VARIABLE, SCHEMA
     from dynamix.events.run_folder import RunFolder
@@ -54,85 +57,51 @@ def _run(command: list[str], policies: str, most_s: float | None, every_s: float
         facts = {"command": "compare", "job": command, "cluster": cluster(), "compare": policies.split(",")}
         folder.write_run(**facts)
         events = (folder.path / "events.jsonl").resolve()
-        turns, ended = Turns(events), False
+        turns = Turns(events)
 
         def tell(job: subprocess.Popen[bytes]) -> None:
-            nonlocal ended
-            if events.exists():
-                turns.refresh()
+            turns.refresh()
             typer.echo(f"compare: {_progress(turns)}", err=True)
-            if most_s is not None and turns.seconds >= most_s and not ended:
-                ended = True
+            if turns.seconds >= most_s:
                 job.terminate()
 
         env = {**os.environ, OUTSIDE["policy"]: f"compare:{policies}", EVENTS_VARIABLE: str(events)}
         code = run_command(command, env, every_s=every_s, tell=tell)
-        result = {"schema": SCHEMA, **facts, "exit_code": 0 if ended else code, "folder": str(folder.path)}
-        if not events.exists() and code:
+        turns.refresh()
+        if code and not turns.speeds():
             raise typer.Exit(code)  # the job has said why
-        result |= _told(events)
+        code = 0 if turns.seconds >= most_s else code
+        result = {"schema": SCHEMA, **facts, "exit_code": code, "folder": str(folder.path), **_told(events)}
         folder.write_result(result)
     return result
 
 
-def _progress(turns: Any) -> str:
-    speeds = turns.speeds()
-    if not speeds:
-        return f"{turns.seconds:.0f} s of training, no block counts yet"
-    first, *others = speeds
-    each = ", ".join(f"{one.policy} {_times(one)}" for one in others)
-    return f"{turns.seconds:.0f} s of training, {first.windows} blocks; times as fast as {first.policy}: {each}"
+def _progress(turns: Turns) -> str:
+    each = ", ".join(f"{one.policy} {_times(one)}" for one in turns.speeds()) or "no block counts yet"
+    return f"{turns.seconds:.0f} s of training; times as fast: {each}"
 
 
 def _told(events: Path) -> dict[str, Any]:
     """What an events file says of the policies that took turns. Raises `UsageError` where it says nothing."""
-    from dynamix.telemetry.turns import LEAST_BLOCKS, Turns, cost
+    from dynamix.telemetry.turns import Turns, cost
 
     turns = Turns(events)
     turns.refresh()
-    speeds = turns.speeds()
-    if not turns.policies:
-        why = f"{events} holds no window of policies that take turns: the script makes no dynamix.Controller, names"
-        raise UsageError(f"{why} an events file of its own (leave events= out), or ended within a window")
-    fastest = max(speeds, key=lambda one: one.samples_s, default=None)
-    rows = [{**one._asdict(), "samples_s": one.samples_s} for one in speeds]
-    return {
-        "policies": [
-            {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in r.items()} for r in rows
-        ],
-        "seconds": turns.seconds,
-        "fastest": None if fastest is None else fastest.policy,
-        "cost": cost(speeds) if speeds else None,
-        "enough": bool(speeds) and speeds[0].windows >= LEAST_BLOCKS,
-    }
+    if not (speeds := turns.speeds()):
+        why = "the script makes no dynamix.Controller, names an events file of its own (leave events= out), or ended"
+        raise UsageError(f"{events} holds no block that counts: {why} before three turns of each policy")
+    fastest, saved = max(speeds, key=lambda one: one.samples_s), cost(speeds)
+    rows = [one._asdict() | {"samples_s": one.samples_s} for one in speeds]
+    plain = [{k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in rows]
+    width = max(len(one.policy) for one in speeds)
+    text = [f"{one.policy:{width}}  {_times(one):22}{one.samples_s:9,.0f} samples/s" for one in speeds]
+    text += ["", f"Times as fast as {speeds[0].policy} (95 %), in {speeds[0].windows} blocks of the job."]
+    text += [] if math.isfinite(speeds[-1].low) else ["How sure that is, a longer job can tell."]
+    text += [f"{fastest.policy} alone would have saved {100 * saved:.0f} % of these {turns.seconds:.0f} s of training."]
+    text += ["The figures are of what the cluster did meanwhile: where neighbours come and go, compare for longer."]
+    known = {"policies": plain, "seconds": turns.seconds, "fastest": fastest.policy, "cost": saved}
+    return {**known, "text": "\n".join(text)}
 
 
-def _times(one: Any) -> str:
-    limits = f" ({one.low:.2f} to {one.high:.2f})" if math.isfinite(one.low) else ""
-    return f"{one.times:.2f}{limits}"
-
-
-def _print(result: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    console, rows = Console(highlight=False), result["policies"]
-    heads = ("policy", "times as fast", "95 %", "samples/s", "windows")
-    shown = Table(*[Column(head, justify="right" if i else "left") for i, head in enumerate(heads)], box=SIMPLE_HEAD)
-    for row in rows:
-        limits = "" if row["low"] is None else f"{row['low']:.2f} to {row['high']:.2f}"
-        shown.add_row(
-            Text(row["policy"]), f"{row['times']:.2f}", limits, f"{row['samples_s']:.0f}", str(row["windows"])
-        )
-    if rows:
-        console.print(shown)
-    if not result["enough"]:
-        console.print("The job ended too early to say how sure this is: let it train longer.")
-    if rows:
-        console.print(
-            f"In {result['seconds']:.0f} s of training, of which {100 * result['cost']:.0f} % would have been saved by "
-            f"{result['fastest']} alone."
-        )
-        console.print("This is so for what the cluster did in that time: where neighbours come and go, compare longer.")
+def _times(one: Speed) -> str:
+    return f"{one.times:.2f}" + (f" ({one.low:.2f} to {one.high:.2f})" if math.isfinite(one.low) else "")

@@ -17,7 +17,7 @@ def run_command(
     env: Mapping[str, str],
     *,
     every_s: float | None = None,
-    tell: Callable[[Job], None] = lambda job: None,
+    tell: Callable[[Job], object] = lambda job: None,
 ) -> int:
     """Run `command`; returns its exit code, 128 + n for signal n. SIGTERM is handed on to it.
 
@@ -40,7 +40,7 @@ def run_command(
     return 128 - code if code < 0 else code
 
 
-def _followed(job: Job, every_s: float | None, tell: Callable[[Job], None]) -> int:
+def _followed(job: Job, every_s: float | None, tell: Callable[[Job], object]) -> int:
     while True:
         try:
             while (code := _waited(job, every_s)) is None:

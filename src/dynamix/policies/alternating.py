@@ -42,7 +42,7 @@ class Alternating:
     (['static', 'lb_bsp'], True)
     """
 
-    alternates = True
+    alternates = begins_anew = True
     adapts = False
     window_length = WINDOW
 
@@ -107,16 +107,11 @@ def by_names(names: str) -> Alternating:
             allowed = "a policy that moves shares of a fixed global batch: others train another mathematics"
             raise ConfigError("policies", name, allowed, WHOLE_RUNS)
         again = sum(known.partition(" (")[0] == name for known in policies)
-        policies[f"{name} ({again + 1})" if again else name] = _watched(make_policy(name))
+        policy = make_policy(name)
+        if getattr(policy, "net", None) is not None and not getattr(policy, "guarded", False):
+            policy = make_policy(f"guarded:{name}")
+        policies[f"{name} ({again + 1})" if again else name] = policy
     return Alternating(policies)
-
-
-def _watched(policy: Policy) -> Policy:
-    if getattr(policy, "net", None) is None or getattr(policy, "guarded", False):
-        return policy
-    from dynamix.policies.guard import Guard
-
-    return Guard(policy)
 
 
 def _require_turns(name: str, policy: Policy) -> None:

@@ -3,7 +3,7 @@
 NAME                      one of `policy_names()`: ours, and those that other distributions bring (`dynamix.plugins`)
 static:SIZE               SIZE samples for every worker, whatever the job starts with
 guarded:NAME              that policy under a `Guard`
-compare:NAME,NAME         these policies in turns, in one job (`dynamix compare`)
+compare:NAME,NAME         these policies in turns, in one job (`dynamix compare`); only for `make_policy`
 FILE.safetensors          a policy file, of whatever kind
 MODULE:CLASS, FILE.py:CLASS   your own: what the call of CLASS without arguments gives
 
@@ -44,10 +44,9 @@ _BUILT_IN = {
 }
 _OF_LABORATORY = ("cannikin", "dynamix-paper", "noise_scale", "pollux")
 _WRAPPERS = {"guarded": "dynamix.policies.guard:Guard"}
-_COMPARE = "compare:"
 _CLASS = re.compile(r"(?P<place>[A-Za-z_][\w.]*|.*\.py):(?P<attribute>[A-Za-z_]\w*)")
 
-Kind = Literal["plain", "file", "class", "other", "compare"]
+Kind = Literal["plain", "file", "class", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +54,17 @@ class PolicyName:
     """A policy's name, taken apart."""
 
     kind: Kind
-    # One of `policy_names()`, a file's path, a class's module or .py file, a name that the caller added, or what takes
-    # turns, comma-separated.
-    base: str
+    base: str  # one of `policy_names()`, a file's path, a class's module or .py file, or a name that the caller added
     wrappers: tuple[str, ...] = ()  # "guarded"
     number: int | None = None  # behind the colon of `static:SIZE` or of a name that the caller added
     attribute: str | None = None  # of a module or .py file
 
     def __str__(self) -> str:
-        if self.kind == "compare":
-            return f"{_COMPARE}{self.base}"
         behind = self.attribute if self.number is None else self.number
         return ":".join([*self.wrappers, self.base, *([] if behind is None else [str(behind)])])
 
     def absolute(self) -> PolicyName:
         """The same policy, named so that a process in another working directory finds it too."""
-        if self.kind == "compare":
-            each = (str(parse_name(name.strip()).absolute()) for name in self.base.split(","))
-            return replace(self, base=",".join(each))
         of_file = self.kind == "file" or (self.kind == "class" and self.base.endswith(".py"))
         return replace(self, base=str(Path(self.base).resolve())) if of_file else self
 
@@ -118,8 +110,6 @@ def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -
     >>> parse_name("guarded:dynamix").wrappers, parse_name("static:256").number
     (('guarded',), 256)
     """
-    if name.startswith(_COMPARE) and "," in name:
-        return PolicyName("compare", name.removeprefix(_COMPARE))
     wrappers, rest = _unwrapped(name)
     head, colon, behind = rest.partition(":")
     plain = head in _BUILT_IN or (head not in (others or {}) and head in plug_ins(POLICIES, _BUILT_IN))
@@ -175,6 +165,10 @@ def make_policy(name: str, *, others: Mapping[str, OtherFactory] | None = None, 
         ...
     dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is ..., static:SIZE, ...
     """
+    if name.startswith("compare:") and "," in name:
+        from dynamix.policies.alternating import by_names
+
+        return by_names(name.removeprefix("compare:"))
     parsed = parse_name(name, others=others)
     policy = _base_policy(parsed, others or {}, options)
     for wrapper in reversed(parsed.wrappers):
@@ -205,10 +199,6 @@ def _base_policy(name: PolicyName, others: Mapping[str, OtherFactory], options: 
             fix = f"a policy is two files, NAME.safetensors and NAME.json; {_beside(path)}"
             raise PolicyFileError("policy", name.base, "an existing file", fix)
         return load_policy(name.base, **options)
-    if name.kind == "compare":
-        from dynamix.policies.alternating import by_names
-
-        return by_names(name.base)
     if name.kind == "other":
         return others[name.base](name.number)
     if name.kind == "class":

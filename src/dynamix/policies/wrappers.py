@@ -6,7 +6,7 @@
     fit_model(window)   -> model  the policy's `JobModel` with a window taken in ahead of `decide` (`policies.fitted`)
     window_length                 attribute: optimizer steps of the next window, one number or (...)
     alternates                    attribute: it is several policies that take turns (`policies.alternating`)
-    begins_anew                   attribute: it takes no state that a policy saved
+    begins_anew                   attribute: it takes no state that another policy saved
 
 Each function here (for `fit_model` `FittedModel`) uses what the policy has. So whoever runs a policy need not know what
 it is made of.
@@ -58,20 +58,15 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
 
 
 def own_part(policy: Policy, state: Any) -> Any:
-    """What of a saved state is of `policy`, also where that or the job that saved it compares policies; None: nothing.
+    """What `policy` takes of a state that it may not have saved, such as that of several in turns; None: nothing.
 
     A comparison goes on with its own, and begins anew after another job. A policy goes on with its part of one.
     """
+    mine, compared = policy.state_dict(), state.get("compared")
     if getattr(policy, "begins_anew", False):
-        return None
-    alternates = getattr(policy, "alternates", False)
-    compared = state.get("compared") if isinstance(state, dict) else None
-    if not isinstance(compared, dict):
-        return None if alternates else state
-    mine = policy.state_dict()
-    if alternates:
-        return state if compared.keys() == mine["compared"].keys() else None
-    return next((of for of in compared.values() if isinstance(of, dict) and of.keys() == mine.keys()), None)
+        same = isinstance(compared, dict) and compared.keys() == mine.get("compared", {}).keys()
+        return state if same else None
+    return next((of for of in compared.values() if of.keys() == mine.keys()), None)
 
 
 def unfit(policy: Policy, state: Any, error: Exception) -> StateError:

@@ -129,20 +129,15 @@ class Controller(Feeding, ControllerStatus):
         named = Limits(min_batch_size, max_batch_size, min_global_batch, max_global_batch, quantum, max_change)
         with store_is_there():
             with one_for_all(self.group) as facts:
-                given = {
+                within = named if limits is None else named.beside(limits)
+                given: dict[str, Any] = {
                     "policy": policy,
                     "batch_size": batch_size,
                     "global_batch": global_batch,
-                    "limits": named if limits is None else named.beside(limits),
-                    "interval": interval,
-                    "accumulate": accumulate,
-                    "micro_batch": micro_batch,
-                    "meet": meet,
-                    "lr_rule": lr_rule,
-                    "events": events,
-                    "replay": replay,
-                    "guard": guard,
+                    "limits": within,
                 }
+                given |= {"interval": interval, "accumulate": accumulate, "micro_batch": micro_batch, "meet": meet}
+                given |= {"lr_rule": lr_rule, "events": events, "replay": replay, "guard": guard}
                 self._config = config = JobConfig(self.world_size, **from_outside(given))
                 log = background_log(events) if self.rank == 0 else None
                 facts.update(config.facts)
