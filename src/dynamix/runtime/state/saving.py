@@ -104,8 +104,8 @@ class JobState:
         if policy:
             # Where every rank decides for itself, each goes on with what it remembers of itself.
             known = (resumed.same and mine.get("policy")) or saved["policy"]
-            owner, its = self._users[0].policy, known
-            if isinstance(known, dict) and (getattr(owner, "begins_anew", False) or {"compared", "turns"} <= known.keys()):
+            owner, its, of_turns = self._users[0].policy, known, {"compared", "turns"}
+            if isinstance(known, dict) and (getattr(owner, "begins_anew", False) or of_turns <= known.keys()):
                 its = own_part(owner, known)
             states["policy"] = Remembered(known if its is None else its, resumed.same and its is not None)
             self._check({"policy": states["policy"]})
