@@ -20,7 +20,7 @@ import dynamix
 from dynamix.errors import ConfigError
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.limits import Limits
-from dynamix.telemetry.turns import Turns
+from dynamix.telemetry.turns import PolicyTurns
 from tests.processes import LAUNCH, ONE_HOST, call
 from tests.ranks import run_ranks
 from tests.refused import refused
@@ -80,7 +80,7 @@ def test_the_faster_policy_is_named_and_the_job_trains_rightly_and_goes_on_after
         assert sorted(index for rank in before for index in rank["seen"][epoch]) == list(range(SAMPLES))
     assert torch.equal(before[0]["weights"], before[1]["weights"])
     assert before[0]["totals"] == {2 * BATCH}
-    turns = Turns(tmp_path / "events.jsonl")
+    turns = PolicyTurns(tmp_path / "events.jsonl")
     turns.refresh()
     _, faster, again = turns.speeds()
     assert 1.2 < faster.times < 2.6  # 32 ms over 12.8 ms, and what a step takes besides

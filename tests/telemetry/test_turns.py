@@ -12,13 +12,13 @@ import pytest
 from dynamix.events.records import EventLog
 from dynamix.policies import make_policy
 from dynamix.policies.wrappers import report_of
-from dynamix.telemetry.turns import LEAST_BLOCKS, Turns, cost, half_width, newey_west
+from dynamix.telemetry.turns import LEAST_BLOCKS, PolicyTurns, cost, half_width, newey_west
 from dynamix.window import Bounds, Floats, Window
 
 SECONDS, EXCHANGE_S = np.array([0.001, 0.003]), 0.008
 
 
-def job(path: Path, policies: str, windows: int, *, noise: float = 0.01, seed: int = 0) -> Turns:
+def job(path: Path, policies: str, windows: int, *, noise: float = 0.01, seed: int = 0) -> PolicyTurns:
     """The events of a job of two workers, of which one is three times slower."""
     turns, rng = make_policy(f"compare:{policies}"), np.random.default_rng(seed)
     bounds, sizes, time_s = Bounds.of(2, 1, 63, total_low=64, total_high=64), np.array([32, 32]), 0.0
@@ -31,7 +31,7 @@ def job(path: Path, policies: str, windows: int, *, noise: float = 0.01, seed: i
             sizes = turns.decide(window, bounds)
             told: dict[str, Any] = {"window_index": index, "window": window, "time_s": time_s, "decision": "new"}
             log.write(**told, allocation=sizes.tolist(), from_step=0, samples_seen=64 * 5 * index, **report_of(turns))
-    read = Turns(path)
+    read = PolicyTurns(path)
     read.refresh()
     return read
 

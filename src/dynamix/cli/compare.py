@@ -14,7 +14,7 @@ from dynamix.cli.console import Json, Out, guarded, print_json
 from dynamix.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from dynamix.telemetry.turns import Speed, Turns
+    from dynamix.telemetry.turns import Speed, PolicyTurns
 
 POLICIES = "static,lb_bsp,goodput"
 _MINUTES = "Of training, after which the job is ended (SIGTERM); default: it ends by itself."
@@ -48,7 +48,7 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
     from dynamix.observe.run import cluster
     from dynamix.policies.alternating import by_names
     from dynamix.runtime.config import OUTSIDE
-    from dynamix.telemetry.turns import Turns
+    from dynamix.telemetry.turns import PolicyTurns
 
     if not command:
         raise ConfigError("command", "", "a program and its arguments", "dynamix compare -- torchrun ... train.py")
@@ -57,7 +57,7 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
         facts = {"command": "compare", "job": command, "cluster": cluster(), "compare": policies.split(",")}
         folder.write_run(**facts)
         events = (folder.path / "events.jsonl").resolve()
-        turns = Turns(events)
+        turns = PolicyTurns(events)
 
         def tell(job: subprocess.Popen[bytes]) -> None:
             turns.refresh()
@@ -76,16 +76,16 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
     return result
 
 
-def _progress(turns: Turns) -> str:
+def _progress(turns: PolicyTurns) -> str:
     each = ", ".join(f"{one.policy} {_times(one)}" for one in turns.speeds()) or "no block counts yet"
     return f"{turns.seconds:.0f} s of training; times as fast: {each}"
 
 
 def _told(events: Path) -> dict[str, Any]:
     """What an events file says of the policies that took turns. Raises `UsageError` where it says nothing."""
-    from dynamix.telemetry.turns import Turns, cost
+    from dynamix.telemetry.turns import PolicyTurns, cost
 
-    turns = Turns(events)
+    turns = PolicyTurns(events)
     turns.refresh()
     if not (speeds := turns.speeds()):
         why = "the script makes no dynamix.Controller, names an events file of its own (leave events= out), or ended"

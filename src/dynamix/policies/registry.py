@@ -166,9 +166,7 @@ def make_policy(name: str, *, others: Mapping[str, OtherFactory] | None = None, 
     dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is ..., static:SIZE, ...
     """
     if name.startswith("compare:") and "," in name:
-        from dynamix.policies.alternating import by_names
-
-        return by_names(name.removeprefix("compare:"))
+        return _named("dynamix.policies.alternating:by_names")(name.removeprefix("compare:"))
     parsed = parse_name(name, others=others)
     policy = _base_policy(parsed, others or {}, options)
     for wrapper in reversed(parsed.wrappers):

@@ -37,7 +37,7 @@ class Speed(NamedTuple):
         return self.samples / self.seconds
 
 
-class Turns:
+class PolicyTurns:
     """The windows of the events file of a job whose policies take turns, as far as it was read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
