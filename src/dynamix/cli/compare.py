@@ -14,7 +14,7 @@ from dynamix.cli.console import Json, Out, guarded, print_json
 from dynamix.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from dynamix.telemetry.turns import Speed, PolicyTurns
+    from dynamix.telemetry.turns import PolicyTurns, Speed
 
 POLICIES = "static,lb_bsp,goodput"
 _MINUTES = "Of training, after which the job is ended (SIGTERM); default: it ends by itself."
