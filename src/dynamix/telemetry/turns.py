@@ -75,7 +75,7 @@ class PolicyTurns:
         for policy in self.policies:
             own = np.array([block[policy] for block in whole])
             (samples, took), half = own.sum(0), half_width(own, first)
-            times = (samples / took) / (first[:, 0].sum() / first[:, 1].sum())
+            times = (samples / took) / np.divide(*first.sum(0))
             if policy == self.policies[0]:
                 half = math.nan
             limits = times * math.exp(-half), times * math.exp(half)
