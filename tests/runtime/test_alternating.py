@@ -160,6 +160,29 @@ def test_the_command_compares_in_a_script_that_nobody_edited(tmp_path: Path) -> 
     assert math.isclose(result["policies"][1]["samples_s"], second["samples"] / second["seconds"])
 
 
+def test_a_job_is_ended_after_so_many_minutes_of_training(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TRAINS.format(root=str(Path(__file__).parents[2])))
+    out = ["--out", tmp_path / "run"]
+    done = command(
+        *out, "--policies", "static,lb_bsp", "--minutes", "0.1", "--every", "1", "--", sys.executable, script
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("static  1.00")
+    assert done.stderr.count("times as fast: static 1.00, lb_bsp 1.8") >= 1
+
+
+# A job that has trained for 20 s, and would go on.
+TRAINS = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.telemetry.test_turns import job
+job(Path(os.environ["DYNAMIX_EVENTS"]), "static,lb_bsp", 60)
+time.sleep(100)
+"""
+
+
 def test_a_command_without_a_controller_or_a_right_name_says_so(tmp_path: Path) -> None:
     nothing = command("--out", tmp_path / "a", "--", sys.executable, "-c", "pass")
     assert nothing.returncode == 2

@@ -57,12 +57,14 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
         facts = {"command": "compare", "job": command, "cluster": cluster(), "compare": policies.split(",")}
         folder.write_run(**facts)
         events = (folder.path / "events.jsonl").resolve()
-        turns = PolicyTurns(events)
+        turns, ended = PolicyTurns(events), False
 
         def tell(job: subprocess.Popen[bytes]) -> None:
+            nonlocal ended
             turns.refresh()
             typer.echo(f"compare: {_progress(turns)}", err=True)
-            if turns.seconds >= most_s:
+            if turns.seconds >= most_s and not ended:  # once: a launcher that ends its ranks is left to it
+                ended = True
                 job.terminate()
 
         env = {**os.environ, OUTSIDE["policy"]: f"compare:{policies}", EVENTS_VARIABLE: str(events)}
@@ -70,7 +72,7 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
         turns.refresh()
         if code and not turns.speeds():
             raise typer.Exit(code)  # the job has said why
-        code = 0 if turns.seconds >= most_s else code
+        code = 0 if ended else code
         result = {"schema": SCHEMA, **facts, "exit_code": code, "folder": str(folder.path), **_told(events)}
         folder.write_result(result)
     return result
