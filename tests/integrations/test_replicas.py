@@ -110,8 +110,16 @@ def test_a_part_of_weight_zero_is_zero_whatever_it_holds() -> None:
     assert shares.weigh_(torch.tensor([float("nan")])).item() == 0.0
 
 
+def test_what_is_told_from_outside_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNAMIX_POLICY", "static")
+    ReplicaShares(40, 20, policy="dbs")  # which is not asked
+    monkeypatch.setenv("DYNAMIX_POLICY", "dbs")
+    with pytest.raises(ConfigError, match="policy='dbs'"):
+        ReplicaShares(40, 20)
+
+
 def test_what_cannot_be_is_refused() -> None:
-    for policy in ("dbs", "pollux"):
+    for policy in ("dbs", "pollux", "compare:static,lb_bsp"):
         with pytest.raises(ConfigError, match="policy"):
             ReplicaShares(40, 20, policy=policy)
     with pytest.raises(ConfigError, match="batch_size"):

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dynamix.cli.brought import add_commands_of_others
+from dynamix.cli.compare import compare
 from dynamix.cli.console import ANYTHING, Json, Out, gone, guarded, print_json
 from dynamix.cli.live import dashboard, watch
 from dynamix.cli.policy import policy
@@ -22,6 +23,7 @@ app.add_typer(policy, name="policy")
 app.command()(report)
 app.command()(watch)
 app.command()(dashboard)
+app.command(context_settings={"allow_extra_args": True})(compare)
 app.command("exporter", hidden=True, context_settings=ANYTHING)(
     gone("python examples/exporter.py RUN..., in dynamix's source tree; it needs prometheus-client")
 )

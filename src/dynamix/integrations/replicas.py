@@ -18,7 +18,7 @@ from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError, UsageError
 from dynamix.policies.protocol import boundary
 from dynamix.projection import project
-from dynamix.runtime.config import policy_of
+from dynamix.runtime.config import from_outside, policy_of
 from dynamix.runtime.limits import check_counts, fixed_at
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -36,7 +36,7 @@ class ReplicaShares:
 
     samples      in the data set
     batch_size   samples of a round, all replicas together
-    policy       as of `Controller`; it sees times of computing only. It must decide by windows
+    policy       as of `Controller`; it sees times of computing only. It must decide by windows. DYNAMIX_POLICY wins
     interval     rounds between decisions. Where replicas come or go, shares follow at once
     low, high    samples of a replica and round; None: no upper bound
     seed, shuffle   of the order of samples, as in `Controller.batch_sampler`
@@ -66,9 +66,11 @@ class ReplicaShares:
         device: str = "cpu",
     ) -> None:
         check_counts(samples=samples, batch_size=batch_size, interval=interval)
-        self._name, self._policy = policy, policy_of(policy)
-        if getattr(self._policy, "even", False) or boundary(self._policy) == "epoch":
-            raise ConfigError("policy", policy, "one that moves shares between windows", "take lb_bsp or static")
+        self._name = from_outside({"policy": policy})["policy"]
+        self._policy = policy_of(self._name)
+        turns = getattr(self._policy, "alternates", False)
+        if turns or getattr(self._policy, "even", False) or boundary(self._policy) == "epoch":
+            raise ConfigError("policy", self._name, "one that moves shares between windows", "take lb_bsp or static")
         if batch_size > samples:
             raise ConfigError("batch_size", batch_size, f"1 to {samples}, the size of the data set", "lower it")
         self.samples, self.batch_size, self.interval = samples, batch_size, interval

@@ -7,10 +7,7 @@ import dataclasses
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +18,7 @@ import numpy as np
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import SCHEMA, EventLog
 from dynamix.events.run_folder import RunFolder
+from dynamix.observe.command import run_command
 from dynamix.observe.findings import Findings, find
 from dynamix.observe.gains import Gains, Pays, predict
 from dynamix.observe.hooks import CALLED, FOLDER_VARIABLE
@@ -133,40 +131,13 @@ def observe(
         raise ConfigError("every", every_s, "more than 0 seconds", "leave it out to be told at the end")
     with RunFolder("observe", out) as run:
         run.write_run(command="observe", job=list(command), cluster=cluster())
-        try:
-            job = subprocess.Popen(command, env=observed_environment(run.path, os.environ))
-        except OSError as error:
-            raise ConfigError("command", command[0], "a program that can be started", str(error.strerror)) from error
-        with job:
-            code = _follow(job, run.path, every_s, echo)
-    about = {"job": list(command), "exit_code": 128 - code if code < 0 else code}
+        env = observed_environment(run.path, os.environ)
+        code = run_command(command, env, every_s=every_s, tell=lambda _: say(run.path, echo))
+    about = {"job": list(command), "exit_code": code}
     result = say(run.path, echo, **about)
     if result is None:
         return {"schema": SCHEMA, "command": "observe", **about, "text": "", "folder": str(run.path)}
     return result
-
-
-def _follow(job: subprocess.Popen[bytes], folder: Path, every_s: float | None, echo: TextIO | None) -> int:
-    """Its exit code, once it ends in its own time. SIGTERM is handed on to it."""
-    own = threading.current_thread() is threading.main_thread()  # elsewhere signals cannot be taken
-    before = signal.signal(signal.SIGTERM, lambda number, _: job.send_signal(number)) if own else None
-    try:
-        while True:
-            try:
-                return _waited(job, folder, every_s, echo)
-            except KeyboardInterrupt:  # of the terminal: the job got it, too
-                continue
-    finally:
-        if own:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _waited(job: subprocess.Popen[bytes], folder: Path, every_s: float | None, echo: TextIO | None) -> int:
-    while True:
-        try:
-            return job.wait(every_s)
-        except subprocess.TimeoutExpired:
-            say(folder, echo)
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 NAME                      one of `policy_names()`: ours, and those that other distributions bring (`dynamix.plugins`)
 static:SIZE               SIZE samples for every worker, whatever the job starts with
 guarded:NAME              that policy under a `Guard`
+compare:NAME,NAME         these policies in turns, in one job (`dynamix compare`); only for `make_policy`
 FILE.safetensors          a policy file, of whatever kind
 MODULE:CLASS, FILE.py:CLASS   your own: what the call of CLASS without arguments gives
 
@@ -164,6 +165,8 @@ def make_policy(name: str, *, others: Mapping[str, OtherFactory] | None = None, 
         ...
     dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is ..., static:SIZE, ...
     """
+    if name.startswith("compare:") and "," in name:
+        return _named("dynamix.policies.alternating:by_names")(name.removeprefix("compare:"))
     parsed = parse_name(name, others=others)
     policy = _base_policy(parsed, others or {}, options)
     for wrapper in reversed(parsed.wrappers):

@@ -19,14 +19,19 @@ class Static:
     [32, 32]
     >>> Static(64).decide(Window.of([32, 32]), Bounds.of(2)).tolist()
     [64, 64]
+
+    anew   even sizes at the global batch in force, whatever job this one goes on from; nothing of its policy is loaded
     """
 
-    def __init__(self, batch_size: int | None = None) -> None:
+    def __init__(self, batch_size: int | None = None, *, anew: bool = False) -> None:
         if batch_size is not None and batch_size < 1:
             raise ConfigError("static batch_size", batch_size, "1 or more", "use static:128, say")
-        self.batch_size = batch_size
+        self.batch_size, self.begins_anew = batch_size, anew
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
+        if self.begins_anew:
+            now = window.batch_size
+            return project(np.ones(now.shape), bounds, total=now.sum(-1), current=now)
         if self.batch_size is None:
             return window.batch_size.copy()
         wish = np.clip(np.full(window.batch_size.shape, self.batch_size), bounds.low, bounds.high)

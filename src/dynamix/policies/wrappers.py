@@ -5,6 +5,8 @@
     peers()             -> rule   the rule by which every worker decides for itself, where the policy is one
     fit_model(window)   -> model  the policy's `JobModel` with a window taken in ahead of `decide` (`policies.fitted`)
     window_length                 attribute: optimizer steps of the next window, one number or (...)
+    alternates                    attribute: it is several policies that take turns (`policies.alternating`)
+    begins_anew                   attribute: it takes no state that another policy saved
 
 Each function here (for `fit_model` `FittedModel`) uses what the policy has. So whoever runs a policy need not know what
 it is made of.
@@ -53,6 +55,18 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
         policy.load_state_dict(state if fits else unguarded(state, keep="guarded" in kept))
     except (StateError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise unfit(policy, state, error) from error
+
+
+def own_part(policy: Policy, state: Any) -> Any:
+    """What `policy` takes of a state that it may not have saved, such as that of several in turns; None: nothing.
+
+    A comparison goes on with its own, and begins anew after another job. A policy goes on with its part of one.
+    """
+    mine, compared = policy.state_dict(), state.get("compared")
+    if getattr(policy, "begins_anew", False):
+        same = isinstance(compared, dict) and compared.keys() == mine.get("compared", {}).keys()
+        return state if same else None
+    return next((of for of in compared.values() if of.keys() == mine.keys()), None)
 
 
 def unfit(policy: Policy, state: Any, error: Exception) -> StateError:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,20 @@ from dynamix.model.auto_sync import AutoSync
 from dynamix.model.rounds import MOST, LocalSteps, RoundSize
 from dynamix.model.sync_schedule import SyncSchedule
 from dynamix.policies import Policy, make_policy
+from dynamix.policies.alternating import WHOLE_RUNS
 from dynamix.policies.protocol import boundary
+from dynamix.policies.static import Static
 from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.limits import Limits, check_counts, per_rank, starting_sizes, whole
 from dynamix.runtime.rules import rule_of
 from dynamix.window import Bounds, Ints
 
-POLICY_VARIABLE, MEET_VARIABLE = "DYNAMIX_POLICY", "DYNAMIX_MEET"  # of the environment; they win over the script's
+OUTSIDE = {  # arguments, and variables of the environment that win over what the script says of them
+    "policy": "DYNAMIX_POLICY",
+    "meet": "DYNAMIX_MEET",
+    "global_batch": "DYNAMIX_GLOBAL_BATCH",
+}
+OFF = "static"  # the policy that turns everything off, if it is said from outside
 UNSAID = 128  # samples of a worker where nobody says how many
 ONE_PLACE = "take a policy that decides in one place, such as goodput"
 _log = logging.getLogger("dynamix")
@@ -244,11 +252,27 @@ class JobConfig:
         if self.guard not in (None, True, False):
             fix = "leave it out: learned policies are then watched"
             raise ConfigError("guard", self.guard, "True, False, None", fix)
+        if getattr(self.own_policy, "alternates", False):
+            self._check_turns()
         if self._sizes_rounds and peers_of(self.own_policy) is not None:
             if self.meet == "auto":
                 raise ConfigError("meet", "auto", "'gradients' or 'parameters' with this policy", ONE_PLACE)
             allowed, fix = "'fixed' with meet='parameters' and this policy", f"say global_batch='fixed', or {ONE_PLACE}"
             raise ConfigError("global_batch", "adaptive", allowed, fix)
+
+    def _check_turns(self) -> None:
+        """Raise `ConfigError` for what policies that take turns cannot have: only shares may move, and at once."""
+        numbers = self.interval if isinstance(self.interval, int) else "a number"
+        for name, value, only, fix in (
+            ("global_batch", self.global_batch, "fixed", f"set {OUTSIDE['global_batch']}=fixed, or {WHOLE_RUNS}"),
+            ("meet", self.meet, "gradients", f"set {OUTSIDE['meet']}=gradients, or {WHOLE_RUNS}"),
+            ("interval", self.interval, numbers, "write interval=5: windows have five steps here"),
+            ("guard", self.guard or None, None, "write guarded:NAME for a policy that is to be watched"),
+            ("replay", self.replay, None, "leave it out"),
+            ("max_change", self.limits.max_change, math.inf, "leave it out while policies take turns"),
+        ):
+            if value != only:
+                raise ConfigError(name, value, f"{only} while policies are compared in one job", fix)
 
     def _served(self) -> tuple[Policy, int]:
         """`served` and `first_interval`."""
@@ -264,16 +288,32 @@ class JobConfig:
         return Paced(policy), FIRST
 
 
-def from_outside(policy: str | Policy, meet: str) -> tuple[str | Policy, str]:
-    """`policy` and `meet`, or what DYNAMIX_POLICY and DYNAMIX_MEET say instead: a job is compared without editing it.
+def from_outside(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` arguments of a job, with what the environment says in place of the script: for comparing without an edit.
 
-    >>> from_outside("dynamix", "gradients")
-    ('dynamix', 'gradients')
+    DYNAMIX_POLICY=static turns off all that moves: sizes, also those of a saved state, the global batch, the choice of
+    meetings, the pace, a guard that could take over, a replay. What another variable says then holds all the same.
+
+    >>> from_outside({"policy": "dynamix", "meet": "gradients"})
+    {'policy': 'dynamix', 'meet': 'gradients'}
     """
-    told = {name: os.environ.get(name, "") for name in (POLICY_VARIABLE, MEET_VARIABLE)}
-    if any(told.values()):
-        _log.info("set from outside: %s", ", ".join(f"{name}={value}" for name, value in told.items() if value))
-    return told[POLICY_VARIABLE] or policy, told[MEET_VARIABLE] or meet
+    told: dict[str, Any] = {name: said for name, variable in OUTSIDE.items() if (said := os.environ.get(variable))}
+    if not told:
+        return dict(given)
+    _log.info("set from outside: %s", ", ".join(f"{OUTSIDE[name]}={value}" for name, value in told.items()))
+    if told.get("policy") == OFF:
+        told = {**_off(given), **told, "policy": Static(anew=True)}
+    chosen = {**given, **told}
+    if chosen.get("global_batch") == "fixed" and isinstance(limits := given.get("limits"), Limits):
+        chosen["limits"] = replace(limits, min_global_batch=None, max_global_batch=None)
+    return chosen
+
+
+def _off(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the arguments is otherwise where nothing moves. Local steps stay, if the script always takes them."""
+    off: dict[str, Any] = {"global_batch": "fixed", "guard": None, "replay": None}
+    off |= {"meet": "gradients"} if given.get("meet") == "auto" else {}
+    return off | ({"interval": JobConfig.interval} if given.get("interval") == "auto" else {})
 
 
 def policy_of(policy: str | Policy) -> Policy:

@@ -56,7 +56,8 @@ class Controller(Feeding, ControllerStatus):
 
     policy            a name (`dynamix.policies.policy_names()`), a `.safetensors` policy file, your own "module:Class",
                       or any `Policy` (`dynamix.policies.registry` has all forms). The environment variable
-                      DYNAMIX_POLICY, where it is set, wins over it, and DYNAMIX_MEET over `meet`
+                      DYNAMIX_POLICY, where it is set, wins over it, DYNAMIX_MEET over `meet`, and
+                      DYNAMIX_GLOBAL_BATCH over `global_batch`. DYNAMIX_POLICY=static turns off all that moves
     batch_size        samples per worker and micro-batch at the start; None: 128, with a warning. A round, what lies
                       between two optimizer steps, has `accumulate` of them: `bounds`, `batch_sizes` and policies count
                       samples per round
@@ -134,29 +135,21 @@ class Controller(Feeding, ControllerStatus):
         self.world_size = dist.get_world_size(self.group) if self.group else 1
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
         unsaid, batch_size = batch_size is None, UNSAID if batch_size is None else batch_size
-        chosen_policy, chosen_meet = from_outside(policy, meet)
         named = Limits(min_batch_size, max_batch_size, min_global_batch, max_global_batch, quantum, max_change)
         with store_is_there():
             with one_for_all(self.group) as facts:
-                self._config = config = JobConfig(
-                    self.world_size,
-                    chosen_policy,
-                    batch_size,
-                    global_batch,
-                    named if limits is None else named.beside(limits),
-                    interval,
-                    accumulate,
-                    micro_batch,
-                    chosen_meet,
-                    lr_rule,
-                    rate_for,
-                    replay=replay,
-                    guard=guard,
-                )
+                within = named if limits is None else named.beside(limits)
+                given: dict[str, Any] = {"policy": policy, "batch_size": batch_size, "limits": within, "meet": meet}
+                given |= {"global_batch": global_batch, "micro_batch": micro_batch, "accumulate": accumulate}
+                given |= {"lr_rule": lr_rule, "rate_for": rate_for, "replay": replay, "guard": guard}
+                given["interval"] = interval
+                self._config = config = JobConfig(self.world_size, **from_outside(given))
                 log = background_log(events) if self.rank == 0 else None
                 facts.update(config.facts)
             self._job = open_job(config, self.group, facts.ranks, log)
         self.policy, self.overhead_s, self._closed = config.own_policy, 0.0, False
+        # The script's words on averaging models are not used, where it was told from outside to meet over gradients.
+        self._no_averaging = config.meet == "gradients" != meet
         # For loops that do not close it. The end of this process must find no thread inside the store's client.
         weakref.finalize(self, self._job.ranks.leave_unclosed)
         weakref.finalize(self, self._job.end_events)
@@ -202,7 +195,8 @@ class Controller(Feeding, ControllerStatus):
         """
         inside, optimizer = inner_model(model), inner_optimizer(optimizer)
         with self._job.ranks.setting_up():
-            options = Options(hook, hook_state, scaler, weighting, batchnorm, averaging)
+            how = None if self._no_averaging else averaging
+            options = Options(hook, hook_state, scaler, weighting, batchnorm, how)
             connecting.connect(self._job, inside, optimizer, options)
         return model
 
@@ -340,6 +334,8 @@ class Controller(Feeding, ControllerStatus):
         worker keeps its own (`Averaging(optimizer_state="kept")`). The optimizer stays as it is. Raises `UsageError`
         between meetings, with meet="gradients", and for what has no mean.
         """
+        if self._no_averaging:
+            return optimizer.state_dict()
         return self._job.boundary.optimizer_state(optimizer)
 
     def load_state_dict(self, state: dict[str, Any], *, policy: bool = True) -> None:

@@ -35,10 +35,7 @@ class Settings:
             if name not in allowed:
                 raise ConfigError("argument", name, ", ".join(allowed), spelling(name, allowed))
         # What a launcher says wins in `Controller`; who asks the settings must see the same.
-        chosen, meet = from_outside(policy, options.get("meet", "gradients"))
-        self.options: dict[str, Any] = {**options, "policy": chosen}
-        if meet != options.get("meet", "gradients"):
-            self.options["meet"] = meet
+        self.options = from_outside({**options, "policy": policy})
         if batch_size is not None:
             self.options["batch_size"] = batch_size
 

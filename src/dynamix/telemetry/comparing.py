@@ -139,13 +139,13 @@ def _half_width(view: RunView, first: RunView) -> float:
     if bins < _LEAST_BINS:
         return math.nan
     errors = [float(speeds.std(ddof=1) / speeds.mean()) / math.sqrt(speeds.size) for speeds in both]
-    return _student(bins - 1) * math.hypot(*errors)
+    return student(bins - 1) * math.hypot(*errors)
 
 
-def _student(freedom: float) -> float:
+def student(freedom: float) -> float:
     """The 97.5 % point of Student's t of 3 degrees of freedom or more, right to 1 %.
 
-    >>> [round(_student(freedom), 2) for freedom in (3, 10, 100)]
+    >>> [round(student(freedom), 2) for freedom in (3, 10, 100)]
     [3.16, 2.23, 1.98]
     """
     z = 1.959964

@@ -42,6 +42,9 @@ def test_what_is_told_from_outside_wins(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("DYNAMIX_MEET")
     with contextlib.closing(dynamix.Controller("dynamix", batch_size=8)) as controller:
         assert type(controller.policy).__name__ == "Static"
+    monkeypatch.setenv("DYNAMIX_GLOBAL_BATCH", "some")
+    refused(ConfigError, "global_batch='some'", dynamix.Controller, "dynamix", batch_size=8)
+    monkeypatch.delenv("DYNAMIX_GLOBAL_BATCH")
     monkeypatch.setenv("DYNAMIX_POLICY", "unknown-policy")
     refused(ConfigError, "unknown-policy", dynamix.Controller, "dynamix", batch_size=8)
 
@@ -49,6 +52,10 @@ def test_what_is_told_from_outside_wins(monkeypatch: pytest.MonkeyPatch) -> None
 def test_rows_are_policies_and_local() -> None:
     assert rows_of("static, local") == [ComparedRow("static", "static"), ComparedRow("local", "lb_bsp", "parameters")]
     assert rows_of("static:256")[0].environment == {"DYNAMIX_POLICY": "static:256"}
+    rungs = [row.environment for row in rows_of("lb_bsp, goodput:adaptive, dynamix:auto, my.py:Mine:adaptive:auto")]
+    adaptive, auto = {"DYNAMIX_GLOBAL_BATCH": "adaptive"}, {"DYNAMIX_MEET": "auto"}
+    assert rungs[:2] == [{"DYNAMIX_POLICY": "lb_bsp"}, {"DYNAMIX_POLICY": "goodput", **adaptive}]
+    assert rungs[2:] == [{"DYNAMIX_POLICY": "dynamix", **auto}, {"DYNAMIX_POLICY": "my.py:Mine", **auto, **adaptive}]
     for text in ("", " , ", "static,static", "static:1,static/1"):
         refused(ConfigError, "compare", rows_of, text)
 

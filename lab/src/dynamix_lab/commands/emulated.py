@@ -13,7 +13,7 @@ from dynamix_lab.commands.group import Mechanism
 emulate = typer.Typer()
 
 _SCHEMA = "Print the JSON schema of a scenario, and end."
-_COMPARE = "Policies, or local, comma-separated: run the script once under each, and compare."
+_COMPARE = "Policies (NAME[:adaptive][:auto]), or local, comma-separated: run the script under each, and compare."
 _THROTTLE = "Seconds until limits start; default: once all ranks hold a connection."
 
 

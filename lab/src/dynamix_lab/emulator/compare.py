@@ -10,6 +10,7 @@ from typing import Any
 from dynamix.errors import ConfigError
 from dynamix.events.records import SCHEMA, each_event
 from dynamix.events.run_folder import RunFolder, row_folder
+from dynamix.runtime.config import OUTSIDE
 from dynamix_lab.emulator.run import emulate, worst
 
 ROW_VARIABLE = "DYNAMIX_ROW"  # the folder of the row that a script runs under, for what it writes
@@ -25,21 +26,34 @@ class ComparedRow:
 
     >>> ComparedRow.of("local").environment
     {'DYNAMIX_POLICY': 'lb_bsp', 'DYNAMIX_MEET': 'parameters'}
+    >>> ComparedRow.of("goodput:adaptive:auto").told
+    {'policy': 'goodput', 'meet': 'auto', 'global_batch': 'adaptive'}
     """
 
     name: str
     policy: str
     meet: str | None = None  # None: as the script says
+    global_batch: str | None = None
 
     @classmethod
     def of(cls, name: str) -> ComparedRow:
-        """`local`, or the name of a policy."""
-        return cls(name, "lb_bsp", "parameters") if name == LOCAL else cls(name, name)
+        """`local`, or the name of a policy, with `:adaptive`, `:auto` or both behind it."""
+        if name == LOCAL:
+            return cls(name, "lb_bsp", "parameters")
+        rest = name.removesuffix(":auto")
+        policy = rest.removesuffix(":adaptive")
+        return cls(name, policy, "auto" if rest != name else None, "adaptive" if policy != rest else None)
+
+    @property
+    def told(self) -> dict[str, str]:
+        """Arguments of `Controller` that are not the script's."""
+        known = {"policy": self.policy, "meet": self.meet, "global_batch": self.global_batch}
+        return {name: value for name, value in known.items() if value is not None}
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables for the ranks."""
-        return {"DYNAMIX_POLICY": self.policy} | ({} if self.meet is None else {"DYNAMIX_MEET": self.meet})
+        return {OUTSIDE[name]: value for name, value in self.told.items()}
 
 
 def rows_of(text: str) -> list[ComparedRow]:
@@ -51,7 +65,7 @@ def rows_of(text: str) -> list[ComparedRow]:
     rows = [ComparedRow.of(name.strip()) for name in text.split(",") if name.strip()]
     folders = [row_folder(row.name) for row in rows]
     if not rows or len(set(folders)) < len(folders):
-        allowed = "names of policies, or local, comma-separated, each once"
+        allowed = "names of policies (NAME, NAME:adaptive, NAME:auto, NAME:adaptive:auto), or local, each once"
         raise ConfigError("compare", text, allowed, "such as --compare static,local,dynamix")
     return rows
 
@@ -78,14 +92,13 @@ def compare(
         folder.write_run(**asked)
         for row in rows:
             tell(row.name)
-            told: dict[str, Any] = {"policy": row.policy} | ({} if row.meet is None else {"meet": row.meet})
             place = folder.path / row_folder(row.name)
             done = emulate(
                 scenario,
                 [word.replace(ROW_MARK, str(place.resolve())) for word in command],
                 out=place,
                 env={**row.environment, ROW_VARIABLE: str(place.resolve())},
-                described=told,
+                described=row.told,
                 **options,
             )
             found[row.name] = {**done, "available": availability(done, row)}

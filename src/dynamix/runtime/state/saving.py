@@ -14,6 +14,7 @@ from typing import Any
 
 from dynamix.errors import StateError, shown
 from dynamix.policies import Policy
+from dynamix.policies.wrappers import own_part
 from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import FIX, Part, fields, of_type, whole, wholes, wrong
@@ -103,7 +104,10 @@ class JobState:
         if policy:
             # Where every rank decides for itself, each goes on with what it remembers of itself.
             known = (resumed.same and mine.get("policy")) or saved["policy"]
-            states["policy"] = Remembered(known, resumed.same)
+            owner, its, of_turns = self._users[0].policy, known, {"compared", "turns"}
+            if isinstance(known, dict) and (getattr(owner, "begins_anew", False) or of_turns <= known.keys()):
+                its = own_part(owner, known)
+            states["policy"] = Remembered(known if its is None else its, resumed.same and its is not None)
             self._check({"policy": states["policy"]})
         division.warn_of_batch(saved)
         users = [part for part in self._users if part.name in states]

@@ -1,0 +1,109 @@
+"""`dynamix compare`: policies take turns in one job of the user's, which says how many times as fast each is."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from dynamix.telemetry.turns import PolicyTurns, Speed
+
+POLICIES = "static,lb_bsp,goodput"
+_MINUTES = "Of training, after which the job is ended (SIGTERM); default: it ends by itself."
+_READ = "Only tell again what this run folder, or this events file, holds."
+
+
+@guarded
+def compare(
+    context: typer.Context,
+    policies: Annotated[str, typer.Option(help="Names, comma-separated; all are compared with the first.")] = POLICIES,
+    minutes: Annotated[float | None, typer.Option(min=0.1, help=_MINUTES)] = None,
+    every: Annotated[float, typer.Option(min=1, help="Seconds between lines of progress.")] = 15.0,
+    read: Annotated[Path | None, typer.Option(help=_READ)] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Say how many times as fast each policy is, in one job of yours: dynamix compare -- torchrun ... train.py."""
+    if read is not None:
+        result = _told(read / "events.jsonl" if read.is_dir() else read)
+    else:
+        result = _run(context.args, policies, 60 * (minutes or math.inf), every, out)
+    print_json(result) if as_json else typer.echo(result["text"])
+    raise typer.Exit(int(result.get("exit_code", 0)))
+
+
+def _run(command: list[str], policies: str, most_s: float, every_s: float, out: Path | None) -> dict[str, Any]:
+    """Run the command under the policies in turns; what result.json holds."""
+    from dynamix.events.records import EVENTS_VARIABLE, SCHEMA
+    from dynamix.events.run_folder import RunFolder
+    from dynamix.observe.command import run_command
+    from dynamix.observe.run import cluster
+    from dynamix.policies.alternating import by_names
+    from dynamix.runtime.config import OUTSIDE
+    from dynamix.telemetry.turns import PolicyTurns
+
+    if not command:
+        raise ConfigError("command", "", "a program and its arguments", "dynamix compare -- torchrun ... train.py")
+    by_names(policies)  # what is wrong with a name is said before anything runs
+    with RunFolder("compare", out) as folder:
+        facts = {"command": "compare", "job": command, "cluster": cluster(), "compare": policies.split(",")}
+        folder.write_run(**facts)
+        events = (folder.path / "events.jsonl").resolve()
+        turns, ended = PolicyTurns(events), False
+
+        def tell(job: subprocess.Popen[bytes]) -> None:
+            nonlocal ended
+            turns.refresh()
+            typer.echo(f"compare: {_progress(turns)}", err=True)
+            if turns.seconds >= most_s and not ended:  # once: a launcher that ends its ranks is left to it
+                ended = True
+                job.terminate()
+
+        env = {**os.environ, OUTSIDE["policy"]: f"compare:{policies}", EVENTS_VARIABLE: str(events)}
+        code = run_command(command, env, every_s=every_s, tell=tell)
+        turns.refresh()
+        if code and not turns.speeds():
+            raise typer.Exit(code)  # the job has said why
+        code = 0 if ended else code
+        result = {"schema": SCHEMA, **facts, "exit_code": code, "folder": str(folder.path), **_told(events)}
+        folder.write_result(result)
+    return result
+
+
+def _progress(turns: PolicyTurns) -> str:
+    each = ", ".join(f"{one.policy} {_times(one)}" for one in turns.speeds()) or "no block counts yet"
+    return f"{turns.seconds:.0f} s of training; times as fast: {each}"
+
+
+def _told(events: Path) -> dict[str, Any]:
+    """What an events file says of the policies that took turns. Raises `UsageError` where it says nothing."""
+    from dynamix.telemetry.turns import PolicyTurns, cost
+
+    turns = PolicyTurns(events)
+    turns.refresh()
+    if not (speeds := turns.speeds()):
+        why = "the script makes no dynamix.Controller, names an events file of its own (leave events= out), or ended"
+        raise UsageError(f"{events} holds no block that counts: {why} before three turns of each policy")
+    fastest, saved = max(speeds, key=lambda one: one.samples_s), cost(speeds)
+    rows = [one._asdict() | {"samples_s": one.samples_s} for one in speeds]
+    plain = [{k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in rows]
+    width = max(len(one.policy) for one in speeds)
+    text = [f"{one.policy:{width}}  {_times(one):22}{one.samples_s:9,.0f} samples/s" for one in speeds]
+    text += ["", f"Times as fast as {speeds[0].policy} (95 %), in {speeds[0].windows} blocks of the job."]
+    text += [] if math.isfinite(speeds[-1].low) else ["How sure that is, a longer job can tell."]
+    text += [f"{fastest.policy} alone would have saved {100 * saved:.0f} % of these {turns.seconds:.0f} s of training."]
+    text += ["The figures are of what the cluster did meanwhile: where neighbours come and go, compare for longer."]
+    known = {"policies": plain, "seconds": turns.seconds, "fastest": fastest.policy, "cost": saved}
+    return {**known, "text": "\n".join(text)}
+
+
+def _times(one: Speed) -> str:
+    return f"{one.times:.2f}" + (f" ({one.low:.2f} to {one.high:.2f})" if math.isfinite(one.low) else "")

@@ -1,0 +1,58 @@
+"""A command of the user's, which runs to its end in its own time while something is told of it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from dynamix.errors import ConfigError
+
+Job = subprocess.Popen[bytes]
+
+
+def run_command(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    every_s: float | None = None,
+    tell: Callable[[Job], object] = lambda job: None,
+) -> int:
+    """Run `command`; returns its exit code, 128 + n for signal n. SIGTERM is handed on to it.
+
+    tell   called every so many seconds meanwhile; None: never
+
+    Raises `ConfigError` for what cannot be started.
+    """
+    try:
+        job = subprocess.Popen(command, env=dict(env))
+    except OSError as error:
+        raise ConfigError("command", command[0], "a program that can be started", str(error.strerror)) from error
+    own = threading.current_thread() is threading.main_thread()  # elsewhere signals cannot be taken
+    before = signal.signal(signal.SIGTERM, lambda number, _: job.send_signal(number)) if own else None
+    try:
+        with job:
+            code = _followed(job, every_s, tell)
+    finally:
+        if own:
+            signal.signal(signal.SIGTERM, before)
+    return 128 - code if code < 0 else code
+
+
+def _followed(job: Job, every_s: float | None, tell: Callable[[Job], object]) -> int:
+    while True:
+        try:
+            while (code := _waited(job, every_s)) is None:
+                tell(job)
+            return code
+        except KeyboardInterrupt:  # of the terminal: the job got it, too
+            continue
+
+
+def _waited(job: Job, every_s: float | None) -> int | None:
+    """Its exit code; None where it goes on after so long."""
+    try:
+        return job.wait(every_s)
+    except subprocess.TimeoutExpired:
+        return None
