@@ -13,7 +13,7 @@ from dynamix.events.run_folder import RunFolder
 from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.suites.rounds import compare, pages, suite
 from dynamix_lab.suites.rounds.jobs import JOBS, WORKERS, mean_piece_s, meeting_s, pass_s, shards, speeds_of
-from dynamix_lab.suites.rounds.rows import FIXED, After, planner
+from dynamix_lab.suites.rounds.rows import FIXED, planner
 from dynamix_lab.suites.rounds.suite import RoundsPlan, RoundsSuite, leader, rows_of, trainer
 from dynamix_lab.suites.rounds.train import shares_together
 
@@ -34,19 +34,7 @@ def test_more_steps_and_longer_rounds_where_meetings_take_longer() -> None:
     rounds = [planner(f"rule@{ratio}", JOB, speeds).plan(0).steps for ratio in (0.1, 1, 10)]
     assert [int(steps.sum()) for steps in rounds] == sorted(int(steps.sum()) for steps in rounds)
     assert all((steps >= 1).all() and steps[0] > steps[-1] for steps in rounds)
-    falls = planner("rule@1", JOB, speeds)
-    before = falls.plan(0).samples.sum()
-    falls.met(After(0, 0.25, 1.0, (0.0, 0.0)))
-    assert falls.plan(0).samples.sum() > 2 * before
     assert meeting_s(JOB, speeds, 1.0) == pytest.approx(2 * mean_piece_s(JOB, speeds))
-
-
-def test_the_guard_asks_for_fewer_steps_where_the_loss_is_bent() -> None:
-    guarded = planner("guard@1", JOB, speeds_of(1.0))
-    before = guarded.plan(0).samples.sum()
-    for _ in range(3):
-        guarded.met(After(0, 1.0, 1.0, (-1.0, 1.0)))
-    assert guarded.plan(0).samples.sum() < before
 
 
 def test_shares_of_one_step_end_together() -> None:
@@ -66,7 +54,7 @@ def test_shards_hold_every_sample_once() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("row", ["together@4", "8", "guard@1", "adacomm@16", "qsr@8", "product@1"])
+@pytest.mark.parametrize("row", ["together@4", "8", "adacomm@16", "qsr@8", "product@1"])
 def test_every_row_trains(row: str) -> None:
     job = dataclasses.replace(JOB, unlike=0.5) if row == "8" else JOB
     track = trainer(row, job, 4.0)(0.1, 0)

@@ -56,7 +56,6 @@ def rows_of(name: str, spread: float) -> list[str]:
     rows += [str(steps) for steps in FIXED]
     rows += [f"rule@{ratio:g}" for ratio in RATIOS]
     rows += [f"qsr@{steps}" for steps in QSR_STEPS] if job.cosine else [f"adacomm@{ADACOMM}"]
-    rows += [f"guard@{ratio:g}" for ratio in RATIOS] if even and not job.cosine else []
     return rows + ([f"product@{ratio:g}" for ratio in RATIOS] if spread == 4 and name in WHOLE else [])
 
 
@@ -121,7 +120,7 @@ def trainer(row: str, job: RoundsJob, spread: float) -> Callable[[float, int], T
 def leader(row: str) -> str | None:
     """The row whose learning rate a row takes; None: it is tuned itself."""
     kind, _, value = row.partition("@")
-    return {"guard": f"rule@{value}", "product": f"rule@{value}"}.get(kind)
+    return f"rule@{value}" if kind == "product" else None
 
 
 def tuned(job: RoundsJob, row: str, needed: Callable[[float], float]) -> tuple[float, dict[str, float | None]]:
