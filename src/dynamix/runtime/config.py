@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,7 @@ class JobConfig:
     own_policy  what `policy` stands for
     served      that, under a `Guard` where `guard` says so and under a `Paced` where interval is "auto": the one to ask
     first_interval   optimizer steps of the first window
+    clock       seconds of deciding, which count where interval is "auto"; a virtual job's deciding takes none
     replayed    window index -> what is answered in place of asking the policy; None: it is asked
 
     >>> config = JobConfig(2, "lb_bsp", 32, accumulate=2, limits=Limits(max_batch_size=48))
@@ -55,7 +57,7 @@ class JobConfig:
     batch_size: int = UNSAID
     global_batch: str = "fixed"
     limits: Limits = field(default_factory=Limits)
-    interval: int | str = 10
+    interval: int | str = 5
     accumulate: int = 1
     micro_batch: int | None = None
     meet: str = "gradients"
@@ -63,6 +65,7 @@ class JobConfig:
     events: str | os.PathLike[str] | None = None
     replay: str | os.PathLike[str] | None = None
     guard: bool | None = None
+    clock: Callable[[], float] = time.thread_time
 
     fixed: bool = field(init=False, repr=False, compare=False)
     bounds: Bounds = field(init=False, repr=False, compare=False)
@@ -252,7 +255,7 @@ class JobConfig:
             return policy, self.interval
         from dynamix.policies.paced import FIRST, Paced
 
-        return Paced(policy), FIRST
+        return Paced(policy, self.clock), FIRST
 
 
 def from_outside(policy: str | Policy, meet: str) -> tuple[str | Policy, str]:

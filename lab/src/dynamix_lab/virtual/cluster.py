@@ -108,7 +108,7 @@ class VirtualCluster:
         policy: str | Policy = "dynamix",
         batch_size: int = 128,
         bounds: Bounds | None = None,
-        interval: int | Literal["auto"] = 10,
+        interval: int | Literal["auto"] = 5,
         lr_rule: str = "auto",
         seed: int = 0,
         sample_costs: ArrayLike | None = None,
@@ -142,6 +142,7 @@ class VirtualCluster:
             lr_rule=lr_rule,
             replay=replay,
             guard=False,
+            clock=lambda: 0.0,
         )
         self.policy = config.served
         self._sample_costs = None if sample_costs is None else costs_of(sample_costs, len(dataset))
