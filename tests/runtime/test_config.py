@@ -110,7 +110,7 @@ def test_what_is_replayed_is_read_and_checked(tmp_path: Path) -> None:
 def test_a_policy_is_asked_under_a_guard_and_a_pace_where_that_was_said() -> None:
     plain_one = JobConfig(2, "lb_bsp", 32)
     assert plain_one.served is plain_one.own_policy
-    assert plain_one.first_interval == 5
+    assert plain_one.interval == 5
     guarded = JobConfig(2, "lb_bsp", 32, guard=True)
     assert isinstance(guarded.served, Guard)
     assert not isinstance(guarded.own_policy, Guard)
@@ -118,7 +118,7 @@ def test_a_policy_is_asked_under_a_guard_and_a_pace_where_that_was_said() -> Non
     assert JobConfig(2, own, 32, guard=True).served is own  # a watch over a watch would see nothing new
     paced = JobConfig(2, "dynamix", 32, interval="auto")
     assert isinstance(paced.served, Paced)
-    assert paced.first_interval == FIRST
+    assert paced.served.window_length == FIRST
     assert isinstance(JobConfig(2, "dynamix", 32).served, Guard)
     assert not isinstance(JobConfig(2, "dynamix", 32, guard=False).served, Guard)
 

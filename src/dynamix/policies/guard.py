@@ -19,9 +19,8 @@ from dynamix.model.measured import base_total
 from dynamix.model.state import array_of
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.goodput import wish
-from dynamix.policies.paced import PRIOR
 from dynamix.policies.protocol import Policy, boundary
-from dynamix.policies.wrappers import peers_of, report_of
+from dynamix.policies.wrappers import pace_as_written_now, peers_of, report_of
 from dynamix.projection import project
 from dynamix.removed import removed_arguments
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -56,8 +55,7 @@ class GuardState:
 def as_written_now(state: dict[str, Any]) -> dict[str, Any]:
     """A policy's state as this version writes it, whichever version did."""
     if isinstance(inner := state.get("paced"), dict):
-        pace = state.get("pace")  # in 0.2 five arrays of another rule
-        return {**state, "paced": as_written_now(inner), "pace": PRIOR if isinstance(pace, dict) else pace}
+        return {**state, "paced": as_written_now(inner), "pace": pace_as_written_now(state.get("pace"))}
     if isinstance(state.get("field"), dict) and isinstance(state.get("worlds"), list):
         return {**state, "field": None, "worlds": None}  # of the stigmergic policy: 0.2 wrote its traces twice
     own = state.get("guard")

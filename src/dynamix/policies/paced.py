@@ -12,7 +12,7 @@ from dynamix.model import JobModel
 from dynamix.model.measured import step_seconds
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.protocol import Policy, boundary
-from dynamix.policies.wrappers import load_policy, peers_of, report_of
+from dynamix.policies.wrappers import load_policy, pace_as_written_now, peers_of, report_of
 from dynamix.window import Bounds, Floats, Ints, Window
 
 FIRST, LEAST, MOST = 2, 1, 20  # optimizer steps of a window
@@ -85,11 +85,10 @@ class Paced:
         return {"paced": self.policy.state_dict(), "model": model, "pace": self.stale.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also of a policy whose windows were of one length, or whose pace had the rule of 0.2: it then starts anew."""
+        """Also of a policy whose windows were of one length: the pace then starts anew."""
         if "paced" not in state:
             load_policy(self.policy, state)
             return
         load_policy(self.policy, state["paced"])
         self.fitted.load_state_dict(state)
-        pace = state["pace"]
-        self.stale = np.asarray(PRIOR if isinstance(pace, dict) else pace, dtype=np.float64)
+        self.stale = np.asarray(pace_as_written_now(state["pace"]), dtype=np.float64)

@@ -43,7 +43,6 @@ class JobConfig:
     start       samples per round of every worker at the start, int64 (W,)
     own_policy  what `policy` stands for
     served      that, under a `Guard` where `guard` says so and under a `Paced` where interval is "auto": the one to ask
-    first_interval   optimizer steps of the first window
     clock       seconds of deciding, which count where interval is "auto"; a virtual job's deciding takes none
     replayed    window index -> what is answered in place of asking the policy; None: it is asked
 
@@ -72,7 +71,6 @@ class JobConfig:
     start: Ints = field(init=False, repr=False, compare=False)
     own_policy: Policy = field(init=False, repr=False, compare=False)
     served: Policy = field(init=False, repr=False, compare=False)
-    first_interval: int = field(init=False, repr=False, compare=False)
     replayed: dict[int, dict[str, Any]] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +83,7 @@ class JobConfig:
         follows["bounds"], follows["start"] = self._sizes()
         follows["own_policy"] = policy_of(self.policy)
         self._check_policy()
-        follows["served"], follows["first_interval"] = self._served()
+        follows["served"] = self._served()
         follows["replayed"] = None if self.replay is None else recorded(self.replay, self.workers)
 
     # ------------------------------------------------------------ what follows
@@ -244,18 +242,17 @@ class JobConfig:
             allowed, fix = "'fixed' with meet='parameters' and this policy", f"say global_batch='fixed', or {ONE_PLACE}"
             raise ConfigError("global_batch", "adaptive", allowed, fix)
 
-    def _served(self) -> tuple[Policy, int]:
-        """`served` and `first_interval`."""
+    def _served(self) -> Policy:
         policy = self.own_policy
         if self._watched:
             from dynamix.policies.guard import Guard
 
             policy = Guard(policy)
         if isinstance(self.interval, int):
-            return policy, self.interval
-        from dynamix.policies.paced import FIRST, Paced
+            return policy
+        from dynamix.policies.paced import Paced
 
-        return Paced(policy, self.clock), FIRST
+        return Paced(policy, self.clock)
 
 
 def from_outside(policy: str | Policy, meet: str) -> tuple[str | Policy, str]:
