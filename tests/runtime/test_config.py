@@ -105,7 +105,7 @@ def test_what_is_replayed_is_read_and_checked(tmp_path: Path) -> None:
 def test_a_policy_is_asked_under_a_guard_and_a_pace_where_that_was_said() -> None:
     plain_one = JobConfig(2, "lb_bsp", 32)
     assert plain_one.served is plain_one.own_policy
-    assert plain_one.first_interval == 10
+    assert plain_one.interval == 5
     guarded = JobConfig(2, "lb_bsp", 32, guard=True)
     assert isinstance(guarded.served, Guard)
     assert not isinstance(guarded.own_policy, Guard)
@@ -113,7 +113,7 @@ def test_a_policy_is_asked_under_a_guard_and_a_pace_where_that_was_said() -> Non
     assert JobConfig(2, own, 32, guard=True).served is own  # a watch over a watch would see nothing new
     paced = JobConfig(2, "dynamix", 32, interval="auto")
     assert isinstance(paced.served, Paced)
-    assert paced.first_interval == FIRST
+    assert paced.served.window_length == FIRST
     assert isinstance(JobConfig(2, "dynamix", 32).served, Guard)
     assert not isinstance(JobConfig(2, "dynamix", 32, guard=False).served, Guard)
 
@@ -203,7 +203,7 @@ def test_ranks_compare_what_they_were_given_and_what_follows_as_plain_values() -
 
     usual = told()
     assert {"policy", "batch_size", "interval", "max_batch_size", "shape of the policy's state"} <= usual.keys()
-    for other in ({"interval": 5}, {"accumulate": 2}, {"lr_rule": "none"}, {"guard": False}, {"meet": "auto"}):
+    for other in ({"interval": 10}, {"accumulate": 2}, {"lr_rule": "none"}, {"guard": False}, {"meet": "auto"}):
         assert {name for name in other if told(**other)[name] != usual[name]} == other.keys()
     assert told(limits=Limits(max_batch_size=[64, 32]))["max_batch_size"] == "[64, 32]"
     assert told(limits=Limits(max_batch_size=[256, 256])) == usual  # in other words the same

@@ -14,7 +14,7 @@ from dynamix.window import Bounds, Floats, Ints, Window
 # Log of the global batch over the largest that training has met, per optimizer step: the learning rate grows with the
 # batch, and a net that is thrown into a rate it never met learns less than AdaScale counts (docs/design/baselines.md).
 GROWTH = 0.02
-USUAL_STEPS = 10.0  # of a window that does not say
+USUAL_STEPS = 5.0  # of a window that does not say
 MOST_STEPS = 500.0
 LEAST_GAIN = 0.005  # in log goodput, for which `Goodput` changes sizes at all
 

@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +51,7 @@ class JobConfig:
     start       samples per round of every worker at the start, int64 (W,)
     own_policy  what `policy` stands for
     served      that, under a `Guard` where `guard` says so and under a `Paced` where interval is "auto": the one to ask
-    first_interval   optimizer steps of the first window
+    clock       seconds of deciding, which count where interval is "auto"; a virtual job's deciding takes none
     replayed    window index -> what is answered in place of asking the policy; None: it is asked
 
     >>> config = JobConfig(2, "lb_bsp", 32, accumulate=2, limits=Limits(max_batch_size=48))
@@ -63,7 +64,7 @@ class JobConfig:
     batch_size: int = UNSAID
     global_batch: str = "fixed"
     limits: Limits = field(default_factory=Limits)
-    interval: int | str = 10
+    interval: int | str = 5
     accumulate: int = 1
     micro_batch: int | None = None
     meet: str = "gradients"
@@ -71,13 +72,13 @@ class JobConfig:
     rate_for: int | None = None
     replay: str | os.PathLike[str] | None = None
     guard: bool | None = None
+    clock: Callable[[], float] = time.thread_time
 
     fixed: bool = field(init=False, repr=False, compare=False)
     bounds: Bounds = field(init=False, repr=False, compare=False)
     start: Ints = field(init=False, repr=False, compare=False)
     own_policy: Policy = field(init=False, repr=False, compare=False)
     served: Policy = field(init=False, repr=False, compare=False)
-    first_interval: int = field(init=False, repr=False, compare=False)
     replayed: dict[int, dict[str, Any]] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class JobConfig:
         follows["bounds"], follows["start"] = self._sizes()
         follows["own_policy"] = policy_of(self.policy)
         self._check_policy()
-        follows["served"], follows["first_interval"] = self._served()
+        follows["served"] = self._served()
         follows["replayed"] = None if self.replay is None else recorded(self.replay, self.workers)
 
     # ------------------------------------------------------------ what follows
@@ -274,18 +275,17 @@ class JobConfig:
             if value != only:
                 raise ConfigError(name, value, f"{only} while policies are compared in one job", fix)
 
-    def _served(self) -> tuple[Policy, int]:
-        """`served` and `first_interval`."""
+    def _served(self) -> Policy:
         policy = self.own_policy
         if self._watched:
             from dynamix.policies.guard import Guard
 
             policy = Guard(policy)
         if isinstance(self.interval, int):
-            return policy, self.interval
-        from dynamix.policies.paced import FIRST, Paced
+            return policy
+        from dynamix.policies.paced import Paced
 
-        return Paced(policy), FIRST
+        return Paced(policy, self.clock)
 
 
 def from_outside(given: Mapping[str, Any]) -> dict[str, Any]:

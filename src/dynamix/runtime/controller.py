@@ -113,7 +113,7 @@ class Controller(Feeding, ControllerStatus):
         max_batch_size: int | Sequence[int] | None = None,
         min_global_batch: int | None = None,
         max_global_batch: int | None = None,
-        interval: int | Literal["auto"] = 10,
+        interval: int | Literal["auto"] = 5,
         quantum: int = 1,
         max_change: float = float("inf"),
         limits: Limits | None = None,

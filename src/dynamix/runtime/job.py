@@ -87,6 +87,7 @@ class TrainingJob:
         division = Division(ranks.rank, facts, self.allocations)
         each = channel.each_decides
         self.state = JobState(division, config.served, self.progress, self.recorder, peers=each)
+        length = window_length_of(config.served)
         self.windows = WindowCloser(
             facts,
             channel,
@@ -94,8 +95,8 @@ class TrainingJob:
             self.allocations,
             self.progress,
             self.recorder,
-            interval=config.first_interval,
-            paced=window_length_of(config.served) is not None,
+            interval=config.interval if isinstance(config.interval, int) else length or 1,
+            paced=length is not None,
             told=functools.partial(self._exchanged, payload),
             begins=self._iteration_begins,
             resumed=self.state.random.go_on,

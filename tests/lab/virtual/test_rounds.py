@@ -217,7 +217,7 @@ def test_windows_that_follow_what_changes_are_counted_in_rounds(tmp_path: Path, 
         cluster.run(40)
     events = read_events(tmp_path / "e")
     assert [event["window"]["steps"] for event in events[1:]] == [event["interval"] for event in events[:-1]]
-    assert [event["window"]["steps"] for event in events[:3]] == [2, 3, 4]
+    assert [event["window"]["steps"] for event in events[:3]] == [2, 4, 4]
 
 
 def test_a_round_takes_the_slowest_workers_steps_and_one_meeting_of_all_bytes() -> None:

@@ -110,7 +110,7 @@ class VirtualCluster:
         policy: str | Policy = "dynamix",
         batch_size: int = 128,
         bounds: Bounds | None = None,
-        interval: int | Literal["auto"] = 10,
+        interval: int | Literal["auto"] = 5,
         lr_rule: str = "auto",
         rate_for: int | None = None,
         seed: int = 0,
@@ -146,6 +146,7 @@ class VirtualCluster:
             rate_for=rate_for,
             replay=replay,
             guard=False,
+            clock=lambda: 0.0,
         )
         self.policy = config.served
         self._sample_costs = None if sample_costs is None else costs_of(sample_costs, len(dataset))

@@ -32,7 +32,7 @@ from dynamix_lab.tasks import as_is
 RANKS = 2
 PLAIN, AGAIN, HOOK = "ddp", "ddp-again", "ddp-hook"
 BATCH = 256  # samples a rank and step; policies may move one of them, so that all rows compute the same
-INTERVAL = 10  # the controller's default: steps a window
+INTERVAL = 5  # the controller's default: steps a window
 FEATURES, CLASSES, STORED = 32, 10, 4096
 REST_S = 0.03
 TIMEOUT = datetime.timedelta(seconds=120)

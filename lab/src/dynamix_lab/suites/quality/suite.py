@@ -26,7 +26,7 @@ from dynamix_lab.statistics import MeanInterval, paired_ratio, student_interval
 from dynamix_lab.suites.quality import pages
 from dynamix_lab.suites.quality.plan import DATA_SETS, EVEN, FLOOR, JOBS, ROWS, STATIC, QualityPlan
 
-INTERVAL = 10  # optimizer steps in a window, as a controller has them
+INTERVAL = 5  # optimizer steps in a window, as a controller has them
 LAST_ROUND = 1.05  # times the samples: an opponent's rounds of local steps end with a whole one
 DISTURBANCE = 1000  # apart from the seed of weights and order; all rows of one seed share both
 
