@@ -111,7 +111,7 @@ class Row:
 
     def settings(self, **options: Any) -> dynamix.Settings:
         kept = {"interval": 3, "min_batch_size": 2, "max_batch_size": 32, "lr_rule": "none"}
-        kept |= {"global_batch": "fixed" if self.shares == "move" else "adaptive"}
+        kept |= {} if self.shares == "move" else {"global_batch": "adaptive", "min_global_batch": 2}
         if self.in_pieces:
             kept |= {"micro_batch": PIECE, "batch_size": BATCH}
             kept |= {"meet": "parameters"} if self.how == "rounds" else {}

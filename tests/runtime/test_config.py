@@ -203,12 +203,18 @@ def test_ranks_compare_what_they_were_given_and_what_follows_as_plain_values() -
 
     usual = told()
     assert {"policy", "batch_size", "interval", "max_batch_size", "shape of the policy's state"} <= usual.keys()
-    for other in ({"interval": 10}, {"accumulate": 2}, {"lr_rule": "none"}, {"guard": False}, {"meet": "auto"}):
+    for other in (
+        {"interval": 10},
+        {"accumulate": 2},
+        {"lr_rule": "none"},
+        {"rate_for": 8},
+        {"guard": False},
+        {"meet": "auto"},
+    ):
         assert {name for name in other if told(**other)[name] != usual[name]} == other.keys()
     assert told(limits=Limits(max_batch_size=[64, 32]))["max_batch_size"] == "[64, 32]"
     assert told(limits=Limits(max_batch_size=[256, 256])) == usual  # in other words the same
     assert told(policy=make_policy("lb_bsp"))["policy"] == '"LBBSP"'
-    assert told(events="mine.jsonl") == usual  # the first rank's own affair
 
 
 # ---------------------------------------------------------------- limits

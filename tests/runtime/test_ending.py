@@ -320,8 +320,8 @@ def _later(rank: int) -> tuple[list[str], int]:
 def test_ranks_that_are_at_work_with_others_may_come_later() -> None:
     for rank, (log, workers) in enumerate(run_ranks(_later, 3, timeout_s=60)):
         assert workers == 3
-        assert len(log) == (2 if rank == 2 else 0), log
-        assert all("makes its Controller over ranks [0, 1], and rank 2 waits for it" in line for line in log)
+        waits = [line for line in log if "makes its Controller over ranks [0, 1], and rank 2 waits for it" in line]
+        assert len(waits) == (2 if rank == 2 else 0), log
 
 
 # ------------------------------------------------------------ going back

@@ -33,7 +33,7 @@ def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Any], list[W
     model = case.shard(Blocks().to(case.dtype))
     reference = Blocks().to(case.dtype)
     policy = Watching([sizes.tolist()])
-    controller = adaptive(policy, 6, interval=5, micro_batch=case.micro_batch, lr_rule="none")
+    controller = adaptive(policy, 6, interval=5, micro_batch=case.micro_batch, lr_rule="none", min_global_batch=1)
     controller._job.allocations.reset(0, sizes)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=case.clip)
     wrap = {"weighting": case.weighting, "scaler": scaler if case.clip else None}

@@ -15,6 +15,7 @@ from dynamix.policies.registry import make_policy, policy_names
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.facts.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.limits import Limits
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.measure.row import assemble
@@ -82,7 +83,7 @@ def _nothing(index: int, step: Step) -> None:
 def _shares(name: str, interval: int, disturb: Disturbance = _nothing, windows: int = 18) -> Floats:
     """(windows, W) shares under a policy that decides after every window; what it decides holds one step later."""
     sizes = np.full(4, 64)
-    job, workers = JobFacts(JobConfig(4, "static", 64, "adaptive")), Workers(disturb)
+    job, workers = JobFacts(JobConfig(4, "static", 64, "adaptive", Limits(min_global_batch=1))), Workers(disturb)
     decider, decided, since, shares = Decider(make_policy(name), job), sizes, 0, []
     for window in range(windows):
         if window:

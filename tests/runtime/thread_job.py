@@ -70,7 +70,7 @@ class ThreadJob:
         self.clock = ToldClock()
         self.recorder = Recorder(NO_DEVICE)
         self.recorder.timer = StepTimer(NO_DEVICE, clock=self.clock)
-        limits = Limits(max_batch_size=most)
+        limits = Limits(max_batch_size=most, min_global_batch=1 if global_batch == "adaptive" else None)
         config = JobConfig(ranks.workers, policy, batch_size, global_batch, limits, interval, lr_rule=lr_rule)
         facts = JobFacts(config, hosts=tuple(f"host{rank}" for rank in range(ranks.workers)))
         decider = Decider(config.served, facts) if ranks.rank == 0 else None

@@ -85,7 +85,6 @@ class AutoSync(SyncSchedule):
     _loss: float = field(default=float("nan"), init=False)  # when gradients met last
     _doubt: float = field(default=1.0, init=False)  # times as much that rounds apart must promise to begin
     _looked: float = field(default=0.0, init=False)  # samples trained when gradients met last
-    _trained: float = field(default=0.0, init=False)  # samples
     _windows: int = field(default=0, init=False)
     _apart: bool = field(default=False, init=False)  # the last choice
 
@@ -104,19 +103,18 @@ class AutoSync(SyncSchedule):
     def begin_anew(self) -> None:
         vars(self).update(vars(AutoSync(self.workers, self.epoch)))
 
-    def apart_bounds(self, piece: int) -> Bounds:
-        """Of rounds apart: whole pieces, one at least, so that everybody's speed is seen."""
+    def apart_bounds(self, piece: int, most: float = NO_LIMIT) -> Bounds:
+        """Of rounds apart, of `most` samples: whole pieces, one at least, so that everybody's speed is seen."""
         each = np.full(self.workers, piece, dtype=np.int64)
         high = 8 * int(MOST) * each  # of the fastest of unlike workers
         least = LEAST_STEPS * int(each.sum())
-        most = max(min(self._most(piece), int(high.sum())), least)
-        one, other = (np.asarray(total, dtype=np.int64) for total in (least, most))
+        largest = max(min(self._most(piece), int(high.sum()), int(most) // piece * piece), least)
+        one, other = (np.asarray(total, dtype=np.int64) for total in (least, largest))
         return Bounds(each, high, one, other, piece)
 
     def _most(self, piece: int) -> int:
         """Samples of a round, at most."""
-        grown = max(PART * self._trained, LEAST_STEPS * self.workers * piece)
-        return int(min(self.epoch, grown, NO_LIMIT)) // piece * piece
+        return int(min(self.epoch, NO_LIMIT)) // piece * piece
 
     def as_step(self, window: Window, piece: int) -> Window:
         """Take in `window`; of rounds apart, in pieces of `piece`, it is returned as one of steps of all workers.
@@ -149,7 +147,6 @@ class AutoSync(SyncSchedule):
     def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
         """The policy is asked for steps of all workers, of which `bounds` are."""
         piece, payload, samples = now
-        self._trained = samples
         sizes = ask(self.as_step(window, piece), bounds)
         after = self._piece(int(sizes.sum()), bounds, piece)
         speeds, seen_s = self._speeds(window, after), float(exposed_seconds(window))
@@ -159,7 +156,7 @@ class AutoSync(SyncSchedule):
         self._exposed_s = exposed_s
         in_force = round(int(window.batch_size.sum()) / piece) * after if piece else 0
         self.size = RoundSize(float(after), self.epoch)
-        total, pace = self.size.best(self.apart_bounds(after), speeds, meeting_s, now=in_force)
+        total, pace = self.size.best(self.apart_bounds(after, PART * samples), speeds, meeting_s, now=in_force)
         self._learn_lag(window, piece)
         computing_s = total / pace - meeting_s
         pace = total / (self.lags[1] * computing_s + meeting_s)

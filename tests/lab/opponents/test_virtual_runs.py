@@ -221,7 +221,7 @@ def test_the_products_rounds_use_fast_workers_more_where_links_are_slow(row: str
     ours, static = ran(trial), ran(Trial("static", "static", trial.batch_size, 0.1))
     assert ours.samples >= 6000
     assert ours.samples_by_worker[0] > 1.5 * ours.samples_by_worker[2]
-    assert ours.time_s / ours.samples < 0.6 * static.time_s / static.samples
+    assert ours.time_s / ours.samples < 0.7 * static.time_s / static.samples
     assert ours.evaluations[-1].loss < 0.85 * ours.evaluations[0].loss
 
 

@@ -30,7 +30,15 @@ from dynamix.window import Ints
 from dynamix_lab.opponents.local import EndlessOrder, LocalWorker, RoundBook, ScheduledRate, tell_cost, train_step
 from dynamix_lab.opponents.runs import HELD_OUT, HeldOut, RunLimits, RunLog, TrialRun
 from dynamix_lab.opponents.trial import Trial, set_rate
-from dynamix_lab.opponents.virtual import INTERVAL, averaging_of, bounds_of_trial, policy_of, round_of, schedule_of
+from dynamix_lab.opponents.virtual import (
+    INTERVAL,
+    averaging_of,
+    bounds_of_trial,
+    least_round,
+    policy_of,
+    round_of,
+    schedule_of,
+)
 from dynamix_lab.tasks import Arrays, Data, Workload, as_is
 
 WARM_UP_STEPS = 20  # on a model that is thrown away: first calls and allocations cost their time before the clock
@@ -267,7 +275,9 @@ class _LivePolicy:
 
 def settings_of(trial: Trial, workload: Workload, workers: int, samples: int) -> dict[str, Any]:
     """What a trial says to `Controller`: how much a worker does, and how workers meet."""
-    limits = Limits(*bounds_of_trial(trial, workload))
+    moves = trial.local is None and trial.global_batch == "adaptive"
+    least = least_round(trial, workers * trial.batch_size) if moves else None
+    limits = Limits(*bounds_of_trial(trial, workload), min_global_batch=least)
     local, whole = trial.local, {"batch_size": trial.batch_size, "limits": limits}
     if local is None:
         return {**whole, "global_batch": trial.global_batch}

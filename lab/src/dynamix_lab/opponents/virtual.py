@@ -114,6 +114,14 @@ def bounds_of_trial(trial: Trial, workload: Workload) -> tuple[int, int]:
     return min(workload.min_batch, trial.batch_size), max(workload.max_batch, trial.batch_size)
 
 
+def least_round(trial: Trial, start: int) -> int:
+    """The smallest global batch of a policy that moves it: that of the start, as `Controller` has it.
+
+    A profile is taken at smaller ones, too.
+    """
+    return 1 if trial.policy == "profiled" else start
+
+
 def round_of(trial: Trial, workers: int, samples: int) -> int:
     """A worker's samples of the first round where the product meets over parameters; an epoch of `samples` holds it."""
     assert trial.local is not None
@@ -225,7 +233,8 @@ def _bounds(trial: Trial, workload: Workload, workers: int) -> Bounds:
     start = workers * trial.batch_size
     if trial.global_batch == "fixed":
         return fixed_at(bounds, start)
-    return dataclasses.replace(bounds, total_low=np.asarray(start, dtype=np.int64))  # as `Controller` has it
+    least = least_round(trial, start)
+    return dataclasses.replace(bounds, total_low=np.asarray(least, dtype=np.int64))
 
 
 class _Alone:
