@@ -92,6 +92,19 @@ def test_a_budget_of_samples_ends_within_an_epoch_and_goes_on_after_a_resume() -
     job.close()
 
 
+def test_a_loop_that_was_asked_to_stop_is_left_before_its_budget_is_spent() -> None:
+    job, loader, _ = controller()
+    net = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    job.wrap(net, optimizer)
+    budget = job.budget(epochs=3)
+    job.request_stop()
+    assert train(job, loader, budget, net, optimizer) == [0]
+    assert job.samples_seen == 8
+    assert not budget.done
+    job.close()
+
+
 def test_a_state_of_an_older_version_has_learned_what_it_trained() -> None:
     job, loader, _ = controller()
     net = torch.nn.Linear(4, 2)

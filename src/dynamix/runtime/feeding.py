@@ -159,7 +159,9 @@ class Feeding:
         Raises `ConfigError` for impossible values.
         """
         with self._job.ranks.setting_up():
-            return self._job.rates.spend(self._job.need_source(), samples, epochs=epochs, count=count)
+            job = self._job
+            known = {"epochs": epochs, "count": count, "leaves": lambda: job.stopping}
+            return job.rates.spend(job.need_source(), samples, **known)
 
 
 def _require_data(dataset: Any) -> None:

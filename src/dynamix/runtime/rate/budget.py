@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from dynamix.data import BatchSampler, Stream
 from dynamix.errors import ConfigError, UsageError, spelling
@@ -17,10 +17,11 @@ class Budget:
     the samples as `gain` steps (Johnson et al., arXiv 2007.05105). So a job whose global batch grows trains on more
     samples, and ends sooner if these take less time. It is the same on all ranks after every round.
 
-    Iterated, it numbers epochs of `source` until it is spent.
+    Iterated, it numbers epochs of `source` until it is spent, or the loop is to be left.
 
     samples, epochs   one of them: of the data set, as the rounds that the job begins with would train on them
     count             "progress": what samples teach; "samples": samples as they are
+    leaves            whether the loop is to be left for another reason
 
     Raises `ConfigError` for impossible values, and while it is iterated `UsageError` if an epoch trains nothing.
     """
@@ -33,6 +34,7 @@ class Budget:
         *,
         epochs: int | None = None,
         count: str = "progress",
+        leaves: Callable[[], bool] = lambda: False,
     ) -> None:
         if epochs is not None:
             samples = _samples_of(source, epochs, samples)
@@ -42,11 +44,11 @@ class Budget:
         if count not in (known := ("progress", "samples")):
             raise ConfigError("count", count, "'progress' or 'samples'", spelling(count, known))
         self.samples, self.count = samples, count
-        self._progress, self._source = progress, source
+        self._progress, self._source, self._leaves = progress, source, leaves
 
     def __iter__(self) -> Iterator[int]:
         before = -1
-        while not self.done:
+        while not (self.done or self._leaves()):
             if self._progress.steps == before:
                 fix = "Train on the batches of the controller's loader, and call controller.step() after each"
                 raise UsageError(f"an epoch of the budget has trained nothing, so it would never end. {fix}")
