@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.rules import worth
+from dynamix.runtime.rules import efficiency
 from dynamix.runtime.state.packing import checksum
 from dynamix_lab.simulator import sample_clusters
 from dynamix_lab.virtual.cluster import VirtualCluster
@@ -148,10 +148,10 @@ def test_counted_by_samples_a_budget_is_samples() -> None:
 
 @given(st.floats(0.0, 1e6), st.floats(1e-6, 1e6), st.floats(1.0, 64.0))
 def test_a_sample_of_a_larger_batch_teaches_less_and_its_step_more(noise: float, signal: float, scale: float) -> None:
-    each = worth(32 * scale, 32, noise, signal)
+    each = efficiency(32 * scale, 32, noise, signal)
     assert 1 / scale <= each * (1 + 1e-9)
     assert each <= 1 + 1e-9
-    assert worth(32 * scale, 32, math.nan, math.nan) == 1.0
+    assert efficiency(32 * scale, 32, math.nan, math.nan) == 1.0
 
 
 # ---------------------------------------------------------------- of several ranks

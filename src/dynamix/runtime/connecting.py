@@ -150,7 +150,7 @@ def find_limits(job: TrainingJob, step_fn: Callable[[Any], Any], example: Any, *
     if job.most_of_piece is not None:
         job.limit_pieces(int(caps[job.ranks.rank]))
     if facts.piece is None:
-        facts.narrow(within(facts.bounds, facts.accumulate * caps))
+        facts.narrow(within(facts.bounds, facts.accumulate * caps, may_fall=facts.may_fall))
         if source is not None:
             source.limit(facts.in_pieces().high)
         now, bounds = windows.batch_sizes, facts.sync_schedule.bounds_of(windows.piece_apart, facts.bounds)

@@ -372,9 +372,10 @@ class Controller(Feeding, ControllerStatus):
 
 def _warn(config: JobConfig, at_once: int, *, unsaid: bool) -> None:
     """On the first rank: what was assumed. `at_once`: samples of the steps that all workers take at the same time."""
-    if config.rate_for is None and at_once != config.batch_size:
+    own = config.micro_batch if config.meet == "parameters" and config.micro_batch else config.batch_size
+    if config.rate_for is None and config.lr_rule != "none" and at_once != own:
         meant = f"the learning rate is taken as meant for steps of {at_once} samples, of all workers together"
-        write = f"Controller(rate_for={config.batch_size})"
+        write = f"Controller(rate_for={own})"
         _log.warning("dynamix: %s. If it was found with another batch, such as one worker's, write %s", meant, write)
     if config.rate_for is not None and at_once > FAR * config.rate_for:
         far = f"the global batch, {at_once} samples, is more than {FAR} times that of the rate, {config.rate_for}"

@@ -270,7 +270,7 @@ class TrainingJob:
     def round_done(self, piece: Piece) -> None:
         """A round is over, of which `piece` was the last."""
         rates = self.rates
-        self.progress.count(piece.round, 1.0 if self.facts.fixed else rates.worth(piece.round))
+        self.progress.count(piece.round, 1.0 if self.facts.fixed else rates.efficiency(piece.round))
         for hears in self._heard["round_done"]:
             hears(piece.round)
         spent = rates.budget is not None and rates.budget.done

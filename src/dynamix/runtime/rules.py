@@ -38,12 +38,12 @@ def adascale(scale: float, noise: float, signal: float, *, base_batch: float, st
     return (variance + square) / (variance / scale + square)
 
 
-def worth(total: float, base_batch: float, noise: float, signal: float) -> float:
+def efficiency(total: float, base_batch: float, noise: float, signal: float) -> float:
     """What a sample of a step of `total` teaches, over one of a step of `base_batch`: AdaScale's gain over the scale.
 
     1 if the noise is not known.
 
-    >>> worth(256, 64, noise=6400.0, signal=100.0), worth(256, 64, noise=float("nan"), signal=float("nan"))
+    >>> efficiency(256, 64, noise=6400.0, signal=100.0), efficiency(256, 64, noise=math.nan, signal=math.nan)
     (0.4, 1.0)
     """
     if total == base_batch or not (math.isfinite(noise) and math.isfinite(signal)):
@@ -52,14 +52,13 @@ def worth(total: float, base_batch: float, noise: float, signal: float) -> float
     return adascale(scale, noise, signal, base_batch=base_batch) / scale
 
 
-COUNTS = 4.0  # times the measured noise: chosen on five jobs with SGD, confirmed on others (docs/design/rates.md)
-
+NOISE_COUNTS = 4.0  # times: chosen on five jobs with SGD, and not confirmed on others yet (docs/design/rates.md)
 GROWTH = 0.02  # of the factor, in logarithms a step
 MOST_GROWTH = 50.0  # far beyond any factor
 
 
 def gain(scale: float, noise: float, signal: float, *, base_batch: float, steps: float = math.inf) -> float:
-    """AdaScale's gain with the noise counted `COUNTS` times, so closer to `scale`; while nothing is known, its root.
+    """AdaScale's gain with the noise counted `NOISE_COUNTS` times; while nothing is known, the root of `scale`.
 
     It begins at the root, too, and grows away from it by `GROWTH` a step: a net that is thrown into a rate that it
     never met may not recover. A smaller step than the base batch's gets its part of the rate.
@@ -70,7 +69,7 @@ def gain(scale: float, noise: float, signal: float, *, base_batch: float, steps:
     root = min(scale, math.sqrt(scale))
     if not (math.isfinite(noise) and math.isfinite(signal)):
         return root
-    full = adascale(scale, COUNTS * noise, signal, base_batch=base_batch)
+    full = adascale(scale, NOISE_COUNTS * noise, signal, base_batch=base_batch)
     return full if full <= root else min(full, root * math.exp(min(GROWTH * steps, MOST_GROWTH)))
 
 

@@ -174,6 +174,8 @@ def test_caps_go_into_the_bounds_or_say_why_not() -> None:
     assert int(bounds.total_high) == 84
     with pytest.raises(ConfigError, match="min_global_batch=100"):
         within(Bounds.of(2, 1, 64, total_low=100), torch.tensor([64, 20]).numpy())
+    fits = within(Bounds.of(2, 1, 64, total_low=100), torch.tensor([64, 20]).numpy(), may_fall=True)
+    assert (int(fits.total_low), fits.high.tolist()) == (84, [64, 20])  # nobody said that it may not
 
 
 def test_calls_out_of_order_say_what_to_do() -> None:

@@ -85,6 +85,7 @@ class JobFacts:
     slack        rounds that may still be issued under the old allocation after a window closed; None: a live job's
     ahead        rounds that a simulated loader has issued beyond those that its sampler has
     fixed        the global batch stays at `base_batch`
+    may_fall     it begins with the least that it may be, and nobody said so: what memory holds may be less
     sync_schedule   chooses how workers meet
     piece        most samples of a piece, as the user said; a rank's memory may hold less
     per_epoch    a window is an epoch
@@ -102,6 +103,7 @@ class JobFacts:
     ) -> None:
         self.bounds, self.base_batch, self.accumulate = config.bounds, config.base_batch, config.accumulate
         self.slack, self.ahead = config.slack if slack is None else slack, ahead
+        self.may_fall = not config.fixed and config.limits.min_global_batch is None
         self.fixed, self.piece, self.sync_schedule = config.fixed, config.micro_batch, config.sync_schedule()
         self.per_epoch = boundary(config.own_policy) == "epoch"
         self.hosts, self.shares = hosts, dict[str, float]()

@@ -20,7 +20,7 @@ class Progress(Part):
     steps     optimizer steps
     opens     round from which measurements belong to the window now open
     samples   trained on by all workers
-    learned   samples of rounds as they were at the start that would have taught as much (`Rates.worth`)
+    learned   samples of rounds as they were at the start that would have taught as much (`Rates.efficiency`)
     shared    (round, noise, signal, interval): ranks may learn of the noise scale at other moments, so it counts from
               an agreed step; `interval` is the length of the window now open where a policy says it, else 0
     here      optimizer steps since this process began or a state was loaded; where workers step apart, their mean
@@ -48,11 +48,11 @@ class Progress(Part):
             self._due[every] = self.here
         return self._due.get(every) == self.here
 
-    def count(self, done: Round, worth: float = 1.0) -> None:
-        """A round is over, of which a sample taught `worth` times what one of a round at the start would have."""
+    def count(self, done: Round, efficiency: float = 1.0) -> None:
+        """A round is over, of which a sample taught `efficiency` times what one of a round at the start would have."""
         self.steps += 1
         self.samples += done.samples
-        self.learned += done.samples * worth
+        self.learned += done.samples * efficiency
         self.here += done.samples / done.at_once if done.piece else 1.0
 
     def told(self, from_step: int, noise: float, signal: float, *, interval: int = 0, opens: int | None = None) -> None:

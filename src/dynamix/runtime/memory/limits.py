@@ -1,5 +1,6 @@
 """The largest micro-batch that fits each rank's memory, found before training: doubling, then halving the gap."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -179,12 +180,17 @@ def _states_to_come(optimizer: Optimizer) -> int:
     return 2
 
 
-def within(bounds: Bounds, caps: Ints) -> Bounds:
+def within(bounds: Bounds, caps: Ints, *, may_fall: bool = False) -> Bounds:
     """`bounds` with no worker above its cap (W,), samples per round.
+
+    may_fall   nobody said how small the global batch may be: then it is what fits, if that is less than at the start
 
     Raises `ConfigError` when the global batch cannot be reached any more.
     """
     high = np.minimum(bounds.high, caps)
+    total_low = np.minimum(bounds.total_low, high.sum() // bounds.quantum * bounds.quantum)
+    if may_fall:
+        bounds = dataclasses.replace(bounds, total_low=total_low)
     if int(bounds.total_low) > int(high.sum()):
         allowed = f"at most {int(high.sum())}, which is what fits: {caps.tolist()}"
         fix = "lower min_global_batch, or accumulate more micro-batches"

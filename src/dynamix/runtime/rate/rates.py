@@ -14,7 +14,7 @@ from dynamix.runtime.part import Part
 from dynamix.runtime.ranks.compare import settings_of
 from dynamix.runtime.rate.budget import Budget
 from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch
-from dynamix.runtime.rules import AUTO, worth
+from dynamix.runtime.rules import AUTO, efficiency
 
 
 class Rates(Part):
@@ -70,11 +70,11 @@ class Rates(Part):
         nominal = [schedule.nominal_batch_size for schedule in self.schedules]
         return {"schedules": nominal, "budget": budget, **settings_of(self.optimizers)}
 
-    def worth(self, done: Round) -> float:
+    def efficiency(self, done: Round) -> float:
         """What a sample of a round taught, over one of a round at the start; an epoch's tail as the steps before."""
         if done.piece or done.regular:
             self._total = done.at_once if done.piece else done.samples
-        return worth(self._total, self.job.at_once, *self.progress.noise_at(done.index))
+        return efficiency(self._total, self.job.at_once, *self.progress.noise_at(done.index))
 
     @property
     def move(self) -> bool:
@@ -141,7 +141,7 @@ class Rates(Part):
     def _counted(self, of: Round) -> float:
         """What schedules count of a round."""
         in_progress = self.budget is not None and self.budget.count == "progress" and not self.job.fixed
-        return of.samples * self.worth(of) if in_progress else of.samples
+        return of.samples * self.efficiency(of) if in_progress else of.samples
 
     def _advance(self, to: float) -> None:
         """Let schedules go on to so many samples of the round under way."""

@@ -194,7 +194,8 @@ class SampleSchedule:
         return {"samples": self.samples, "carry": self._carry, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.samples, self._carry = state["samples"], state["carry"]
+        counted = state["samples"], state["carry"]
+        self.samples, self._carry = (n if isinstance(n, float) else int(n) for n in counted)
         self.scheduler.load_state_dict(state["scheduler"])
 
 
