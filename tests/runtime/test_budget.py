@@ -41,6 +41,13 @@ def controller(policy: Any = "static", **options: Any) -> tuple[dynamix.Controll
     return made, DataLoader(set_, batch_sampler=made.batch_sampler(set_)), set_
 
 
+def wrapped(job: dynamix.Controller) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    net = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    job.wrap(net, optimizer)
+    return net, optimizer
+
+
 def train(job: dynamix.Controller, loader: Any, budget: Any, net: Any, optimizer: Any, most: int = 1000) -> list[int]:
     """The loop of the documentation; epochs that it began."""
     epochs = []
@@ -59,11 +66,18 @@ def train(job: dynamix.Controller, loader: Any, budget: Any, net: Any, optimizer
     return epochs
 
 
+def rates_used(job: dynamix.Controller, loader: Any, net: Any, optimizer: Any) -> list[float]:
+    """In the steps of an epoch, after which the job is closed."""
+    used: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
+    train(job, loader, job.budget(epochs=1), net, optimizer)
+    job.close()
+    return used
+
+
 def test_with_a_fixed_batch_epochs_of_a_budget_are_epochs() -> None:
     job, loader, _ = controller()
-    net = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    job.wrap(net, optimizer)
+    net, optimizer = wrapped(job)
     budget = job.budget(epochs=3)
     assert train(job, loader, budget, net, optimizer) == [0, 1, 2]
     assert job.samples_seen == 3 * SAMPLES
@@ -81,9 +95,7 @@ def test_a_budget_of_samples_ends_within_an_epoch_and_goes_on_after_a_resume() -
     state = job.state_dict()
     job.close()
     job, loader, _ = controller()
-    net = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    job.wrap(net, optimizer)
+    net, optimizer = wrapped(job)
     job.load_state_dict(state)
     budget = job.budget(136)
     assert budget.part == pytest.approx(56 / 136)
@@ -94,9 +106,7 @@ def test_a_budget_of_samples_ends_within_an_epoch_and_goes_on_after_a_resume() -
 
 def test_a_loop_that_was_asked_to_stop_is_left_before_its_budget_is_spent() -> None:
     job, loader, _ = controller()
-    net = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    job.wrap(net, optimizer)
+    net, optimizer = wrapped(job)
     budget = job.budget(epochs=3)
     job.request_stop()
     assert train(job, loader, budget, net, optimizer) == [0]
@@ -107,9 +117,7 @@ def test_a_loop_that_was_asked_to_stop_is_left_before_its_budget_is_spent() -> N
 
 def test_a_state_of_an_older_version_has_learned_what_it_trained() -> None:
     job, loader, _ = controller()
-    net = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    job.wrap(net, optimizer)
+    net, optimizer = wrapped(job)
     train(job, loader, job.budget(48), net, optimizer)
     state = job.state_dict()
     job.close()
@@ -248,26 +256,16 @@ def test_an_epoch_that_trains_nothing_ends_the_budget_with_an_error() -> None:
 @pytest.mark.parametrize(("batch", "factor"), [(None, 1.0), (8, 1.0), (4, 2.0), (16, 0.5)])
 def test_the_rate_is_scaled_from_its_own_batch_also_where_the_batch_is_fixed(batch: Any, factor: float) -> None:
     job, loader, _ = controller(rate_for=batch, lr_rule="linear")
-    net = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    job.wrap(net, optimizer)
-    used = []
-    optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
-    train(job, loader, job.budget(epochs=1), net, optimizer)
-    job.close()
+    net, optimizer = wrapped(job)
+    used = rates_used(job, loader, net, optimizer)
     np.testing.assert_allclose(used, 0.1 * factor)
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_while_nothing_is_known_of_the_noise_it_is_scaled_by_the_root() -> None:
     job, loader, _ = controller(rate_for=2)
-    net = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    job.wrap(net, optimizer)
-    used = []
-    optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
-    train(job, loader, job.budget(epochs=1), net, optimizer)
-    job.close()
+    net, optimizer = wrapped(job)
+    used = rates_used(job, loader, net, optimizer)
     np.testing.assert_allclose(used[:2], 0.2)
     assert len(set(used)) > 1  # the first window tells
     assert 0.1 <= min(used) <= max(used) <= 0.4
