@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from dynamix.errors import ConfigError
 from dynamix_lab.installed import how_to_install
@@ -24,17 +24,18 @@ TEST_SAMPLES = 360
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
 NETS = ("conv", "mlp")
+ADAMW_RATE = 0.002
 
 
-def workload(net: str = "conv") -> Workload:
-    """digits with a small convolutional net (`conv`) or a perceptron of one hidden layer (`mlp`)."""
+def workload(net: str = "conv", *, adamw: bool = False) -> Workload:
+    """digits with a small convolutional net (`conv`) or a perceptron of one hidden layer (`mlp`); SGD, or AdamW."""
     if net not in NETS:
         raise ConfigError("net", net, ", ".join(NETS), "check the spelling")
     return Workload(
-        name="digits" if net == "conv" else f"digits-{net}",
+        name="-".join(["digits", *([] if net == "conv" else [net]), *(["adamw"] if adamw else [])]),
         make_data=make_data,
         make_model=_conv if net == "conv" else _perceptron,
-        make_optimizer=make_optimizer,
+        make_optimizer=functools.partial(AdamW, lr=ADAMW_RATE) if adamw else make_optimizer,
         loss=F.cross_entropy,
         metric=accuracy,
         min_batch=2,

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from dynamix.errors import ConfigError
 from dynamix.window import Floats
@@ -35,18 +35,19 @@ TRAIN_SAMPLES = 65_536
 TEST_SAMPLES = 1_000
 LEARNING_RATE = 0.5
 MOMENTUM = 0.9
+ADAMW_RATE = 0.01
 BEFORE = 6  # bytes that a prediction sees
 EMBEDDING = 8
 HIDDEN = 64
 
 
-def workload() -> Workload:
-    """Pieces of the standard library's source and a perceptron over the six bytes before each."""
+def workload(*, adamw: bool = False) -> Workload:
+    """Pieces of the standard library's source and a perceptron over the six bytes before each; SGD, or AdamW."""
     return Workload(
-        name="pysource-pieces",
+        name="pysource-pieces-adamw" if adamw else "pysource-pieces",
         make_data=make_data,
         make_model=make_model,
-        make_optimizer=make_optimizer,
+        make_optimizer=functools.partial(AdamW, lr=ADAMW_RATE) if adamw else make_optimizer,
         loss=loss,
         metric=byte_accuracy,
         min_batch=1,
