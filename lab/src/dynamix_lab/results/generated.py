@@ -1,4 +1,4 @@
-"""What is generated from results/: the page of each result, `results/NAME-DATE/table.md`, and tables in README and docs.
+"""What is generated from results/: the page of each, `results/NAME-DATE/table.md`, and tables in README and docs.
 
 A table stands between two comments and is never edited:
 

@@ -14,7 +14,6 @@ from dynamix_lab.report import (
     measured,
     new_figure,
     number,
-    sections_markdown,
     with_interval,
 )
 from dynamix_lab.suites.compression.exchanges import BASELINES, LOSSY
@@ -175,11 +174,6 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         made.append(beside_the_model(compared))
     checks = identity(result)
     return [*made, Section("Losses, bit by bit", (), checks)] if checks.rows else made
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """table.md: the goals, then a table a cell."""
-    return sections_markdown(sections(result))
 
 
 def page(result: Mapping[str, Any]) -> str:

@@ -8,17 +8,12 @@ from typing import Any
 import numpy as np
 
 from dynamix.model.rounds import MOST
-from dynamix_lab.report import Section, Table, number, sections_markdown
+from dynamix_lab.report import Section, Table, number
 from dynamix_lab.suites.rounds.jobs import JOBS
 
 ROWS = ("rule", "guard", "adacomm", "qsr", "together", "product")
 FACTORS, POWERS = (4, 6, 7, 8, 9, 10), (1 / 4, 1 / 3, 1 / 2)
 Places = Sequence[Mapping[str, Any]]
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """table.md."""
-    return sections_markdown(sections(result), level=2)
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
