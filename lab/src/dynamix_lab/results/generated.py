@@ -22,7 +22,7 @@ from typing import Any
 
 from dynamix.errors import ConfigError
 from dynamix_lab.results.record import newest, result_of
-from dynamix_lab.results.views import markdown_of
+from dynamix_lab.results.tables import markdown_of
 
 _BLOCK = re.compile(r"(<!-- table: ([^\s:]+)(?: ([^\s:]+))?(?:: (.+?))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NONE_YET = "No result of this name is recorded yet.\n"
