@@ -12,7 +12,7 @@ import pytest
 from dynamix.errors import ConfigError
 from dynamix_homomorphic.aggregator.protocol import ADD, OR, pack
 from dynamix_lab.results.record import load
-from dynamix_lab.results.views import markdown_of
+from dynamix_lab.results.tables import markdown_of
 from dynamix_lab.suites.aggregator.hostile import LIMITS, TARGETS, Hung, combined, contributions, frames, limited
 from dynamix_lab.suites.aggregator.returning import summary
 from dynamix_lab.suites.aggregator.suite import AggregatorPlan

@@ -18,9 +18,10 @@ from dynamix.cli.app import app
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
 from dynamix.runtime.controller import Controller
+from dynamix_lab.report import sections_markdown
 from dynamix_lab.results.record import load
 from dynamix_lab.suites.quality import suite
-from dynamix_lab.suites.quality.pages import markdown
+from dynamix_lab.suites.quality.pages import sections
 from dynamix_lab.suites.quality.plan import BATCH, JOBS, USUAL, QualityPlan
 from dynamix_lab.suites.quality.suite import concluded, run_in_stages, trained
 from dynamix_lab.tasks import make_workload
@@ -64,7 +65,7 @@ def test_at_equal_time_every_row_trains_for_as_long_as_even_shares(
         mine = found["rows"][row]
         assert mine["samples_over_even"] == pytest.approx(longer, abs=0.01), row
         assert mine["time_over_even"]["median"] == pytest.approx(1, abs=0.1), row
-    assert "### At equal time" in markdown(result)
+    assert "## At equal time" in sections_markdown(sections(result))
     recorded = load("results/equal-time-*", Path(__file__).parents[3])
     for part in recorded["jobs"].values():
         for row, mine in part["at_time"]["rows"].items():
@@ -112,7 +113,7 @@ def test_pairs_follow_the_spread_up_to_the_cap_and_only_what_is_missing_is_run(
     assert not parts["dynamix"]["capped"]
     assert parts["static"]["pairs"] == parts["dynamix-fixed"]["pairs"] == 30
     assert parts["dynamix-fixed"]["capped"]
-    assert "dynamix-fixed at conv" in markdown(result)
+    assert "dynamix-fixed at conv" in sections_markdown(sections(result))
     assert result["seeds"] == list(range(30))
     done = len(ran)
     more = replace(plan, sized=("dynamix", "dynamix-fixed", "lb_bsp"), max_pairs=31)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dynamix_lab.results.record import record
-from dynamix_lab.results.views import markdown_of
+from dynamix_lab.results.tables import markdown_of
 from dynamix_lab.suites.rebalance import conclude
 
 

@@ -15,7 +15,8 @@ from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.emulator import host_speeds
 from dynamix_lab.harness.suite import Suite, run_suite
-from dynamix_lab.suites.scaling.report import conclude, large_medium_small, markdown
+from dynamix_lab.report import sections_markdown
+from dynamix_lab.suites.scaling.report import conclude, large_medium_small, sections
 from dynamix_lab.suites.scaling.suite import ScalingPlan, ScalingSuite
 from dynamix_lab.suites.scaling.virtual_world import NetEnv, at_workers
 from dynamix_lab.tasks.net_costs import NetCosts
@@ -122,7 +123,7 @@ def test_conclusions_are_paired_censored_and_beside_the_paper() -> None:
     assert paper["goal_reached"] is False
     assert found["pattern"]["dynamix"] == {"runs": 2, "large_medium_small": 2}
     assert found["pattern"]["dynamix-paper"] == {"runs": 2, "large_medium_small": 1}
-    assert "853 s to 652 s" in markdown(found)
+    assert "853 s to 652 s" in sections_markdown(sections(found))
     assert not large_medium_small(even)
 
 
@@ -130,4 +131,4 @@ def test_a_static_that_never_arrives_leaves_the_cell_without_ratios() -> None:
     runs = {"static": [_run(10, [0.1, 0.2, 0.3], [8.0] * 3)], "dynamix": [_run(10, [0.9, 0.9, 0.9], [8.0] * 3)]}
     found = conclude({"vgg16-sgd-8": _cell(runs, 300)})
     assert found["cells"]["vgg16-sgd-8"]["policies"] == {}
-    assert "never reached" in markdown(found)
+    assert "never reached" in sections_markdown(sections(found))

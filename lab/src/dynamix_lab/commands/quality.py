@@ -39,6 +39,7 @@ def bench_quality(
     from dataclasses import replace
 
     from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.report import sections_markdown
     from dynamix_lab.suites.quality import pages
     from dynamix_lab.suites.quality.plan import QualityPlan
     from dynamix_lab.suites.quality.suite import run_in_stages
@@ -58,7 +59,7 @@ def bench_quality(
     plan.check()
     with RunFolder("quality", out, resume=resume) as folder, progress("quality") as tell:
         result = run_in_stages(plan, folder, command=command_line(context), tell=tell, processes=processes)
-    print_json(result) if as_json else typer.echo(pages.markdown(result))
+    print_json(result) if as_json else typer.echo(sections_markdown(pages.sections(result)))
 
 
 @bench.command("rounds")

@@ -139,7 +139,7 @@ class ReactionSuite(Suite):
         return {"target": None, "pairs": list(cells), "policies": policies, "ratios": ratios, "cells": dict(cells)}
 
     def table(self, result: Mapping[str, Any]) -> str:
-        return sections_markdown(sections(result), level=2)
+        return sections_markdown(sections(result))
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:

@@ -23,10 +23,11 @@ from dynamix.events.run_folder import commit
 from dynamix_lab.emulator import Emulation, Scenario, load_scenario
 from dynamix_lab.emulator.cluster import Mechanism
 from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.report import sections_markdown
 from dynamix_lab.suites.aggregator.certificates import have_openssl, make_certificates
 from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, ELSEWHERE, SPARSE_TENSORS, WAYS
 from dynamix_lab.suites.compression.jobs import AFTER_TOPK, EMBEDDINGS, JOBS, LARGE, SPARSE_JOBS, SPARSEST
-from dynamix_lab.suites.compression.report import markdown, page
+from dynamix_lab.suites.compression.report import page, sections
 from dynamix_lab.suites.compression.summary import join, judge, summarise
 
 RATES_MBIT_S = (100, 1000)
@@ -195,7 +196,7 @@ class CompressionSuite(Suite):
         return {"mechanisms": mechanisms, "target": judge(cells), **join(cells), "cells": dict(cells)}
 
     def table(self, result: Mapping[str, Any]) -> str:
-        return markdown(result)
+        return sections_markdown(sections(result))
 
     def page(self, result: Mapping[str, Any]) -> str:
         return page(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynamix_lab.report import Page, Section, Table, measured, number, provenance, sections_markdown
+from dynamix_lab.report import Page, Section, Table, measured, number, provenance
 from dynamix_lab.suites.quality.plan import EVEN
 
 DEFAULT = "dynamix-fixed"
@@ -22,11 +22,6 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     found = [_default(result)] if DEFAULT in names else []
     longer = [_at_time(result)] if any("at_time" in part for part in result["jobs"].values()) else []
     return [*found, _every(result, names), *longer]
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """table.md."""
-    return sections_markdown(sections(result), level=3)
 
 
 def page(result: Mapping[str, Any]) -> str:

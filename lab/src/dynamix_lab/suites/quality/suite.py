@@ -22,6 +22,7 @@ from dynamix_lab.opponents.buckets import gradient_buckets
 from dynamix_lab.opponents.runs import RunLimits
 from dynamix_lab.opponents.virtual import run_virtual
 from dynamix_lab.opponents.world import DeviceWorld
+from dynamix_lab.report import sections_markdown
 from dynamix_lab.statistics import MeanInterval, paired_ratio, student_interval
 from dynamix_lab.suites.quality import pages
 from dynamix_lab.suites.quality.plan import DATA_SETS, EVEN, FLOOR, JOBS, ROWS, STATIC, QualityPlan
@@ -87,7 +88,7 @@ class QualitySuite(Suite):
         }
 
     def table(self, result: Mapping[str, Any]) -> str:
-        return pages.markdown(result)
+        return sections_markdown(pages.sections(result))
 
     def page(self, result: Mapping[str, Any]) -> str:
         return pages.page(result)

@@ -8,17 +8,12 @@ from typing import Any
 import numpy as np
 
 from dynamix.model.rounds import MOST
-from dynamix_lab.report import Section, Table, number, sections_markdown
+from dynamix_lab.report import Section, Table, number
 from dynamix_lab.suites.rounds.jobs import JOBS
 
 ROWS = ("rule", "guard", "adacomm", "qsr", "together", "product")
 FACTORS, POWERS = (4, 6, 7, 8, 9, 10), (1 / 4, 1 / 3, 1 / 2)
 Places = Sequence[Mapping[str, Any]]
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """table.md."""
-    return sections_markdown(sections(result), level=2)
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
@@ -29,7 +24,6 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         Section("Place by place", table=by_place(quiet)),
         Section("Other constants", table=constants(quiet)),
         Section("With jitter", table=jittered(result["places"])),
-        Section("Normalised moves", table=normalised(quiet)),
         Section("What u says", table=bends(result["bends"])),
     ]
 
@@ -97,21 +91,6 @@ def jittered(places: Places) -> Table:
         mean = np.exp(np.mean(np.log(found)))
         rows.append([f"{level:g}", str(len(some)), f"{mean:.2f}", f"{max(found):.2f}", f"{best:.1f}"])
     return Table(["sd of a step's log time", "places", "rule: mean", "worst", "best H in the mean"], rows)
-
-
-def normalised(places: Places) -> Table:
-    """Moves as if all had taken equally many steps, over moves by samples, at the same number of steps.
-
-    Both meet equally often, so the exchange is of one length.
-    """
-    rows = []
-    for place in (place for place in places if place["ratio"] == 1):
-        for row, seconds in place["seconds"].items():
-            if row.startswith("normalised@"):
-                steps = row.partition("@")[2]
-                ratio = number(seconds / place["seconds"][steps], 3)
-                rows.append([place["job"], f"{place['spread']:g}:1", steps, ratio])
-    return Table(["job", "speeds", "steps", "normalised over by samples, time"], rows)
 
 
 def bends(found: Sequence[Mapping[str, Any]]) -> Table:

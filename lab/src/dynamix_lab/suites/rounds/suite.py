@@ -15,6 +15,7 @@ import torch
 
 from dynamix.errors import ConfigError
 from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.report import sections_markdown
 from dynamix_lab.suites.rounds import pages
 from dynamix_lab.suites.rounds.compare import compared, samples_needed
 from dynamix_lab.suites.rounds.jobs import JOBS, RoundsJob, job_named, speeds_of
@@ -100,7 +101,7 @@ class RoundsSuite(Suite):
         return {"target": None, "policies": {}, "ratios": {}, **compared(list(cells.values()))}
 
     def table(self, result: Mapping[str, Any]) -> str:
-        return pages.markdown(result)
+        return sections_markdown(pages.sections(result))
 
 
 def _key(name: str, spread: float, row: str) -> str:

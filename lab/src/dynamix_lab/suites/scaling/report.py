@@ -16,7 +16,6 @@ from dynamix_lab.report import (
     number,
     percent,
     provenance,
-    sections_markdown,
     with_interval,
 )
 from dynamix_lab.statistics import censored, paired_difference, paired_ratio, time_to_target
@@ -126,11 +125,6 @@ def large_medium_small(batch: Sequence[float]) -> bool:
     """
     first, second, last = thirds(batch)
     return first > PATTERN_STEP * second and second > PATTERN_STEP * last
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """table.md: a table for time, one for accuracy, one for batches."""
-    return sections_markdown(sections(result))
 
 
 def page(result: Mapping[str, Any]) -> str:

@@ -24,8 +24,9 @@ from dynamix.window import Bounds
 from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import CENSOR_FACTOR, file_name
 from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.report import sections_markdown
 from dynamix_lab.statistics import time_to_target
-from dynamix_lab.suites.scaling.report import conclude, markdown, page
+from dynamix_lab.suites.scaling.report import conclude, page, sections
 from dynamix_lab.suites.scaling.virtual_world import NetEnv, at_workers, described
 from dynamix_lab.tasks import Arrays, Workload, as_is, make_workload, score
 from dynamix_lab.tasks.convolution import adamw
@@ -208,7 +209,7 @@ class ScalingSuite(Suite):
         return conclude({f"{case}-{w}": _gathered(self.plan, (case, w), cells) for case, w in there})
 
     def table(self, result: Mapping[str, Any]) -> str:
-        return markdown(result)
+        return sections_markdown(sections(result))
 
     def page(self, result: Mapping[str, Any]) -> str:
         return page(result)
