@@ -24,7 +24,7 @@ import dynamix
 BATCH, EPOCHS = 32, 4
 
 
-def slowly(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def slowly(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """DDP's own exchange, over what stands for a slow network."""
     time.sleep(0.01)
     return allreduce_hook(state, bucket)
