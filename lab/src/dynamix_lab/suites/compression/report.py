@@ -19,7 +19,6 @@ from dynamix_lab.report import (
 )
 from dynamix_lab.suites.compression.exchanges import BASELINES, LOSSY
 from dynamix_lab.suites.compression.jobs import AFTER_TOPK
-from dynamix_lab.suites.compression.region import beside_the_model, compare
 from dynamix_lab.suites.compression.summary import over_best, over_sparse, timed
 
 _GOALS = {
@@ -169,8 +168,6 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         made.append(Section("All cells", [about], overview(result)))
     for name, cell in timed(result["cells"]).items():
         made.append(Section(name, [_said(cell)], _table(cell), notes=_counts(cell)))
-    if compared := compare(result):
-        made.append(beside_the_model(compared))
     checks = identity(result)
     return [*made, Section("Losses, bit by bit", (), checks)] if checks.rows else made
 

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -271,10 +272,10 @@ def write_calibration(folder: Path, out: Path) -> dict[str, Any]:
     return fitted
 
 
-def lines(fitted: dict[str, Any]) -> list[str]:
+def lines(held_out: Mapping[str, Any]) -> list[str]:
     """The errors on points that the fits have not seen, for a person."""
     return [
         "{}: {} {mean_absolute:.1%} mean, {p90:.1%} p90, {points} points".format(source, place, **part[place])
-        for source, part in fitted["held_out"].items()
+        for source, part in held_out.items()
         for place in ("inside", "ends")
     ]
