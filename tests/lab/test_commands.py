@@ -20,7 +20,7 @@ def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
     assert CliRunner().invoke(app, said[1:]).exit_code == 0
 
 
-MEASUREMENTS = "aggregator calibration compression disturbance excavation faults fuzz observe overhead peers stigmergy "
+MEASUREMENTS = "calibration compression disturbance excavation faults fuzz observe overhead peers stigmergy "
 MEASUREMENTS += "experiment first-run opponents recipes"
 
 

@@ -9,6 +9,7 @@ from dynamix_lab.commands.group import bench
 
 _TABLE = "nothing: results/{}/table.md keeps what was measured"
 REMOVED = {
+    "aggregator": "dynamix bench fuzz for damaged frames; " + _TABLE.format("aggregator-2026-11-24"),
     "changecost": "nothing: what a new size costs is a constant of the simulated hosts",
     "cost": "dynamix bench overhead --decision-only, under either commit",
     "decisions": "scripts/same COMMIT",

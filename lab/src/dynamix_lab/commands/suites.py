@@ -1,5 +1,5 @@
-"""The suites: `dynamix bench overhead`, `observe`, `compression`, `aggregator`, `faults`, `fuzz`, and in the simulator
-`stigmergy` and `disturbance`.
+"""The suites: `dynamix bench overhead`, `observe`, `compression`, `faults`, `fuzz`; in the simulator `stigmergy` and
+`disturbance`.
 """
 
 from __future__ import annotations
@@ -134,29 +134,6 @@ def bench_compression(
         raise typer.Exit(1)
 
 
-@bench.command("aggregator")
-@guarded
-def bench_aggregator(
-    context: typer.Context,
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter turns, 10,000 hostile frames.")] = False,
-    workers: Annotated[str | None, typer.Option(help="Workers of a job, comma-separated (default: 8,32).")] = None,
-    frames: Annotated[int | None, typer.Option(min=0, help="Hostile frames (default: 1000000); 0: none.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Another one damages otherwise.")] = 0,
-    resume: Resume = False,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """What one core of an aggregator carries beside its line and its memory; and hostile frames: no sum is wrong."""
-    from dynamix_lab.suites.aggregator.suite import AggregatorPlan, AggregatorSuite
-
-    plan = AggregatorPlan.of(quick=quick, workers=numbers_of("workers", workers), frames=frames, seed=seed)
-    result = conducted(context, AggregatorSuite(plan), out=out, resume=resume, as_json=as_json)
-    found = result["frames"]
-    if found["wrong"] or found["hung"] or found["other"]:
-        typer.echo("error: hostile frames made a wrong sum, a hang, or an error that is none of ours", err=True)
-        raise typer.Exit(1)
-
-
 @bench.command("stigmergy")
 @guarded
 def bench_stigmergy(
@@ -218,7 +195,7 @@ def bench_fuzz(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Damage states, events, policy files, scenarios and traces: each gives an error of ours, or is taken whole."""
+    """Damage states, files and an aggregator's frames: each gives an error of ours, or is taken whole."""
     from dynamix_lab.suites.fuzz.suite import FuzzPlan, FuzzSuite
 
     plan = FuzzPlan.of(kinds=names_of(kinds), inputs=inputs, seed=seed, guided=guided)

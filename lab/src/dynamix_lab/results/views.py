@@ -95,7 +95,6 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.experiments.excavation import pages as excavation
     from dynamix_lab.peers import report as peers
     from dynamix_lab.suites import disturbance
-    from dynamix_lab.suites.aggregator import suite as aggregator
     from dynamix_lab.suites.compression import report as compression
     from dynamix_lab.suites.faults import suite as faults
     from dynamix_lab.suites.fuzz import suite as fuzz
@@ -110,7 +109,6 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "fuzz": fuzz.table,
         "disturbance": disturbance.table,
         "stigmergy": stigmergy.sections,
-        "aggregator": aggregator.sections,
         "compression": compression.sections,
         "peers": peers.table,
         "overhead": overhead.sections,

@@ -23,7 +23,7 @@ from dynamix.events.run_folder import commit
 from dynamix_lab.emulator import Emulation, Scenario, load_scenario
 from dynamix_lab.emulator.cluster import Mechanism
 from dynamix_lab.harness.suite import Cell, Context, Suite
-from dynamix_lab.suites.aggregator.certificates import have_openssl, make_certificates
+from dynamix_lab.suites.compression.certificates import have_openssl, make_certificates
 from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, ELSEWHERE, SPARSE_TENSORS, WAYS
 from dynamix_lab.suites.compression.jobs import AFTER_TOPK, EMBEDDINGS, JOBS, LARGE, SPARSE_JOBS, SPARSEST
 from dynamix_lab.suites.compression.report import markdown, page

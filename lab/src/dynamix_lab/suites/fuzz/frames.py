@@ -1,4 +1,4 @@
-"""Hostile frames, in one process: handshakes, a worker's messages, an aggregator's messages, each damaged in some way.
+"""Damaged frames of an aggregator, in one process: handshakes, a worker's messages, an aggregator's messages.
 
 What must come of each: an error of ours, or exactly the sum of what was brought whole and in order. What was brought is
 read off the bytes by `contributions`, which shares nothing with the aggregator but the form of a header.
@@ -47,7 +47,6 @@ from dynamix_homomorphic.aggregator.protocol import (
     chunks,
     pack,
 )
-from dynamix_lab.suites.aggregator.load import WrongSum
 from dynamix_lab.suites.fuzz import mutations
 
 LIMITS = AggregatorLimits(chunk_bytes=1024, window=4, round_bytes=1 << 16, timeout_s=2.0)
@@ -70,6 +69,10 @@ _HUGE = (
     1 << 40,
     (1 << 64) - 1,
 )
+
+
+class WrongSum(Exception):
+    """What came back is not the sum of what was brought."""
 
 
 class Hung(Exception):
@@ -275,7 +278,7 @@ def _all_of(sock: socket.socket) -> bytes:
 class WorkersMessages:
     """One worker of a job sends a damaged stream, the others sound ones; what all get back must be exact sums."""
 
-    name = "messages of workers"
+    name = "worker-messages"
 
     def attempt(self, rng: random.Random) -> bool:
         """Whether the job ended without a failure; raises what escapes, and `WrongSum`."""
@@ -319,7 +322,7 @@ class WorkersMessages:
 class AggregatorsMessages:
     """One worker of a sound job is answered with a damaged stream: it takes what is whole and due, or gives up."""
 
-    name = "messages of an aggregator"
+    name = "aggregator-messages"
 
     def attempt(self, rng: random.Random) -> bool:
         """Whether all was taken; raises what escapes, and `WrongSum`."""
@@ -348,5 +351,4 @@ class AggregatorsMessages:
             theirs.close()
 
 
-TARGETS = {target.name: target for target in (Handshakes, WorkersMessages, AggregatorsMessages)}
 assert all(chunk_of(size, LIMITS.chunk_bytes) == LIMITS.chunk_bytes for size in SIZES)
