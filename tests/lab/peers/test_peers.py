@@ -80,7 +80,7 @@ def test_a_peer_trains_the_workloads_model_from_its_weights_on_its_data(tmp_path
     }
 
 
-@pytest.mark.parametrize("name", ["mnist1d", "mnist1d-noisy", "mnist1d-noisy-mlp", "teacher", "teacher-classes"])
+@pytest.mark.parametrize("name", ["mnist1d", "mnist1d-noisy-mlp", "teacher", "teacher-classes"])
 def test_a_network_is_made_again_from_its_description_and_its_weights(name: str) -> None:
     workload = make_workload(name)
     check_portable(workload)
