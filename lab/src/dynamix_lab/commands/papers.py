@@ -38,11 +38,11 @@ def bench_excavation(
 ) -> None:
     """S-MADRL against MADQN, MAPPO and MADDPG: agents that fetch pellets through a narrow tunnel."""
     from dynamix.events.run_folder import RunFolder
-    from dynamix_lab.experiments.excavation.config import ExperimentConfig, task_of
-    from dynamix_lab.experiments.excavation.experiment import run
-    from dynamix_lab.experiments.excavation.foretelling import somebody_is_coming
-    from dynamix_lab.experiments.excavation.speed import world_speed
-    from dynamix_lab.experiments.excavation.summary import draw, table
+    from dynamix_lab.excavation.config import ExperimentConfig, task_of
+    from dynamix_lab.excavation.experiment import run
+    from dynamix_lab.excavation.foretelling import somebody_is_coming
+    from dynamix_lab.excavation.speed import world_speed
+    from dynamix_lab.excavation.summary import draw, table
 
     config = ExperimentConfig.of(
         methods=names_of(methods), seeds=seeds, ground=ground, slow=slow, horizon=horizon, scale=scale

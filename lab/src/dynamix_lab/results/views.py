@@ -92,7 +92,7 @@ def _anchor(heading: str) -> str:
 
 
 def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]:
-    from dynamix_lab.experiments.excavation import pages as excavation
+    from dynamix_lab.excavation import pages as excavation
     from dynamix_lab.peers import report as peers
     from dynamix_lab.suites import disturbance
     from dynamix_lab.suites.compression import report as compression

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.fading import Decay
-from dynamix_lab.experiments.excavation.gate_search import GateSearch
-from dynamix_lab.experiments.excavation.ground import GROUNDS
-from dynamix_lab.experiments.excavation.learner import DQNConfig
-from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Stage
-from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig
-from dynamix_lab.experiments.excavation.mappo import MAPPOConfig
-from dynamix_lab.experiments.excavation.world import ExcavationConfig
+from dynamix_lab.excavation.fading import Decay
+from dynamix_lab.excavation.gate_search import GateSearch
+from dynamix_lab.excavation.ground import GROUNDS
+from dynamix_lab.excavation.learner import DQNConfig
+from dynamix_lab.excavation.lessons import CURRICULUM, Stage
+from dynamix_lab.excavation.maddpg import MADDPGConfig
+from dynamix_lab.excavation.mappo import MAPPOConfig
+from dynamix_lab.excavation.world import ExcavationConfig
 
 METHODS = (
     "s-madrl", "visits", "madqn", "sight-2", "mappo", "mappo-typed", "maddpg", "hand", "counting", "random"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamix_lab.experiments.excavation.world import ACTIONS, Excavation, ExcavationConfig
+from dynamix_lab.excavation.world import ACTIONS, Excavation, ExcavationConfig
 
 
 def world_speed(

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from dynamix.errors import ConfigError, StateError
-from dynamix_lab.experiments.excavation.config import ExperimentConfig, available
-from dynamix_lab.experiments.excavation.maddpg import not_installed
-from dynamix_lab.experiments.excavation.summary import summarise
-from dynamix_lab.experiments.excavation.trial import run_one
+from dynamix_lab.excavation.config import ExperimentConfig, available
+from dynamix_lab.excavation.maddpg import not_installed
+from dynamix_lab.excavation.summary import summarise
+from dynamix_lab.excavation.trial import run_one
 
 
 def run(

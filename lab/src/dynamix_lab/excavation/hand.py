@@ -11,7 +11,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.window import Ints
-from dynamix_lab.experiments.excavation.world import KINDS, ExcavationConfig, Flags, Seen
+from dynamix_lab.excavation.world import KINDS, ExcavationConfig, Flags, Seen
 
 STAY, UP, DOWN, LEFT, RIGHT = range(5)
 _FRESH = 0.5  # a trace above it was left in this step

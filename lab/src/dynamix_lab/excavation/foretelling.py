@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from dynamix_lab.experiments.excavation.fading import FadingField
-from dynamix_lab.experiments.excavation.hand import HandMotion
-from dynamix_lab.experiments.excavation.learner import perceptron
-from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig, Flags, Seen
+from dynamix_lab.excavation.fading import FadingField
+from dynamix_lab.excavation.hand import HandMotion
+from dynamix_lab.excavation.learner import perceptron
+from dynamix_lab.excavation.world import Excavation, ExcavationConfig, Flags, Seen
 
 FAR = 5
 _NOTED_EVERY = 3  # steps: what follows at once is much the same

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.learner import Actions, perceptron
-from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Lessons, Stage
-from dynamix_lab.experiments.excavation.world import ACTIONS, ExcavationConfig, Seen
+from dynamix_lab.excavation.learner import Actions, perceptron
+from dynamix_lab.excavation.lessons import CURRICULUM, Lessons, Stage
+from dynamix_lab.excavation.world import ACTIONS, ExcavationConfig, Seen
 from dynamix_lab.training.distributions import categorical
 from dynamix_lab.training.episodes import Episode
 from dynamix_lab.training.ppo import PPO, PPOConfig

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.world import Excavation, Flags
+from dynamix_lab.excavation.world import Excavation, Flags
 
 Floats = NDArray[np.float64]
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.learner import Actions
-from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Lessons, Stage
-from dynamix_lab.experiments.excavation.world import ACTIONS, ExcavationConfig, Seen
+from dynamix_lab.excavation.learner import Actions
+from dynamix_lab.excavation.lessons import CURRICULUM, Lessons, Stage
+from dynamix_lab.excavation.world import ACTIONS, ExcavationConfig, Seen
 from dynamix_lab.installed import how_to_install
 
 

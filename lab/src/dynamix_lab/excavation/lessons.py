@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike
 
 from dynamix.errors import ConfigError
 from dynamix.window import Floats
-from dynamix_lab.experiments.excavation.ground import Burrow
-from dynamix_lab.experiments.excavation.resting import AtRandom
-from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig, Flags, Seen
+from dynamix_lab.excavation.ground import Burrow
+from dynamix_lab.excavation.resting import AtRandom
+from dynamix_lab.excavation.world import Excavation, ExcavationConfig, Flags, Seen
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dynamix_lab.experiments.excavation.aggregate import stratified
-from dynamix_lab.experiments.excavation.config import ExperimentConfig
+from dynamix_lab.excavation.aggregate import stratified
+from dynamix_lab.excavation.config import ExperimentConfig
 
 MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini", "halves")
 

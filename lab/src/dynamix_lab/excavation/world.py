@@ -16,9 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from dynamix.errors import ConfigError
 from dynamix.window import Floats, Ints
-from dynamix_lab.experiments.excavation.fading import Decay, FadingField
-from dynamix_lab.experiments.excavation.ground import Burrow, Shape
-from dynamix_lab.experiments.excavation.sharing import WorkShares
+from dynamix_lab.excavation.fading import Decay, FadingField
+from dynamix_lab.excavation.ground import Burrow, Shape
+from dynamix_lab.excavation.sharing import WorkShares
 
 Seen = NDArray[np.float32]
 Flags = NDArray[np.bool_]

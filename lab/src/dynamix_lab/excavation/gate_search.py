@@ -15,10 +15,10 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.window import Floats
-from dynamix_lab.experiments.excavation.learner import Actions, work
-from dynamix_lab.experiments.excavation.resting import ThresholdConfig, Thresholds
-from dynamix_lab.experiments.excavation.sharing import correlations, gini
-from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig, Flags, Seen
+from dynamix_lab.excavation.learner import Actions, work
+from dynamix_lab.excavation.resting import ThresholdConfig, Thresholds
+from dynamix_lab.excavation.sharing import correlations, gini
+from dynamix_lab.excavation.world import Excavation, ExcavationConfig, Flags, Seen
 
 LOST = 3  # busiest agents that are taken away
 SETTLING = 300  # steps that the others have before it is measured what a loss cost

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynamix_lab.experiments.excavation.config import HAND, LEARNED_GATE, ExperimentConfig, base, task_of
-from dynamix_lab.experiments.excavation.gate_search import LOST, SETTLING, busiest, learn_gate, settings
-from dynamix_lab.experiments.excavation.hand import HandMotion
-from dynamix_lab.experiments.excavation.learner import Actions, DQNTraining, evaluate, without_traces, work
-from dynamix_lab.experiments.excavation.maddpg import MADDPGTraining
-from dynamix_lab.experiments.excavation.mappo import MAPPOTraining
-from dynamix_lab.experiments.excavation.resting import Counting, Forced, Gate, ThresholdConfig, Thresholds
-from dynamix_lab.experiments.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
+from dynamix_lab.excavation.config import HAND, LEARNED_GATE, ExperimentConfig, base, task_of
+from dynamix_lab.excavation.gate_search import LOST, SETTLING, busiest, learn_gate, settings
+from dynamix_lab.excavation.hand import HandMotion
+from dynamix_lab.excavation.learner import Actions, DQNTraining, evaluate, without_traces, work
+from dynamix_lab.excavation.maddpg import MADDPGTraining
+from dynamix_lab.excavation.mappo import MAPPOTraining
+from dynamix_lab.excavation.resting import Counting, Forced, Gate, ThresholdConfig, Thresholds
+from dynamix_lab.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
 
 EVALUATION_SEED = 770_000
 RESTERS = 0.5  # most of the agents that rest while S-MADRL's motion is learned

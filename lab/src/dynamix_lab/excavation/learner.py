@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Lessons, Stage
-from dynamix_lab.experiments.excavation.resting import Gate
-from dynamix_lab.experiments.excavation.sharing import WorkShares
-from dynamix_lab.experiments.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
+from dynamix_lab.excavation.lessons import CURRICULUM, Lessons, Stage
+from dynamix_lab.excavation.resting import Gate
+from dynamix_lab.excavation.sharing import WorkShares
+from dynamix_lab.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
 
 Actions = NDArray[np.int64]
 

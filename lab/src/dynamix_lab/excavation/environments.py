@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.ground import GROUNDS
-from dynamix_lab.experiments.excavation.hand import HandMotion
-from dynamix_lab.experiments.excavation.render import image, text
-from dynamix_lab.experiments.excavation.world import ACTIONS, Excavation, ExcavationConfig
+from dynamix_lab.excavation.ground import GROUNDS
+from dynamix_lab.excavation.hand import HandMotion
+from dynamix_lab.excavation.render import image, text
+from dynamix_lab.excavation.world import ACTIONS, Excavation, ExcavationConfig
 
 RENDER_MODES = ("ansi", "rgb_array")
 
@@ -86,7 +86,7 @@ class ParallelExcavation(ParallelEnv[str, NDArray[np.float32], int]):
 class OneOfMany(gymnasium.Env[NDArray[np.float32], Any]):
     """The first agent of a world; the others move by hand. Observation (F,), actions 0 to 4, its own reward.
 
-    `gymnasium.make("dynamix_lab.experiments.excavation.environments:dynamix/Excavation-v0", agents=8)`. The ground is
+    `gymnasium.make("dynamix_lab.excavation.environments:dynamix/Excavation-v0", agents=8)`. The ground is
     "single-file", traces are typed. Truncated at the horizon; the infos say how many pellets it and all have delivered.
     """
 
