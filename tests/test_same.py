@@ -77,7 +77,7 @@ def here(same: ModuleType) -> Any:
 @pytest.mark.parametrize(
     ("file", "was", "becomes", "notices"),
     [
-        ("goodput.py", "GROWTH = 0.02\n", "GROWTH = 0.021\n", "decisions allocation"),
+        ("goodput.py", "GROWTH = 0.02\n", "GROWTH = 0.03\n", "decisions allocation"),
         ("gradients.py", "values.mul_(self.count * workers / self.total)", WEIGHTED, "losses"),
         ("computed_order.py", "(seed + epoch)", "(seed + epoch + 1)", "samples"),
     ],

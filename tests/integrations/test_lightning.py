@@ -138,6 +138,35 @@ def test_manual_optimisation_has_the_gradient_of_the_union(in_turn: bool, tmp_pa
         assert furthest < 1e-5
 
 
+class _Budgeted(pl.LightningModule):
+    """Trains until a budget of two epochs is spent."""
+
+    def __init__(self, callback: BalanceCallback) -> None:
+        super().__init__()
+        self.callback, self.net, self.samples = callback, nn.Linear(6, 3), 0
+
+    def on_train_start(self) -> None:
+        self.callback.controller.budget(epochs=2)
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        self.samples += len(batch[0])
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_a_fit_ends_when_the_budget_is_spent(tmp_path: Path) -> None:
+    warnings.filterwarnings("ignore", module="lightning.*")
+    callback = BalanceCallback(dynamix.Settings("lb_bsp", batch_size=8))
+    job = _Budgeted(callback)
+    alone: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "strategy": "auto"}
+    trainer = pl.Trainer(**alone, max_epochs=-1, callbacks=[callback], default_root_dir=tmp_path, **QUIET_LIGHTNING)
+    dataset = TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
+    trainer.fit(job, DataLoader(dataset, batch_size=8, shuffle=True))
+    assert job.samples == 96
+
+
 class _Pair(pl.LightningModule):
     """Trains on batches of a labelled and an unlabelled loader."""
 

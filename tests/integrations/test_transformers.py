@@ -103,6 +103,26 @@ def test_a_schedule_ends_with_the_samples_where_the_batch_moves(tmp_path: Path) 
     assert 0 <= trainer.optimizer.param_groups[0]["lr"] < 0.06 * LR
 
 
+class _Asks(transformers.TrainerCallback):
+    """Asks for the end after three steps, as a signal handler would."""
+
+    balance: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            self.balance.controller.request_stop()
+
+
+def test_a_stop_that_was_asked_for_ends_training(tmp_path: Path) -> None:
+    from dynamix.integrations.transformers import TrainerBalance
+
+    trainer, asks = trainer_of(Row(), tmp_path), _Asks()
+    trainer.add_callback(asks)
+    asks.balance = TrainerBalance(trainer, dynamix.Settings("static"))
+    trainer.train()
+    assert 3 <= trainer.state.global_step <= 5
+
+
 def test_a_mean_over_fewer_labels_than_samples_tell_is_refused(tmp_path: Path) -> None:
     from dynamix.integrations.transformers import TrainerBalance
 

@@ -112,7 +112,7 @@ def _pause(worker: int, at: int, part: str) -> Disturbance:
 @pytest.mark.parametrize("interval", [2, 5, 10])
 @pytest.mark.parametrize("name", policy_names())
 def test_ten_seconds_pause_of_a_worker_moves_no_share_for_more_than_two_windows(name: str, interval: int) -> None:
-    undisturbed, first = _shares(name, interval), 8 * (interval + 1)
+    undisturbed, first = _shares(name, interval), 9 * (interval + 1)
     for worker, at, part in ((0, first, "busy"), (3, first + interval - 1, "data"), (1, first + 1, "exchange")):
         paused = _shares(name, interval, _pause(worker, at, part))
         moved = (np.abs(paused / undisturbed - 1) > 0.2).any(1)

@@ -192,7 +192,8 @@ class Steered:
         state.epoch = self._epochs.loader.cut.epoch + controller.progress
         control.should_epoch_stop = control.should_epoch_stop or controller.epoch_done
         wanted = self.trainer.args.num_train_epochs
-        if self.trainer.args.max_steps <= 0 and state.epoch >= wanted and not control.should_training_stop:
+        ended = self.trainer.args.max_steps <= 0 and state.epoch >= wanted
+        if (ended or controller.stopping) and not control.should_training_stop:
             control.should_training_stop = True
             control.should_save = control.should_save or self.trainer.args.save_strategy == "steps"
 

@@ -25,8 +25,9 @@ class BalanceCallback(Callback):
 
     The training loader's batches are the controller's, whatever sampler Lightning would take. Checkpoints hold the
     place in the epoch. Batches per optimizer step are `accumulate_grad_batches`. With a moving global batch the loader
-    has no length, as an `IterableDataset` has none. `options` are those of `Controller.wrap`. Raises `UsageError` for
-    several training loaders, such as a dict of them.
+    has no length, as an `IterableDataset` has none. With `max_epochs=-1` and `controller.budget(...)`, called in the
+    module's `on_train_start`, the fit ends when the budget is spent. `options` are those of `Controller.wrap`. Raises
+    `UsageError` for several training loaders, such as a dict of them.
     """
 
     controller: Controller
@@ -66,6 +67,8 @@ class BalanceCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         self.controller.step(loss=outputs)
+        if self.controller.stopping:  # a budget is spent, or somebody asked for it
+            trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._final = self.controller.state_dict(gather=True)  # for `trainer.save_checkpoint` after `fit`

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError
-from dynamix_lab.results.generated import NONE_YET, generated
+from dynamix_lab.results.generated import NONE_YET, changes, generated, part_of
 from dynamix_lab.results.record import load, record
-from dynamix_lab.results.views import markdown_of
 from tests.refused import refused
 
 ROOT = Path(__file__).parents[3]
@@ -92,21 +91,52 @@ def test_a_page_shows_the_newest_result_of_a_name(tmp_path: Path) -> None:
     (tmp_path / "results" / "demo-live-2026-12-24").mkdir()
     found = load("results/demo-*", tmp_path)
     assert found["seeds"] == [8]
-    page = "# A\n<!-- table: results/demo-* -->\nold\n<!-- end -->\n<!-- table: results/other-* -->\n<!-- end -->\n"
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text(
+        "# A\n<!-- table: results/demo-* -->\nold\n<!-- end -->\n<!-- table: results/other-* -->\n<!-- end -->\n"
+    )
     made = generated(page, tmp_path)
     assert "| dbs | 10.0, not reached | 0.50 (0.40-0.60) | 0.910 | 110 | 40 % | 64 64; 96 32 |" in made
-    assert "`dynamix demo --seeds 2`, commit abc123, seeds 8; emulator, 2 cores (Example 1000)." in made
+    assert "`dynamix demo`; emulator. [All of it](../results/demo-2026-11-23/table.md)." in made
     assert NONE_YET in made
-    assert generated(made, tmp_path) == made
+    page.write_text(made)
+    assert generated(page, tmp_path) == made
     assert "\nold\n" not in made
 
 
 def test_a_comment_without_end_and_an_unknown_result_are_refused(tmp_path: Path) -> None:
-    refused(ConfigError, "without its end", generated, "<!-- table: results/demo-* -->\n", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: results/demo-* -->\n")
+    refused(ConfigError, "without its end", generated, page, tmp_path)
+    page.write_text("<!-- table: results/demo-2026-11-23 -->\n<!-- end -->\n")
     with pytest.raises(ConfigError, match=r"demo-2026-11-23"):
-        generated("<!-- table: results/demo-2026-11-23 -->\n<!-- end -->\n", tmp_path)
-    with pytest.raises(ConfigError, match="only these have tables"):
-        markdown_of({"command": "dynamix bench simspeed", "cluster": "simulator"})
+        generated(page, tmp_path)
+
+
+def test_a_page_shows_what_is_below_a_heading_and_columns_that_it_names() -> None:
+    below = "Said.\n\n| a | b, s |\n|---|---|\n| 1\\|2 | 3 |\n"
+    text = f"# one\n\n`dynamix demo`, commit abc; emulator.\n\n## All of\n\n{below}"
+    assert part_of(text, "all-of", []) == below
+    assert part_of(text, "", []).strip() == part_of(text, "all-of", []).strip()
+    assert part_of(text, "all-of", ["b, s", "a"]) == "| b, s | a |\n|---|---|\n| 3 | 1\\|2 |\n"
+    refused(ConfigError, "all-of", part_of, text, "else", [])
+    refused(ConfigError, r"a \| b, s", part_of, text, "all-of", ["c"])
+
+
+def test_every_result_gets_a_page_and_one_whose_suite_is_gone_keeps_its_own(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("")
+    for name, command in (("demo", "dynamix demo"), ("old", "dynamix bench gone")):
+        folder = tmp_path / "results" / f"{name}-2026-11-23"
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps(_result(command=command)))
+        (folder / "table.md").write_text("| as it was |\n")
+    ((path, text),) = changes(tmp_path)
+    assert path.parent.name == "demo-2026-11-23"
+    assert text.startswith(
+        "# demo-2026-11-23\n\n`dynamix demo`, commit abc123, seeds 0, 1; emulator, 2 cores (Example 1000)."
+    )
+    assert "| dbs | 10.0, not reached |" in text
 
 
 def test_check_says_which_page_differs_and_changes_nothing(tmp_path: Path) -> None:
@@ -127,18 +157,3 @@ def test_check_says_which_page_differs_and_changes_nothing(tmp_path: Path) -> No
 def test_the_tables_of_this_repository_are_those_of_its_results() -> None:
     done = CliRunner().invoke(app, ["bench", "tables", "--check", "--root", str(ROOT)])
     assert done.exit_code == 0, done.output
-
-
-def test_the_short_table_is_of_one_place_and_says_neither_commit_nor_machine(tmp_path: Path) -> None:
-    ratio = {"median": 0.5, "low": 0.4, "high": 0.6, "pairs": 2}
-    times = {"single": [8.0, 8.0], "static": [4.0, 4.0], "dynamix": [2.0, None]}
-    place = {"times_s": times, "ratios": {"dynamix/static": ratio, "dynamix/single": ratio}}
-    result = _result(seeds=[0, 1], cluster="virtual", places={"here": place})
-    assert "| dynamix | 2 | 0.50 (0.40-0.60) | 0.50 (0.40-0.60) |" in markdown_of(result, "short")
-    folder = tmp_path / "results" / "it-2026-01-01"
-    folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps(result))
-    made = generated("<!-- table: results/it-* short -->\n<!-- end -->", tmp_path)
-    assert "2 seeds; virtual" in made
-    assert "commit" not in made
-    refused(ConfigError, "one place", markdown_of, {**result, "places": {"here": place, "there": place}}, "short")

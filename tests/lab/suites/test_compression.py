@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from dynamix.errors import ConfigError
+from dynamix_lab.report import sections_markdown
 from dynamix_lab.suites.compression.exchanges import LOSSY, OURS, PLAIN, WAYS
 from dynamix_lab.suites.compression.jobs import JOBS, make_job
-from dynamix_lab.suites.compression.report import label, markdown
+from dynamix_lab.suites.compression.report import label, sections
 from dynamix_lab.suites.compression.suite import CompressionCell, CompressionPlan
 from dynamix_lab.suites.compression.summary import join, judge, summarise
 from dynamix_lab.suites.compression.worker import Rank, bound_bytes
@@ -91,7 +92,7 @@ def test_all_cells_together_have_pairs_ratios_and_the_a_a_pair() -> None:
     assert len(result["policies"]["lhc"]["iteration_s"]) == 4
     assert result["a_a"]["median"] == pytest.approx(1.0)
     assert result["ratios"]["fp16/dense"]["median"] < 1
-    table = markdown(result)
+    table = sections_markdown(sections(result))
     assert "| compaction |" in table
     assert "| fp16 (lossy) |" in table
     assert join({}) == {"pairs": [], "policies": {}, "ratios": {}, "a_a": None}

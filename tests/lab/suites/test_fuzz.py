@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.harness.suite import run_suite
-from dynamix_lab.results.views import markdown_of
+from dynamix_lab.results.tables import markdown_of
 from dynamix_lab.suites.fuzz import mutations
 from dynamix_lab.suites.fuzz.guided import guided
 from dynamix_lab.suites.fuzz.run import KINDS, fuzz

@@ -1,4 +1,4 @@
-"""Results as data: `dynamix bench record` keeps one, `dynamix bench tables` writes the tables of the docs from them."""
+"""Results as data: `dynamix bench record` keeps one, `dynamix bench tables` writes its page, and tables of docs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bench_tables(
     root: Root = Path(),
     as_json: Json = False,
 ) -> None:
-    """Write the tables of README and docs from results/."""
+    """Write the page of each result, and the tables of README and docs."""
     from dynamix_lab.results.generated import changes
 
     found = dict(changes(root))

@@ -30,7 +30,7 @@ class JobNumbers:
     """A job's numbers, the same for every row.
 
     workload       its name
-    target         metric at which a run has arrived
+    target         metric at which a run has arrived; 1, which none reaches, if runs end with their budget alone
     budget         samples that runs are planned for
     every_samples  between scores of a run to the target
     limit_s        clock time at which a run to the target is ended
@@ -86,6 +86,11 @@ def _fresh(workload: str, target: float, budget: int, recipes: Mapping[str, Mapp
     return JobNumbers(workload, target, budget, budget // 40, recipes, recipes["constant"])
 
 
+def _of_rates(workload: str, budget: int, rate: float) -> JobNumbers:
+    """A job on which rules of the rate are compared: a budget under a cosine, and one worker's best rate for 32."""
+    return JobNumbers(workload, 1.0, budget, budget // 40, {"cosine": {32: rate}})
+
+
 JOBS = {
     job.workload: job
     for job in (
@@ -96,6 +101,11 @@ JOBS = {
         _fresh("pulse-2d", 0.545, 60_000, _recipes((0.04, 0.2), (0.02, 0.1))),
         _fresh("pysource-windows", 0.431, 48_000, _recipes((0.016, 0.032), (0.016, 0.032))),
         _fresh("pysource-windows-lstm", 0.455, 48_000, _recipes((1 / 32, 1 / 16), (1 / 64, 1 / 32))),
+        _of_rates("mnist1d", 48_000, 0.05),
+        _of_rates("digits-mlp", 28_740, 0.2),
+        _of_rates("digits-adamw", 28_740, 0.016),
+        _of_rates("pysource-pieces", 48_000, 0.5),
+        _of_rates("pysource-pieces-adamw", 48_000, 0.016),
     )
 }
 OUTAGES = {

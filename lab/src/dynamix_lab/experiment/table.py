@@ -62,7 +62,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """table.md."""
-    return sections_markdown(sections(result), level=3)
+    return sections_markdown(sections(result))
 
 
 def page(result: Mapping[str, Any]) -> str:

@@ -69,11 +69,11 @@ class Page:
         return rendered("page.html", page=self)
 
 
-def sections_markdown(sections: Sequence[Section], *, level: int = 2) -> str:
-    """Sections without their figures as Markdown, with headings of `level`; 0: without headings."""
+def sections_markdown(sections: Sequence[Section]) -> str:
+    """Sections without their figures as Markdown."""
     parts: list[Table | str] = []
     for section in sections:
-        parts += [f"{'#' * level} {section.heading}"] if level and section.heading else []
+        parts += [f"## {section.heading}"] if section.heading else []
         parts += [*section.text, *([section.table] if section.table else [])]
         parts += ["\n".join(f"- {note}" for note in section.notes)] if section.notes else []
     return document(*parts)

@@ -1,4 +1,4 @@
-"""Tables in README and docs that are generated from results/.
+"""What is generated from results/: the page of each, `results/NAME-DATE/table.md`, and tables in README and docs.
 
 A table stands between two comments and is never edited:
 
@@ -6,8 +6,9 @@ A table stands between two comments and is never edited:
     ...
     <!-- end -->
 
-`results/demo-*` is the newest result of that name. A third word chooses a part of a result with several tables, such
-as `<!-- table: results/compression-* goals -->`. The part `short` compares times with two rows, for the README.
+`results/demo-*` is the newest result of that name. A third word chooses what is below one heading of its page, such as
+`<!-- table: results/compression-* goals -->`. Names of columns leave all but these columns out:
+`<!-- table: results/compression-* goals: goal | reached -->`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
 from dynamix.errors import ConfigError
-from dynamix_lab.results.record import load
-from dynamix_lab.results.views import SHORT, markdown_of
+from dynamix_lab.results.record import newest, result_of
+from dynamix_lab.results.tables import markdown_of
 
-_BLOCK = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- table: ([^\s:]+)(?: ([^\s:]+))?(?:: (.+?))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NONE_YET = "No result of this name is recorded yet.\n"
 
 
@@ -34,40 +36,84 @@ def pages(root: Path) -> list[Path]:
     return found
 
 
-def changes(root: Path, files: Sequence[Path] | None = None) -> Iterator[tuple[Path, str]]:
-    """The pages whose tables are not those of results/, each with the text that it should have."""
-    for path in files or pages(root):
-        text = path.read_text(encoding="utf-8")
-        made = generated(text, root)
-        if made != text:
-            yield path, made
+def changes(root: Path) -> Iterator[tuple[Path, str]]:
+    """The pages that are not as results/ has them, each with the text that it should have."""
+    made = {path: generated(path, root) for path in pages(root)}
+    for result in sorted((root / "results").glob("*/result.json")):
+        made[result.parent / "table.md"] = tables_of(result.parent)
+    for path, text in made.items():
+        if text != (path.read_text(encoding="utf-8") if path.exists() else ""):
+            yield path, text
 
 
-def generated(text: str, root: Path) -> str:
+def tables_of(folder: Path) -> str:
+    """The page of a result. If its suite is gone, the page stays as it is; "" if there is none."""
+    result, path = result_of(folder), folder / "table.md"
+    if made := markdown_of(result):
+        return f"# {folder.name}\n\n{source(result)}\n\n{made}"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def generated(page: Path, root: Path) -> str:
     """A page with its tables made anew. Raises `ConfigError` for a comment that is not closed."""
+    text = page.read_text(encoding="utf-8")
     if text.count("<!-- table:") != len(_BLOCK.findall(text)):
         raise ConfigError(
             "table", "a comment without its end", "<!-- table: results/NAME -->, <!-- end -->", "close it"
         )
 
     def block(found: re.Match[str]) -> str:
-        begin, path, view, _, end = found.groups()
-        result = load(path, root)
-        made = (
-            NONE_YET
-            if result is None
-            else f"{markdown_of(result, view or '')}\n{source(result, short=view == SHORT)}\n"
-        )
+        begin, path, heading, columns, _, end = found.groups()
+        folder = newest(path, root)
+        made = NONE_YET
+        if folder is not None:
+            made = part_of(tables_of(folder), heading or "", columns.split(" | ") if columns else [])
+            made = f"{made}\n{_short_source(folder, page)}\n"
         return f"{begin}\n{made}\n{end}"
 
     return _BLOCK.sub(block, text)
 
 
-def source(result: Mapping[str, Any], *, short: bool = False) -> str:
-    """The line under a table: what made it, from which commit, on what; `short` leaves commit and machine to others."""
-    if short:
-        return f"`{result['command'].split(' --')[0]}`, {len(result['seeds'])} seeds; {result['cluster']}."
+def part_of(text: str, heading: str, columns: Sequence[str]) -> str:
+    """What is below a heading of a result's page, or all; and of its table these columns alone, if any are named.
+
+    Raises `ConfigError` for a heading or a column that is not there.
+    """
+    below = re.sub(r"^`.+`, commit .*\n", "", text, flags=re.MULTILINE)  # without what made it
+    before, *split = re.split(r"^#+ (.*)\n", below, flags=re.MULTILINE)
+    bodies = {_anchor(title): body for title, body in zip(split[::2], split[1::2], strict=True)}
+    if heading and heading not in bodies:
+        raise ConfigError("table", heading, ", ".join(bodies), "name a part of this result")
+    body = bodies[heading] if heading else before + "".join(bodies.values())
+    if not columns:
+        return body.strip() + "\n"
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in body.split("\n") if line.startswith("|")]
+    head = [cell.strip() for cell in lines[0]]
+    if missing := [name for name in columns if name not in head]:
+        raise ConfigError("column", missing[0], " | ".join(head), "name a column of this table")
+    chosen = [head.index(name) for name in columns]
+    return "".join(f"|{'|'.join(line[at] for at in chosen)}|\n" for line in lines)
+
+
+def _anchor(heading: str) -> str:
+    """
+    >>> _anchor("Losses, bit by bit")
+    'losses-bit-by-bit'
+    """
+    return "-".join("".join(c if c.isalnum() else " " for c in heading.lower()).split())
+
+
+def source(result: Mapping[str, Any]) -> str:
+    """What made a result, from which commit, on what."""
     machine = result["machine"]
     where = f"{result['cluster']}, {machine['cores']} cores ({machine['cpu']})"
     seeds = f", seeds {json.dumps(result['seeds'])[1:-1]}" if result.get("seeds") else ""
     return f"`{result['command']}`, commit {str(result['commit'])[:12]}{seeds}; {where}."
+
+
+def _short_source(folder: Path, page: Path) -> str:
+    """The line under a table in a page: the command, how many seeds, and a link to all that was recorded."""
+    result = result_of(folder)
+    seeds = f", {len(result['seeds'])} seeds" if len(result.get("seeds", [])) > 1 else ""
+    link = relpath(folder / "table.md", page.parent)
+    return f"`{result['command'].split(' --')[0]}`{seeds}; {result['cluster']}. [All of it]({link})."

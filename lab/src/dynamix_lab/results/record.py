@@ -83,17 +83,27 @@ def machine_of(result: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, A
     return {**host, "commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
 
 
-def load(path: str, root: Path) -> dict[str, Any] | None:
-    """result.json of `path`, relative to `root`: results/NAME-DATE, or results/NAME-* for the newest of a name.
+def newest(path: str, root: Path) -> Path | None:
+    """The folder of `path`, relative to `root`: results/NAME-DATE, or results/NAME-* for the newest of a name.
 
-    None where no result of that name is there yet. Raises `ConfigError` for a folder without a result.
+    None where no result of that name is there yet.
     """
     if not path.endswith("-*"):
-        return _read(root / path / "result.json")
+        return root / path
     dated = re.compile(re.escape(Path(path).name[:-1]) + r"\d{4}-\d{2}-\d{2}")
-    parent = (root / path).parent
-    found = sorted(p for p in parent.glob("*") if dated.fullmatch(p.name)) if parent.is_dir() else []
-    return _read(found[-1] / "result.json") if found else None
+    found = sorted(p for p in (root / path).parent.glob("*") if dated.fullmatch(p.name))
+    return found[-1] if found else None
+
+
+def load(path: str, root: Path) -> dict[str, Any] | None:
+    """result.json of the folder that `newest` finds. Raises `ConfigError` for a folder without a result."""
+    folder = newest(path, root)
+    return None if folder is None else result_of(folder)
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    """result.json of a folder. Raises `ConfigError` for a folder without a result."""
+    return _read(folder / "result.json")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import numpy as np
 from dynamix.runtime.part import Part, fields, wrong
 from dynamix.window import Floats
 
+MEASUREMENTS = 3  # before the scale counts as known: the first ones are mostly chance, and may be too large by far
+
 
 class NoiseScale(Part):
     """tr(Sigma) and |G|^2 from gradients of unequal batches; their ratio is the gradient noise scale, in samples.
@@ -20,6 +22,7 @@ class NoiseScale(Part):
     which at w_i = b_i/B is the within-group variance estimator: unbiased for any split, and of least variance for
     Gaussian gradients, hence never worse than inverse-variance weighting of per-worker estimates (Cannikin, arXiv
     2402.05302, tested against it). Numerator and denominator are smoothed separately; `decay` is the past's weight.
+    Both are unknown, NaN, before `MEASUREMENTS`: a batch that grows by the first ones costs score.
     """
 
     name = "noise_scale"
@@ -55,13 +58,18 @@ class NoiseScale(Part):
 
     @property
     def noise(self) -> float:
-        """Smoothed tr(Sigma) per sample; NaN before the first update."""
-        return max(self._noise / self._mass, 0.0) if self._mass else float("nan")
+        """Smoothed tr(Sigma) per sample; NaN where it is not known yet."""
+        return max(self._noise / self._mass, 0.0) if self._known else float("nan")
 
     @property
     def signal(self) -> float:
-        """Smoothed |G|^2 (may be negative while the estimate is dominated by noise); NaN before the first update."""
-        return self._signal / self._mass if self._mass else float("nan")
+        """Smoothed |G|^2 (may be negative while the estimate is dominated by noise); NaN where it is not known yet."""
+        return self._signal / self._mass if self._known else float("nan")
+
+    @property
+    def _known(self) -> bool:
+        """The mass of n measurements is 1 - decay^n."""
+        return self._mass > 1 - self.decay ** (MEASUREMENTS - 0.5)
 
     def state_dict(self) -> dict[str, float]:
         return {"noise": self._noise, "signal": self._signal, "mass": self._mass}

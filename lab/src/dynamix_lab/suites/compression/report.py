@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynamix_lab.report import Section, Table, number, sections_markdown, with_interval
+from dynamix_lab.report import Section, Table, number, with_interval
 from dynamix_lab.suites.compression.exchanges import LOSSY
 from dynamix_lab.suites.compression.summary import over_best, over_sparse
 
@@ -84,19 +84,21 @@ def _counts(cell: Mapping[str, Any]) -> list[str]:
 
 
 def goals(result: Mapping[str, Any]) -> Table:
-    """Goal, what was found in each cell, and whether it was reached."""
+    """Goal, in how many cells it was reached and what was found in the worst of them, and whether it was in all."""
     rows = []
     for name, part in result["target"].items():
-        found = ", ".join(f"{cell}: {_value(value)}" for cell, value in part["found"].items())
         reached = {True: "yes", False: "no", None: "not measured"}[part["reached"]]
-        rows.append([_GOALS[name].format(goal=part["goal"]), found or "-", reached])
-    return Table(["goal", "found", "reached"], rows)
+        rows.append([_GOALS[name].format(goal=part["goal"]), *(_found(part) if part["found"] else "––"), reached])
+    return Table(["goal", "cells", "the worst", "reached"], rows)
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{value['value']:.2f} ({value['way']})"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+def _found(part: Mapping[str, Any]) -> tuple[str, str]:
+    found = {cell: value["value"] if isinstance(value, Mapping) else value for cell, value in part["found"].items()}
+    sign = -1 if part.get("at") == "most" else 1
+    least = True if "at" not in part else sign * part["goal"] * part.get("scatter", 1.0)
+    worst = min(found, key=lambda cell: sign * found[cell])
+    holds = sum(sign * value >= least for value in found.values())
+    return f"{holds} of {len(found)}", f"{worst}: {found[worst]:.3f}" if "at" in part else worst
 
 
 def overview(result: Mapping[str, Any]) -> Table:
@@ -137,8 +139,3 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     for name, cell in result["cells"].items():
         made.append(Section(name, [_said(cell)], _table(cell), notes=_counts(cell)))
     return made
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """table.md: the goals, then a table a cell."""
-    return sections_markdown(sections(result))

@@ -21,10 +21,11 @@ from dynamix.errors import ConfigError, EmulationError, WorkerLostError
 from dynamix.events.run_folder import commit
 from dynamix_lab.emulator import Emulation, Scenario, load_scenario
 from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.report import sections_markdown
 from dynamix_lab.suites.compression.certificates import have_openssl, make_certificates
 from dynamix_lab.suites.compression.exchanges import AGAIN, AGGREGATED, ELSEWHERE, SPARSE_TENSORS, WAYS
 from dynamix_lab.suites.compression.jobs import EMBEDDINGS, JOBS, LARGE, SPARSE_JOBS, SPARSEST
-from dynamix_lab.suites.compression.report import markdown
+from dynamix_lab.suites.compression.report import sections
 from dynamix_lab.suites.compression.summary import join, judge, summarise
 
 RATES_MBIT_S = (100, 1000)
@@ -174,7 +175,7 @@ class CompressionSuite(Suite):
         return {"mechanisms": mechanisms, "target": judge(cells), **join(cells), "cells": dict(cells)}
 
     def table(self, result: Mapping[str, Any]) -> str:
-        return markdown(result)
+        return sections_markdown(sections(result))
 
 
 def _run_cell(

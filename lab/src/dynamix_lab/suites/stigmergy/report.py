@@ -15,17 +15,11 @@ from dynamix_lab.report import (
     new_figure,
     percent,
     provenance,
-    sections_markdown,
     with_interval,
 )
 
 # Cells that are no scenario.
 _KINDS = ("vanished", "recovery", "ablation")
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """Scenarios, losses, recovery, ablations and costs, a table each."""
-    return sections_markdown(sections(result))
 
 
 def page(result: Mapping[str, Any]) -> str:

@@ -19,11 +19,12 @@ from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.policy import pretrained
 from dynamix.window import Floats
 from dynamix_lab.harness.suite import Cell, Context, Suite, Tell, untold
+from dynamix_lab.report import sections_markdown
 from dynamix_lab.simulator import LaggedReference, rollout_path, sample_family
 from dynamix_lab.statistics import mean_interval, paired_ratio
 from dynamix_lab.suites.stigmergy.ablations import ABLATIONS, Learning
 from dynamix_lab.suites.stigmergy.cost import decision_costs
-from dynamix_lab.suites.stigmergy.report import markdown, page
+from dynamix_lab.suites.stigmergy.report import page, sections
 from dynamix_lab.suites.stigmergy.worlds import FAMILIES, Factory, OwnPace, Phase, SlowedEnv, phases_of, play, vanishing
 from dynamix_lab.training.evaluation import times_to_common_progress
 
@@ -265,7 +266,7 @@ class StigmergySuite(Suite):
         return {**_joined(_scenarios(cells), self.plan), "cells": played, **costs}
 
     def table(self, result: Mapping[str, Any]) -> str:
-        return markdown(result)
+        return sections_markdown(sections(result))
 
     def page(self, result: Mapping[str, Any]) -> str:
         return page(result)

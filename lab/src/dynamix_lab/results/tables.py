@@ -1,13 +1,11 @@
-"""The tables of every kind of result, made from result.json alone: what docs show of it."""
+"""The tables of every kind of result, made from result.json alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dynamix.errors import ConfigError
 from dynamix_lab.report import Section, Table, number, percent, sections_markdown, with_interval
-from dynamix_lab.statistics import geometric_mean
 
 
 def kind(result: Mapping[str, Any]) -> str:
@@ -24,71 +22,15 @@ def kind(result: Mapping[str, Any]) -> str:
     return words[2] if words[1:2] == ["bench"] and len(words) > 2 else words[1]
 
 
-def markdown_of(result: Mapping[str, Any], view: str = "") -> str:
-    """The table of a result as Markdown, or one of its parts by heading; "short" compares rows with static and single.
-
-    Raises `ConfigError` for a kind of result that has no table, and for an unknown part.
-    """
-    if view == SHORT:
-        return short_table(result).markdown()
-    made = _made(result)
-    if isinstance(made, Table):
-        return made.markdown()
-    names = [_anchor(section.heading) for section in made]
-    if view and view not in names:
-        raise ConfigError("table", view, ", ".join(names), "name a part of this result")
-    chosen = [section for section, name in zip(made, names, strict=True) if not view or name == view]
-    return sections_markdown(chosen, level=0 if view else 3)
-
-
-def _made(result: Mapping[str, Any]) -> Table | list[Section]:
+def markdown_of(result: Mapping[str, Any]) -> str:
+    """The tables of a result as Markdown; "" if its suite is gone."""
     from dynamix_lab.experiment import table as experiment
 
     if "beside" in result.get("plan", {}):  # an experiment's, whatever its name
-        return experiment.sections(result)
-    makers = _makers()
-    if kind(result) not in makers:
-        raise ConfigError("result", kind(result), ", ".join(makers), "only these have tables")
-    return makers[kind(result)](result)
-
-
-SHORT = "short"
-
-
-def short_table(result: Mapping[str, Any]) -> Table:
-    """Times to the target beside static and beside one worker alone, of a demo or of opponents at one place.
-
-    Raises `ConfigError` for any other result.
-    """
-    parts = list(result.get("places", {}).values())
-    if len(parts) > 1 or not (parts or "single" in result.get("policies", {})):
-        raise ConfigError("table", SHORT, "a demo, or opponents at one place", "name another part of this result")
-    place = parts[0] if parts else result
-    if parts:
-        times: dict[str, list[float | None]] = place["times_s"]
-    else:
-        times = {name: part["time_to_target_s"] for name, part in place["policies"].items() if "again" not in name}
-
-    def known(seconds: list[float | None]) -> list[float]:
-        return [value for value in seconds if value is not None] or [float("nan")]
-
-    def over(row: str, other: str) -> str:
-        ratio = place["ratios"].get(f"{row}/{other}")
-        return "1" if row == other else with_interval(ratio, 2) if ratio else "–"
-
-    cells = [
-        [row, number(geometric_mean(known(seconds)), 0), over(row, "static"), over(row, "single")]
-        for row, seconds in times.items()
-    ]
-    return Table(["policy", "seconds", "of static's time", "of one device's time"], cells)
-
-
-def _anchor(heading: str) -> str:
-    """
-    >>> _anchor("Losses, bit by bit")
-    'losses-bit-by-bit'
-    """
-    return "-".join("".join(c if c.isalnum() else " " for c in heading.lower()).split())
+        return sections_markdown(experiment.sections(result))
+    make = _makers().get(kind(result))
+    made = [] if make is None else make(result)
+    return made.markdown() if isinstance(made, Table) else sections_markdown(made)
 
 
 def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]:
