@@ -13,9 +13,12 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 400
-_short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 64
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 400
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 64
 
 
 def shown(value: object) -> str:
@@ -24,7 +27,7 @@ def shown(value: object) -> str:
     >>> shown([1, "a"]), len(shown("x" * 10_000)) < 500
     ("[1, 'a']", True)
     """
-    return _short.repr(value)
+    return _Short().repr(value)
 
 
 class DynamixError(Exception):

@@ -191,11 +191,11 @@ class Steered:
         assert self._epochs is not None
         state.epoch = self._epochs.loader.cut.epoch + controller.progress
         control.should_epoch_stop = control.should_epoch_stop or controller.epoch_done
-        wanted = self.trainer.args.num_train_epochs
-        ended = self.trainer.args.max_steps <= 0 and state.epoch >= wanted
-        if (ended or controller.stopping) and not control.should_training_stop:
+        args = self.trainer.args
+        ended = controller.stopping or (args.max_steps <= 0 and state.epoch >= args.num_train_epochs)
+        if ended and not control.should_training_stop:
             control.should_training_stop = True
-            control.should_save = control.should_save or self.trainer.args.save_strategy == "steps"
+            control.should_save = control.should_save or args.save_strategy == "steps"
 
     def end(self) -> None:
         """Training is over. DDP cannot let go of a closed controller's hook, so the next one gets a new DDP."""

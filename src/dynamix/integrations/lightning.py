@@ -67,8 +67,7 @@ class BalanceCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         self.controller.step(loss=outputs)
-        if self.controller.stopping:  # a budget is spent, or somebody asked for it
-            trainer.should_stop = True
+        trainer.should_stop = trainer.should_stop or self.controller.stopping  # a budget is spent, or it was asked for
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._final = self.controller.state_dict(gather=True)  # for `trainer.save_checkpoint` after `fit`

@@ -134,7 +134,6 @@ class Launch:
         np.savez(scratch / "task.npz", inputs=data.inputs.numpy(), targets=data.targets.numpy())
         (scratch / "board").write_bytes(bytes(8 * (1 + 2 * workers)))
         group = self.workload.make_optimizer(model.parameters()).param_groups[0]
-        most = self.who.max_steps
         return {
             "socket": str(scratch / "link"),
             "snapshots": str(scratch),
@@ -146,7 +145,7 @@ class Launch:
             "settings": self.who.settings,
             "learning_rate": group["lr"] if self.who.learning_rate is None else self.who.learning_rate,
             "momentum": group["momentum"],
-            "max_steps": settings.max_steps() if settings.quick or most is None else most,
+            "max_steps": settings.max_steps() if settings.quick else self.who.max_steps or settings.max_steps(),
             "data": str(scratch / "task.npz"),
             "layers": described(model),
             "weights": str(scratch / "weights.pt"),

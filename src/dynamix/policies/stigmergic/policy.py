@@ -98,13 +98,7 @@ class StigmergicPolicy:
 
     boundary: Literal["window", "epoch"] = "window"
 
-    def __init__(
-        self,
-        parameters: Parameters | None = None,
-        *,
-        shared: bool = True,
-        about: Any = None,
-    ) -> None:
+    def __init__(self, parameters: Parameters | None = None, *, shared: bool = True, about: Any = None) -> None:
         self.parameters = parameters or Parameters()
         self.shared, self.about = shared, dict(about or {})
         self.habit, self.windows = Habit(), 0

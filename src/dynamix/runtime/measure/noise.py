@@ -59,14 +59,13 @@ class NoiseScale(Part):
     @property
     def noise(self) -> float:
         """Smoothed tr(Sigma) per sample; NaN where it is not known yet."""
-        return max(self._noise / self._mass, 0.0) if self._known else float("nan")
+        return max(self._noise / self._mass, 0.0) if self._known() else float("nan")
 
     @property
     def signal(self) -> float:
         """Smoothed |G|^2 (may be negative while the estimate is dominated by noise); NaN where it is not known yet."""
-        return self._signal / self._mass if self._known else float("nan")
+        return self._signal / self._mass if self._known() else float("nan")
 
-    @property
     def _known(self) -> bool:
         """The mass of n measurements is 1 - decay^n."""
         return self._mass > 1 - self.decay ** (MEASUREMENTS - 0.5)

@@ -60,9 +60,9 @@ class Budget:
         """What was trained on so far, in samples of the budget."""
         return self._progress.learned if self.count == "progress" else float(self._progress.samples)
 
-    def within(self, taught: float) -> float:
-        """What the newest round `taught`, or what of it still was the budget's: a cosine rises again past its end."""
-        return min(taught, max(self.samples - (self.spent - taught), 0.0))
+    def within(self, taught: float, *, spent: bool) -> float:
+        """What a round `taught`, or what of it is the budget's: a cosine rises again past its end. `spent`: in it."""
+        return min(taught, max(self.samples - self.spent + taught * spent, 0.0))
 
     @property
     def part(self) -> float:

@@ -55,8 +55,7 @@ class Rates(Part):
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every round."""
-        nominal = nominal_batch_size or self.job.at_once
-        self.schedules.append(SampleSchedule(scheduler, nominal_batch_size=nominal))
+        self.schedules.append(SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.job.at_once))
         return self.schedules[-1]
 
     def spend(self, source: BatchSampler | Stream, samples: int | None, **how: Any) -> Budget:
@@ -123,25 +122,23 @@ class Rates(Part):
 
     def part_done(self, coming: Round, part: float) -> None:
         """So much of its share of a round, 0 to 1, a worker has trained: schedules go on between two meetings, too."""
-        taught = self._counted(coming)
-        if self.budget is not None:
-            taught = min(taught, max(self.budget.samples - self.budget.spent, 0.0))
-        self._advance(part * taught)
+        self._advance(part * self._counted(coming))
 
     def round_done(self, done: Round) -> None:
         if self.watched is not None:
             self.watched.look()
         if self.schedules:
-            taught = self._counted(done)
-            self._advance(taught if self.budget is None else self.budget.within(taught))
+            self._advance(self._counted(done, spent=True))
             self._within = 0.0
         if self.watched is not None:
             self.watched.round_done(done)
 
-    def _counted(self, of: Round) -> float:
-        """What schedules count of a round."""
-        in_progress = self.budget is not None and self.budget.count == "progress" and not self.job.fixed
-        return of.samples * self.efficiency(of) if in_progress else of.samples
+    def _counted(self, of: Round, *, spent: bool = False) -> float:
+        """What schedules count of a round; `spent`: the budget has counted it already."""
+        if self.budget is None:
+            return of.samples
+        in_progress = self.budget.count == "progress" and not self.job.fixed
+        return self.budget.within(of.samples * (self.efficiency(of) if in_progress else 1.0), spent=spent)
 
     def _advance(self, to: float) -> None:
         """Let schedules go on to so many samples of the round under way."""
