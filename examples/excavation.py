@@ -14,15 +14,15 @@ import time
 import numpy as np
 import torch
 
-from dynamix_lab.experiments.excavation.gate_search import GateSearch, learn_gate
-from dynamix_lab.experiments.excavation.ground import GROUNDS
-from dynamix_lab.experiments.excavation.hand import HandMotion
-from dynamix_lab.experiments.excavation.learner import DQNConfig, DQNTraining
-from dynamix_lab.experiments.excavation.lessons import CURRICULUM
-from dynamix_lab.experiments.excavation.render import captioned, image, save_gif, text
-from dynamix_lab.experiments.excavation.resting import ThresholdConfig, Thresholds
-from dynamix_lab.experiments.excavation.sharing import gini
-from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig
+from dynamix_lab.excavation.gate_search import GateSearch, learn_gate
+from dynamix_lab.excavation.ground import GROUNDS
+from dynamix_lab.excavation.hand import HandMotion
+from dynamix_lab.excavation.learner import DQNConfig, DQNTraining
+from dynamix_lab.excavation.lessons import CURRICULUM
+from dynamix_lab.excavation.render import captioned, image, save_gif, text
+from dynamix_lab.excavation.resting import ThresholdConfig, Thresholds
+from dynamix_lab.excavation.sharing import gini
+from dynamix_lab.excavation.world import Excavation, ExcavationConfig
 
 
 def main() -> None:

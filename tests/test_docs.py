@@ -213,8 +213,9 @@ def test_the_tutorial_changes_as_many_lines_as_it_says() -> None:
 def parse(command: Any, words: list[str]) -> None:
     """Raises AssertionError for a command or an option that does not exist."""
     while words and getattr(command, "commands", None):
-        assert words[0] in command.commands, f"no command {words[0]!r} in {sorted(command.commands)}"
-        command, words = command.commands[words[0]], words[1:]
+        _, found, words = command.resolve_command(command.context_class(command, resilient_parsing=True), words)
+        assert found is not None, f"no such command in {sorted(command.commands)}"
+        command = found
     allowed = {"--help"}.union(*({*p.opts, *p.secondary_opts} for p in command.params))
     for word in words[: words.index("--")] if "--" in words else words:
         assert not word.startswith("-") or word.split("=")[0].rstrip(",;:") in allowed, f"no option {word}"

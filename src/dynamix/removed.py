@@ -42,7 +42,7 @@ MODULES: dict[str, str] = {
     "dynamix.policies.learned.online": NO_LEARNING,
     "dynamix.policies.noise_scale": _moved("dynamix_lab.baselines.noise_scale"),
     "dynamix.policies.pollux": _moved("dynamix_lab.baselines.pollux"),
-    "dynamix.policies.stigmergic.field": _moved("dynamix_lab.experiments.excavation.fading"),
+    "dynamix.policies.stigmergic.field": _moved("dynamix_lab.excavation.fading"),
     "dynamix.probes.bpf": _moved("dynamix_lab.probes.bpf"),
     "dynamix.runtime.replicas": "dynamix.integrations.replicas, in this distribution",
     "dynamix.simulator": _moved("dynamix_lab.simulator"),

@@ -14,7 +14,7 @@ def call(*arguments):
     return runner.invoke(app, list(arguments))
 
 
-EVERY = ("", "demo", "emulate", "bench", "bench overhead", "bench stepcount", "policy train", "doctor")
+EVERY = ("", "demo", "emulate", "bench", "bench overhead", "bench experiment", "policy train", "doctor")
 
 
 @pytest.mark.parametrize("command", EVERY)

@@ -47,13 +47,14 @@ def test_the_example_is_scored_and_shown_by_the_name_that_was_given():
     assert (about["class"], about["description"][:12]) == (name, "Every worker")
 
 
-@pytest.mark.slow
-def test_a_simulated_suite_runs_it_from_a_file_beside_the_rule():
-    policies = ["--policies", "lb_bsp,own_rule.py:Own"]
-    result = result_of("bench", "scaling", "--cluster", "simulator", "--quick", *policies, "--out", "run")
-    for cell in result["cells"].values():
-        assert cell["policies"]["own_rule.py:Own"]["time_to_target_s"] == cell["policies"]["lb_bsp"]["time_to_target_s"]
-        assert cell["attained_by"] != "own_rule.py:Own", "what is judged never says what is attainable"
+def test_families_of_ones_own_score_a_policy(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "design" / "simulator.md"
+    (world,) = (block for block in page.read_text().split("```python\n")[1:] if "WORLDS" in block)
+    (tmp_path / "my_worlds.py").write_text(world.split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    small = ["--families", "my_worlds:slow-links", "--workers", "4", "--rows", "16", "--windows", "6", "--no-hedged"]
+    cell = result_of("policy", "evaluate", "own_rule:Own", *small)["cells"]["my_worlds:slow-links-4"]
+    assert cell["own_rule:Own"]["geometric_mean"] == cell["lb_bsp"]["geometric_mean"]
 
 
 @pytest.mark.multiproc

@@ -20,8 +20,8 @@ def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
     assert CliRunner().invoke(app, said[1:]).exit_code == 0
 
 
-MEASUREMENTS = "aggregator codec-speed compression compression-cases emulator-accuracy faults fidelity "
-MEASUREMENTS += "observe overhead peers quality scaling stepcount stigmergy experiment first-run opponents recipes"
+MEASUREMENTS = "calibration compression disturbance excavation faults fuzz observe overhead peers stigmergy "
+MEASUREMENTS += "experiment first-run opponents recipes"
 
 
 @pytest.mark.parametrize("name", MEASUREMENTS.split())
@@ -35,9 +35,6 @@ def test_every_measurement_is_a_command(name: str) -> None:
     ("line", "said"),
     [
         *((f"compression {wrong}", "") for wrong in ("--workloads netflix", "--workers two", "--rates 0")),
-        *((f"stepcount {wrong}", "") for wrong in ("nonsense", "ratings --rule none")),
-        *((f"scaling {wrong}", "") for wrong in ("--cluster moon", "--policies nonsense", "--seeds 2")),
-        *((f"scaling --cluster virtual {wrong}", "") for wrong in ("--workers 12", "--policies nonsense")),
         ("experiment nothing.toml", "nothing.toml, TOML file"),
         ("first-run --rows nonsense", "rows='nonsense', lb_bsp"),
         ("first-run-live --processes 2", "the machine is the cluster"),
@@ -47,8 +44,6 @@ def test_every_measurement_is_a_command(name: str) -> None:
         *((f"peers --policies {row}", "") for row in ("dynamix", "static,dynamix-7", "static,dynamix-512-lr0.1")),
         ("peers --policies static,dynamix-128-lr0.1-every8", ""),
         ("peers --seed 9001", ""),
-        ("transfer --forms goodput", "forms='goodput', dynamix-paper"),
-        ("transfer --pairs moon", "pairs, depth"),
         ("excavation --methods qmix", "methods='qmix', mappo"),
         ("calibration nowhere out.json", "nowhere, fits/affine_step_time.csv"),
     ],
@@ -65,10 +60,15 @@ def test_bad_arguments_end_with_one_clear_line_and_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cases_are_counted_and_judged() -> None:
-    done = CliRunner().invoke(app, ["bench", "compression-cases", "--count", "3", "--json"])
-    found = json.loads(done.stdout)
-    assert (done.exit_code, found["cases"], found["failed"]) == (0, 3, 0)
+def test_the_calibrations_errors_are_printed_and_within_their_goal() -> None:
+    found = json.loads(CliRunner().invoke(app, ["bench", "calibration", "--json"]).stdout)
+    assert found["jabas"]["inside"]["mean_absolute"] <= 0.1
+
+
+def test_the_name_of_an_experiment_is_short_for_experiment_and_its_name() -> None:
+    said = [CliRunner().invoke(app, ["bench", *words, "--help"]) for words in (["regimes"], ["experiment", "regimes"])]
+    assert said[0].output == said[1].output
+    assert "first-run: " in said[0].output
 
 
 @pytest.mark.parametrize("name", sorted(REMOVED))

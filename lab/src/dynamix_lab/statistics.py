@@ -116,8 +116,14 @@ def mean_interval(
     [0.02, -0.1071, 0.1471]
     """
     numbers = np.asarray(values, dtype=np.float64)
+    if not numbers.size:
+        raise ConfigError("values", [], "one or more numbers", "pass what was measured")
+    mean = float(numbers.mean())
+    if len(numbers) < 2:
+        return MeanInterval(mean, math.nan, math.nan)
     if len(numbers) < FEW:
-        return student_interval(numbers, confidence=confidence)
+        half = float(stats.t.ppf((1 + confidence) / 2, len(numbers) - 1) * stats.sem(numbers))
+        return MeanInterval(mean, mean - half, mean + half)
     drawn = stats.bootstrap(
         (numbers,),
         np.mean,
@@ -126,53 +132,7 @@ def mean_interval(
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    return MeanInterval(float(numbers.mean()), float(drawn.low), float(drawn.high))
-
-
-def student_interval(values: Sequence[float] | Floats, *, confidence: float = 0.95) -> MeanInterval:
-    """The mean of independent values and its interval by Student's t, however many there are.
-
-    Raises `ConfigError` without values.
-
-    >>> found = student_interval([0.01, 0.03])
-    >>> [round(x, 4) for x in (found.mean, found.low, found.high)]
-    [0.02, -0.1071, 0.1471]
-    """
-    numbers = np.asarray(values, dtype=np.float64)
-    if not numbers.size:
-        raise ConfigError("values", [], "one or more numbers", "pass what was measured")
-    mean = float(numbers.mean())
-    if len(numbers) < 2:
-        return MeanInterval(mean, math.nan, math.nan)
-    half = float(stats.t.ppf((1 + confidence) / 2, len(numbers) - 1) * stats.sem(numbers))
-    return MeanInterval(mean, mean - half, mean + half)
-
-
-def pairs_needed(sd: float, half_width: float, *, most: int, confidence: float = 0.95) -> int:
-    """The fewest pairs, 2 to `most`, whose interval by Student's t is `half_width` or less to each side.
-
-    sd   standard deviation of a pair's difference, in the unit of `half_width`
-
-    Gives `most` where more would be needed.
-
-    >>> [pairs_needed(sd, 0.2, most=60) for sd in (0.0, 0.2, 0.5, 5.0)]
-    [2, 7, 27, 60]
-    """
-    for pairs in range(2, most):
-        if stats.t.ppf((1 + confidence) / 2, pairs - 1) * sd / math.sqrt(pairs) <= half_width:
-            return pairs
-    return most
-
-
-def paired_difference(mine: Sequence[float], others: Sequence[float]) -> MeanInterval:
-    """The mean of mine[i] - others[i] with the interval of `mean_interval`.
-
-    >>> round(paired_difference([0.92, 0.94], [0.91, 0.91]).high, 4)
-    0.1471
-    """
-    if len(mine) != len(others):
-        raise ConfigError("pairs", (len(mine), len(others)), "equal lengths", "pair runs by seed")
-    return mean_interval(np.asarray(mine, dtype=np.float64) - np.asarray(others, dtype=np.float64))
+    return MeanInterval(mean, float(drawn.low), float(drawn.high))
 
 
 def paired_ratio(

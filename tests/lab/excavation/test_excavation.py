@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.ground import GROUNDS, Burrow, Shape
-from dynamix_lab.experiments.excavation.sharing import gini, lorenz
-from dynamix_lab.experiments.excavation.world import EventRewards, Excavation, ExcavationConfig
+from dynamix_lab.excavation.ground import GROUNDS, Burrow, Shape
+from dynamix_lab.excavation.sharing import gini, lorenz
+from dynamix_lab.excavation.world import EventRewards, Excavation, ExcavationConfig
 from tests.refused import refused
 
 STAY, UP, DOWN, LEFT, RIGHT = range(5)
@@ -192,7 +192,7 @@ def test_impossible_tasks_are_refused() -> None:
 def test_pettingzoo_accepts_it() -> None:
     from pettingzoo.test import parallel_api_test, parallel_seed_test
 
-    from dynamix_lab.experiments.excavation.environments import ParallelExcavation
+    from dynamix_lab.excavation.environments import ParallelExcavation
 
     config = ExcavationConfig(horizon=20)
     parallel_api_test(ParallelExcavation(config, agents=3), num_cycles=50)
@@ -209,7 +209,7 @@ def test_pettingzoo_accepts_it() -> None:
 def test_pictures_and_films_are_files_that_others_read(tmp_path: Path) -> None:
     from PIL import Image
 
-    from dynamix_lab.experiments.excavation.render import image, save_gif, save_png, text
+    from dynamix_lab.excavation.render import image, save_gif, save_png, text
 
     env = Excavation(agents=4, worlds=2, seed=0)
     frames = []
@@ -229,7 +229,7 @@ def test_gymnasium_accepts_one_agent_of_many() -> None:
     gymnasium = pytest.importorskip("gymnasium")
     from gymnasium.utils.env_checker import check_env
 
-    name = "dynamix_lab.experiments.excavation.environments:dynamix/Excavation-v0"
+    name = "dynamix_lab.excavation.environments:dynamix/Excavation-v0"
     env = gymnasium.make(name, agents=3, horizon=30)
     check_env(env.unwrapped)
     env.reset(seed=1)

@@ -13,18 +13,18 @@ from typer.testing import CliRunner
 
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError, StateError
-from dynamix_lab.experiments.excavation.aggregate import interquartile_mean, stratified
-from dynamix_lab.experiments.excavation.config import ExperimentConfig, task_of
-from dynamix_lab.experiments.excavation.experiment import run
-from dynamix_lab.experiments.excavation.gate_search import GateSearch
-from dynamix_lab.experiments.excavation.ground import Shape
-from dynamix_lab.experiments.excavation.learner import DQNConfig
-from dynamix_lab.experiments.excavation.lessons import Stage
-from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig
-from dynamix_lab.experiments.excavation.mappo import MAPPOConfig
-from dynamix_lab.experiments.excavation.pages import sections
-from dynamix_lab.experiments.excavation.summary import table
-from dynamix_lab.experiments.excavation.world import ExcavationConfig
+from dynamix_lab.excavation.aggregate import interquartile_mean, stratified
+from dynamix_lab.excavation.config import ExperimentConfig, task_of
+from dynamix_lab.excavation.experiment import run
+from dynamix_lab.excavation.gate_search import GateSearch
+from dynamix_lab.excavation.ground import Shape
+from dynamix_lab.excavation.learner import DQNConfig
+from dynamix_lab.excavation.lessons import Stage
+from dynamix_lab.excavation.maddpg import MADDPGConfig
+from dynamix_lab.excavation.mappo import MAPPOConfig
+from dynamix_lab.excavation.pages import sections
+from dynamix_lab.excavation.summary import table
+from dynamix_lab.excavation.world import ExcavationConfig
 from tests.refused import refused
 
 METHODS = ("s-madrl", "madqn", "mappo", "random")

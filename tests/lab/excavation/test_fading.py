@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError, StateError
-from dynamix_lab.experiments.excavation.fading import Decay, FadingField
-from dynamix_lab.experiments.excavation.foretelling import area_under_roc, somebody_is_coming
-from dynamix_lab.experiments.excavation.ground import GROUNDS
-from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig
+from dynamix_lab.excavation.fading import Decay, FadingField
+from dynamix_lab.excavation.foretelling import area_under_roc, somebody_is_coming
+from dynamix_lab.excavation.ground import GROUNDS
+from dynamix_lab.excavation.world import Excavation, ExcavationConfig
 from tests.refused import refused
 
 TASK = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=100)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.ground import Shape
-from dynamix_lab.experiments.excavation.learner import DQN, DQNConfig, DQNTraining, evaluate, without_traces
-from dynamix_lab.experiments.excavation.lessons import Stage
-from dynamix_lab.experiments.excavation.mappo import MAPPOConfig, MAPPOTraining
-from dynamix_lab.experiments.excavation.world import ExcavationConfig
+from dynamix_lab.excavation.ground import Shape
+from dynamix_lab.excavation.learner import DQN, DQNConfig, DQNTraining, evaluate, without_traces
+from dynamix_lab.excavation.lessons import Stage
+from dynamix_lab.excavation.mappo import MAPPOConfig, MAPPOTraining
+from dynamix_lab.excavation.world import ExcavationConfig
 from tests.refused import refused
 
 SHORT = ExcavationConfig(Shape(2, 2, 3, 2), horizon=100)

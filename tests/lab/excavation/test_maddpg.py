@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.config import METHODS, ExperimentConfig, available
-from dynamix_lab.experiments.excavation.experiment import run
-from dynamix_lab.experiments.excavation.ground import Shape
-from dynamix_lab.experiments.excavation.learner import evaluate
-from dynamix_lab.experiments.excavation.lessons import Stage
-from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig, MADDPGTraining
-from dynamix_lab.experiments.excavation.world import ExcavationConfig
+from dynamix_lab.excavation.config import METHODS, ExperimentConfig, available
+from dynamix_lab.excavation.experiment import run
+from dynamix_lab.excavation.ground import Shape
+from dynamix_lab.excavation.learner import evaluate
+from dynamix_lab.excavation.lessons import Stage
+from dynamix_lab.excavation.maddpg import MADDPGConfig, MADDPGTraining
+from dynamix_lab.excavation.world import ExcavationConfig
 from tests.refused import refused
 
 SHORT = ExcavationConfig(Shape(2, 2, 3, 2), horizon=100)

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.gate_search import RANGES, GateSearch, gate_of, lasting, learn_gate, scores
-from dynamix_lab.experiments.excavation.ground import GROUNDS
-from dynamix_lab.experiments.excavation.hand import HandMotion
-from dynamix_lab.experiments.excavation.learner import DQNConfig, DQNTraining, evaluate
-from dynamix_lab.experiments.excavation.lessons import Lessons, Stage
-from dynamix_lab.experiments.excavation.resting import AtRandom, Counting, Forced, ThresholdConfig, Thresholds
-from dynamix_lab.experiments.excavation.summary import _estimate
-from dynamix_lab.experiments.excavation.trial import lost_and_back
-from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig
+from dynamix_lab.excavation.gate_search import RANGES, GateSearch, gate_of, lasting, learn_gate, scores
+from dynamix_lab.excavation.ground import GROUNDS
+from dynamix_lab.excavation.hand import HandMotion
+from dynamix_lab.excavation.learner import DQNConfig, DQNTraining, evaluate
+from dynamix_lab.excavation.lessons import Lessons, Stage
+from dynamix_lab.excavation.resting import AtRandom, Counting, Forced, ThresholdConfig, Thresholds
+from dynamix_lab.excavation.summary import _estimate
+from dynamix_lab.excavation.trial import lost_and_back
+from dynamix_lab.excavation.world import Excavation, ExcavationConfig
 from tests.refused import refused
 
 TASK = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=600)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dynamix.errors import ConfigError
+from dynamix.policies import make_policy
 from dynamix.window import Bounds, Window
 from dynamix_lab.emulator import Scenario, host_speeds, load_scenario
-from dynamix_lab.harness.reference import Reference
+from dynamix_lab.harness.reference import Reference, references
+from tests.refused import refused
 
 
 @pytest.mark.parametrize("fixed_ms", [1.0, 20.0])
@@ -33,3 +36,11 @@ def test_the_reference_follows_the_scenario_at_a_constant_global_batch() -> None
         speeds = host_speeds(load_scenario("demo"), time_s, 3)
         assert sizes.sum() == 512
         assert sizes.tolist() == pytest.approx([512 * v / sum(speeds) for v in speeds], abs=1)
+
+
+def test_a_reference_may_hold_another_global_batch() -> None:
+    window = Window.of([128] * 4, compute=0.2, steps=5)
+    held = make_policy("reference:256", others=references("demo")).decide(window, Bounds.of(4))
+    kept = make_policy("reference", others=references("demo")).decide(window, Bounds.of(4))
+    assert (held.sum(), kept.sum()) == (256, 512)
+    refused(ConfigError, "reference:NUMBER", make_policy, "reference:much", others=references("demo"))

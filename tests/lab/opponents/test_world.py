@@ -16,7 +16,6 @@ from dynamix_lab.opponents.buckets import GradientBucket, gradient_buckets
 from dynamix_lab.opponents.course import Course
 from dynamix_lab.opponents.world import DeviceWorld, LiveExtras, Outage
 from dynamix_lab.simulator.rounds import RoundApart
-from dynamix_lab.suites.fidelity.quota_world import QuotaWorld, quota_costs
 from dynamix_lab.virtual.cluster import VirtualCluster
 from tests.refused import refused
 from tests.union import Script
@@ -186,22 +185,6 @@ def test_impossible_costs_of_samples_are_refused(costs: list[float]) -> None:
     world = _world(_scenario(1.0, 0.5))
     with pytest.raises(ConfigError, match="sample_costs"):
         VirtualCluster(net, optimizer, nn.functional.mse_loss, data, clusters=world, batch_size=4, sample_costs=costs)
-
-
-def test_quota_hosts_answer_the_same_questions() -> None:
-    scenario = Scenario(
-        hosts=(Host(cpu=0.5, rate_mbit_s=100), Host(cpu=0.25, rate_mbit_s=100)),
-        schedule=(Change(at_s=1.0, host=0, cpu=0.25),),
-    )
-    costs = quota_costs(alpha=0.01, beta=0.001)
-    world = QuotaWorld(scenario, costs, seed=0, gradient_bytes=10**6, batch_size=32, longest_s=100)
-    assert float(world.clock_s[0]) == 0.0
-    work_s = world.device_s(40)
-    assert (work_s, world.device_s(0)) == (pytest.approx(0.05), 0.0)
-    assert world.finish_s(1, work_s, 0.0) == pytest.approx(float(costs.seconds(np.array(40.0), np.array(0.25))))
-    half = 0.1 * 0.5**1.1  # done until the share falls
-    assert world.finish_s(0, work_s, 0.9) == pytest.approx(1.0 + (work_s - half) / 0.25**1.1, abs=1e-4)
-    assert world.meeting_s(10**6, 0.0) == pytest.approx(0.002 + 0.004 / 0.25 + 0.08)
 
 
 def test_a_round_apart_takes_every_workers_steps_and_one_meeting() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.calibration_fit import _held_out
 from dynamix_lab.simulator import SlowdownTrace, calibration
+from dynamix_lab.simulator.calibration_fit import _held_out
 from dynamix_lab.simulator.compute import Costs
 from dynamix_lab.simulator.disturbances import Slowdowns
 from tests.refused import refused

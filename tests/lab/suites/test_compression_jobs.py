@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dynamix_lab.commands import compression as commands
+from dynamix_lab.commands import suites as commands
 from dynamix_lab.suites.compression.jobs import EMBEDDINGS, JOBS, SPARSE_JOBS, make_job
 from dynamix_lab.suites.compression.task import CompressionTask
 

@@ -21,6 +21,7 @@ from dynamix_lab.suites.fuzz.suite import FuzzPlan, FuzzSuite
 from dynamix_lab.suites.fuzz.targets import States, Target, targets
 
 INPUTS = {"states": 60, "events": 200, "policy-files": 60, "scenarios": 60, "traces": 1000}
+INPUTS |= {"handshakes": 1500, "worker-messages": 1500, "aggregator-messages": 1500}
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,7 @@ def test_no_foreign_error_escapes(kind: str, made: dict[str, Target]) -> None:
     found = fuzz(made[kind], inputs=INPUTS[kind], seconds=60, seed=5)
     assert found["escapes"] == {}
     assert found.get("refused", 0) > 0
+    assert found.get("taken", 0) > 0
 
 
 def test_states_to_damage_are_the_same_on_every_machine(made: dict[str, Target]) -> None:

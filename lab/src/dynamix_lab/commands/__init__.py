@@ -3,30 +3,8 @@
 Each module adds its commands to `bench` when it is imported. What a command measures with is imported when it runs.
 """
 
-from dynamix_lab.commands import (
-    compression,
-    experiment,
-    experiments,
-    measures,
-    peers,
-    quality,
-    removed,
-    results,
-    suites,
-)
+from dynamix_lab.commands import experiment, papers, peers, removed, results, suites
 from dynamix_lab.commands.demo import demo
 from dynamix_lab.commands.group import bench
 
-__all__ = [
-    "bench",
-    "compression",
-    "demo",
-    "experiment",
-    "experiments",
-    "measures",
-    "peers",
-    "quality",
-    "removed",
-    "results",
-    "suites",
-]
+__all__ = ["bench", "demo", "experiment", "papers", "peers", "removed", "results", "suites"]

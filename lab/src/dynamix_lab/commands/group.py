@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from dynamix.cli.console import guarded, print_json
 from dynamix.errors import ConfigError
@@ -21,8 +22,17 @@ if TYPE_CHECKING:
 
 Mechanism = Annotated[str, typer.Option(help="auto, privileged (root) or duty-cycle (no root).")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on in --out, without what it finished.")]
-Policies = Annotated[str | None, typer.Option(help="Comma-separated names (default: the suite's).")]
-bench = typer.Typer(help="Measure dynamix itself.", no_args_is_help=True)
+EXPERIMENTS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))}
+
+
+class Bench(TyperGroup):
+    """`bench NAME` runs an experiment that the laboratory comes with, as `bench experiment NAME` does."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        return super().resolve_command(ctx, ["experiment", *args] if args and args[0] in EXPERIMENTS else args)
+
+
+bench = typer.Typer(cls=Bench, help="Measure dynamix itself.", no_args_is_help=True)
 
 
 @bench.callback()

@@ -7,17 +7,32 @@ import typer
 from dynamix.removed import message
 from dynamix_lab.commands.group import bench
 
+_TABLE = "nothing: results/{}/table.md keeps what was measured"
 REMOVED = {
+    "aggregator": "dynamix bench fuzz for damaged frames; " + _TABLE.format("aggregator-2026-11-24"),
     "changecost": "nothing: what a new size costs is a constant of the simulated hosts",
     "cost": "dynamix bench overhead --decision-only, under either commit",
     "decisions": "scripts/same COMMIT",
-    "gossip": "nothing: results/gossip-2026-11-24/table.md keeps what was measured",
+    "codec-speed": "dynamix bench compression, which times exchanges on emulated hosts",
+    "compression-cases": "pytest tests/homomorphic, which draws the same cases",
+    "compression-map": _TABLE.format("compression-map-2026-11-24"),
+    "emulator-accuracy": "pytest tests/lab/emulator, which checks limits and devices",
+    "fidelity": "dynamix bench calibration",
+    "gossip": _TABLE.format("gossip-2026-11-24"),
+    "guard": _TABLE.format("guard-2026-11-25"),
     "import": "scripts/import-cost",
-    "live-learning": "dynamix bench transfer, for policies trained elsewhere: none learns on the job",
-    "netcosts": "nothing: tasks/net_costs.py keeps what was measured",
+    "lengths": _TABLE.format("lengths-2026-11-24"),
+    "live-learning": "nothing: no policy learns on the job",
+    "netcosts": "nothing: no suite simulates these nets",
+    "quality": "dynamix bench first-run-told --settings match, for scores at equal samples",
+    "reaction": _TABLE.format("reaction-2026-11-26"),
+    "rounds": _TABLE.format("how-often-2026-11-24"),
+    "scaling": "dynamix policy evaluate, or dynamix bench opponents --places device-paper-like-x4/teacher-classes",
     "simspeed": "a loop over dynamix_lab.simulator.ClusterEnv.step, and a clock",
-    "workloads": "dynamix bench stepcount WORKLOAD, for how many steps a batch saves",
-    "tta": "dynamix bench scaling for simulated clusters, dynamix demo for emulated ones",
+    "stepcount": _TABLE.format("stepcount-2026-11-24"),
+    "transfer": _TABLE.format("transfer-2026-11-24"),
+    "tta": "dynamix policy evaluate for simulated clusters, dynamix demo for emulated ones",
+    "workloads": "nothing: no result of it was recorded",
 }
 """A command under `dynamix bench`, and what to write in its place."""
 

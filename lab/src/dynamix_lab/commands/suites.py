@@ -1,99 +1,127 @@
-"""The suites of whole jobs: `dynamix bench scaling`, `reaction`, `stigmergy`, `workloads`..."""
+"""The suites: `dynamix bench overhead`, `observe`, `compression`, `faults`, `fuzz`; in the simulator `stigmergy` and
+`disturbance`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from dynamix.cli.console import Json, Out, guarded, print_json
-from dynamix_lab.commands.group import Policies, Resume, bench, conducted, names_of, numbers_of
+from dynamix_lab.commands.group import Resume, about, bench, conducted, floats_of, names_of, numbers_of
 
-if TYPE_CHECKING:
-    from dynamix_lab.harness.suite import Suite
-
-
-FamiliesFrom = Annotated[
-    str | None,
-    typer.Option(
-        "--families-from",
-        metavar="MODULE:FUNCTION",
-        help="Simulated families of your own instead: the function gives {name: sampler(count, workers, seed)}.",
-    ),
-]
+_JOBS = "ratings, ncf, lstm-tied, transformer-tied, moe, lora, rows-0, rows-50, rows-100"
 
 
-@bench.command("scaling")
+@bench.command("overhead")
 @guarded
-def bench_scaling(
+def bench_overhead(
     context: typer.Context,
-    cluster: Annotated[
-        str, typer.Option(help="simulator (2 to 1,024 workers), or virtual (real training at 8, 16 and 32).")
-    ] = "simulator",
-    quick: Annotated[bool, typer.Option("--quick", help="To 128 workers; virtual: a small net at 8.")] = False,
-    workers: Annotated[str | None, typer.Option(help="Of virtual's 8,16,32, comma-separated (default: all).")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Pairs of virtual (default: 3).")] = None,
-    cases: Annotated[
-        str | None, typer.Option(help="Of virtual's vgg16-sgd,vgg11-sgd,vgg11-adam (default: all).")
+    quick: Annotated[bool, typer.Option("--quick", help="Two models, three launches of each.")] = False,
+    step_ms: Annotated[
+        str | None, typer.Option("--step-ms", help="Milliseconds a plain step, comma-separated (default: 2,22,131).")
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=600, help="Of a run of virtual; longer runs converge.")] = None,
-    families_from: FamiliesFrom = None,
-    policies: Policies = None,
+    launches: Annotated[int | None, typer.Option(help="Of each model.")] = None,
+    decision_only: Annotated[bool, typer.Option("--decision-only", help="Only the decision and its line.")] = False,
+    policies: Annotated[str | None, typer.Option(help="Whose decisions to time (default: dynamix,goodput).")] = None,
+    workers: Annotated[str | None, typer.Option(help="Workers decided for (default: 4,64,1024).")] = None,
     resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Many workers: simulated ones under frequent slowdowns, or the DYNAMIX paper's tables on the virtual clock."""
-    from dynamix.errors import ConfigError
-    from dynamix_lab.suites.scaling.suite import ScalingPlan, ScalingSuite
-    from dynamix_lab.suites.simulated import SimulatedSuite, scaling_plan
+    """Job time and processor time beside plain DDP, two ranks; processor time of a decision with its events line."""
+    from dynamix.policies import make_policy
+    from dynamix_lab.report import sections_markdown
+    from dynamix_lab.suites.overhead.suite import OverheadPlan, OverheadSuite, decisions, sections
 
-    suite: Suite
-    if cluster == "virtual":
-        if families_from:
-            raise ConfigError("--families-from", families_from, "with --cluster simulator", "leave one of them out")
-        plan = ScalingPlan.of(
-            quick=quick,
-            policies=names_of(policies),
-            workers=numbers_of("workers", workers),
-            seeds=seeds,
-            cases=names_of(cases),
-            samples=samples,
-        )
-        suite = ScalingSuite(plan)
-        conducted(context, suite, out=out, resume=resume, as_json=as_json)
+    chosen = {"deciders": names_of(policies), "workers": numbers_of("workers", workers)}
+    if not decision_only:
+        sizes = {"step_ms": floats_of("step_ms", step_ms), "launches": launches}
+        plan = OverheadPlan.of(quick=quick, **chosen, **sizes)
+        conducted(context, OverheadSuite(plan), out=out, resume=resume, as_json=as_json)
         return
-    if cluster != "simulator" or workers or seeds or cases or samples:
-        given = cluster if cluster != "simulator" else f"simulator with {workers=}, {seeds=}, {cases=}, {samples=}"
-        raise ConfigError("cluster", given, "simulator, or virtual with these options", "choose one of them")
-    simulated = scaling_plan(quick=quick, policies=names_of(policies), families_from=families_from)
-    suite = SimulatedSuite(simulated, name="scaling")
-    conducted(context, suite, out=out, resume=resume, as_json=as_json)
+    plan = OverheadPlan.of(quick=quick, **chosen)
+    for name in plan.deciders:
+        make_policy(name)
+    found = decisions(plan.deciders, workers=plan.workers, count=plan.decisions)
+    result = {**about(context, "simulator"), **found}
+    print_json(result) if as_json else typer.echo(sections_markdown(sections(result)))
 
 
-@bench.command("reaction")
+@bench.command("observe")
 @guarded
-def bench_reaction(
+def bench_observe(
     context: typer.Context,
-    quick: Annotated[bool, typer.Option("--quick", help="Three families at 8 workers, the goodput rule.")] = False,
+    only: Annotated[str | None, typer.Option(help="cases, pays, gains, overhead; comma-separated.")] = None,
+    cases: Annotated[int, typer.Option(min=1, help="Injected slow ranks.")] = 20,
+    policy: Annotated[str, typer.Option(help="That a promised gain is compared with.")] = "lb_bsp",
+    blocks: Annotated[int, typer.Option(min=1, help="Pairs of blocks, observed and not.")] = 800,
     resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Windows of fixed lengths beside windows whose length follows what changes, on simulated clusters."""
-    from dynamix_lab.suites.reaction import ReactionPlan, ReactionSuite
+    """Whether `dynamix observe` names the slow rank, says if distributing pays, keeps promises, and what it costs."""
+    from dynamix_lab.suites.observe.suite import KINDS, ObservePlan, ObserveSuite
 
-    conducted(context, ReactionSuite(ReactionPlan.of(quick=quick)), out=out, resume=resume, as_json=as_json)
+    plan = ObservePlan(names_of(only) or KINDS, cases, policy=policy, blocks=blocks)
+    conducted(context, ObserveSuite(plan), out=out, resume=resume, as_json=as_json)
 
 
-@bench.command("fidelity")
+@bench.command("disturbance")
 @guarded
-def bench_fidelity(as_json: Json = False) -> None:
-    """Errors of the simulator on measurements that its fits have not seen."""
-    from dynamix_lab.suites.fidelity.suite import lines, run_fidelity
+def bench_disturbance(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="A few short trainings of 4 workers.")] = False,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """How much of a static job's time policies cut under the DBS paper's own disturbance, on simulated clusters."""
+    from dynamix_lab.suites.disturbance import DisturbancePlan, DisturbanceSuite
 
-    result = run_fidelity()
-    print_json(result) if as_json else typer.echo("\n".join(lines(result)))
+    conducted(context, DisturbanceSuite(DisturbancePlan.of(quick=quick)), out=out, resume=resume, as_json=as_json)
+
+
+@bench.command("compression")
+@guarded
+def bench_compression(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="Two workloads, four hosts, 100 Mbit/s.")] = False,
+    workloads: Annotated[str | None, typer.Option(help=f"Comma-separated: {_JOBS} (default: all).")] = None,
+    rates: Annotated[str | None, typer.Option(help="Link rates, Mbit/s, comma-separated (default: 100,1000).")] = None,
+    workers: Annotated[str | None, typer.Option(help="Hosts, comma-separated (default: 4,8).")] = None,
+    ways: Annotated[
+        str | None, typer.Option(help="Comma-separated, dense,dense-again among them (default: all).")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Turns of each way in a cell (default: 3).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Timed steps a turn, at least (default: 3, quick 4).")] = None,
+    turn_s: Annotated[
+        float | None, typer.Option(help="Seconds that a turn's timed steps last, at least (default: 0.5); 0: no more.")
+    ] = None,
+    identity_steps: Annotated[
+        int, typer.Option(max=0, hidden=True)
+    ] = 0,  # the recorded command leaves out what is gone
+    seed: Annotated[int, typer.Option(help="Of weights, data and the order of turns.")] = 0,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Gradient exchanges side by side on emulated hosts with shaped links: time and bytes."""
+    from dynamix_lab.suites.compression.suite import CompressionPlan, CompressionSuite
+
+    plan = CompressionPlan.of(
+        quick=quick,
+        jobs=names_of(workloads),
+        rates_mbit_s=numbers_of("rates", rates),
+        workers=numbers_of("workers", workers),
+        ways=names_of(ways),
+        rounds=rounds,
+        steps=steps,
+        turn_s=turn_s,
+        seed=seed,
+    )
+    conducted(context, CompressionSuite(plan), out=out, resume=resume, as_json=as_json)
 
 
 @bench.command("stigmergy")
@@ -157,7 +185,7 @@ def bench_fuzz(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Damage states, events, policy files, scenarios and traces: each gives an error of ours, or is taken whole."""
+    """Damage states, files and an aggregator's frames: each gives an error of ours, or is taken whole."""
     from dynamix_lab.suites.fuzz.suite import FuzzPlan, FuzzSuite
 
     plan = FuzzPlan.of(kinds=names_of(kinds), inputs=inputs, seed=seed, guided=guided)

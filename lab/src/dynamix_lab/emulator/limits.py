@@ -1,7 +1,7 @@
 """CPU limits per host: control groups where permitted, a duty cycle of signals elsewhere.
 
 A `Limiter` holds named groups of processes, each with a number of cores or no limit. The three ways behave alike up
-to accuracy; `dynamix bench emulator-accuracy` prints it.
+to accuracy.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""Studies of learned policies and of tasks of their own."""
+"""Experiments, declared in TOML files."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError, StateError
 from dynamix.policies.learned.policy import PRETRAINED
-from dynamix.policies.registry import PolicyName, parse_name
+from dynamix.policies.registry import parse_name
 from dynamix.window import Window
 from dynamix_lab.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix_lab.harness.scoring import WeightSnapshot
@@ -23,27 +23,7 @@ from dynamix_lab.statistics import censored, paired_ratio, time_to_target
 
 AGAIN = "static-again"  # the A/A partner: static once more
 CENSOR_FACTOR = 2.0
-LEARNED = ("dynamix", "dynamix-paper", "stigmergic")
 A_A_LIMIT = 0.05  # a call whose A/A pairs differ by more says something about the machine, not about policies
-
-
-def is_learned(policy: str) -> bool:
-    """Whether a name stands for what is judged, which never says what is attainable: `LEARNED`, watched or not, a file,
-    or a class of the user's own.
-
-    >>> is_learned("guarded:dynamix"), is_learned("runs/mine.safetensors"), is_learned("goodput")
-    (True, True, False)
-    """
-    name = _parsed(policy)
-    return name is not None and (name.base in LEARNED or name.kind in ("file", "class"))
-
-
-def _parsed(policy: str) -> PolicyName | None:
-    """None for names that a suite made up itself."""
-    try:
-        return parse_name(policy)
-    except ConfigError:
-        return None
 
 
 def file_name(policy: str) -> str:

@@ -62,7 +62,7 @@ def run_virtual(
     """
     if not isinstance(world, WorkerTimes):
         allowed = "a world with finish_s, device_s and meeting_s"
-        raise ConfigError("world", type(world).__name__, allowed, "take a DeviceWorld or a QuotaWorld")
+        raise ConfigError("world", type(world).__name__, allowed, "take a DeviceWorld")
     workers = world.clusters.shape[1]
     log, scorer = RunLog(trial, limits, workers), HeldOut(workload, data.test, held_out)
     outside = random_state.capture()

@@ -127,8 +127,7 @@ class DeviceWorld(ClusterEnv):
         delay: int = 1,
     ) -> None:
         if scenario.device is None:
-            fix = "give it a device, or take QuotaWorld"
-            raise ConfigError("scenario", scenario.name, "one whose hosts have a device", fix)
+            raise ConfigError("scenario", scenario.name, "one whose hosts have a device", "give it a device")
         self.scenario, self.device, self.buckets = scenario, scenario.device, tuple(buckets)
         self.extras, self.course = extras or LiveExtras(), Course(scenario, seed)
         self.outages = _checked(outages, scenario.workers)

@@ -17,14 +17,15 @@ from dynamix_lab.emulator.cluster import Mechanism
 from dynamix_lab.emulator.scenario import Scenario
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.folder import keep_events
-from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, file_name, summarise
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.peers import environments
 from dynamix_lab.peers.environments import Environment
 from dynamix_lab.peers.kinds import BASE_BATCH, PEERS, SHARE_BOUNDS, Peer, own_name, split_name
-from dynamix_lab.peers.launch import OwnLaunch, PeerLaunch, check_portable
+from dynamix_lab.peers.launch import Contender, Launch
+from dynamix_lab.peers.portable import check_portable
 from dynamix_lab.peers.report import best_of, best_score, page, ratios_between, table
+from dynamix_lab.peers.settings import LaunchSettings, disturbance_seed
 from dynamix_lab.statistics import balanced_order
 from dynamix_lab.tasks import make_workload
 
@@ -177,11 +178,11 @@ class PeersSuite(Suite):
         ):
             shared = (settings, seed, workload, hosts, self.folder, self.display, runs)
             if name not in plan.peers:
-                OwnLaunch(*shared).run()
+                Launch(Contender.own(name, settings, seed, workload), *shared).run()
             else:
-                peer = Peer.of(name)
+                python = self._environment(Peer.of(name)).python
                 try:
-                    PeerLaunch(peer, self._environment(peer).python, *shared).run()
+                    Launch(Contender.peer(name, python, hosts.scenario), *shared).run()
                 except WorkerLostError as error:
                     self.display.say(f"seed {seed}, {name} failed: {error}")
                     failure = {"peer": name, "seed": seed, "reason": str(error)}

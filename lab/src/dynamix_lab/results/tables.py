@@ -9,18 +9,17 @@ from dynamix_lab.report import Section, Table, number, percent, sections_markdow
 
 
 def kind(result: Mapping[str, Any]) -> str:
-    """Which command made a result: demo, or the name after `bench`; with the cluster where two share one; or a script.
+    """Which command made a result: demo, or the name after `bench`; or a script.
 
-    >>> kind({"command": "dynamix bench scaling --quick", "cluster": "virtual"}), kind({"command": "dynamix demo"})
-    ('scaling virtual', 'demo')
+    >>> kind({"command": "dynamix bench peers --quick"}), kind({"command": "dynamix demo"})
+    ('peers', 'demo')
     >>> kind({"command": "scripts/mutants --seed 1"})
     'mutants'
     """
     words = str(result["command"]).split()
     if words[0].startswith("scripts/"):
         return words[0].removeprefix("scripts/")
-    name = words[2] if words[1:2] == ["bench"] and len(words) > 2 else words[1]
-    return f"{name} {result['cluster']}" if name == "scaling" else name
+    return words[2] if words[1:2] == ["bench"] and len(words) > 2 else words[1]
 
 
 def markdown_of(result: Mapping[str, Any]) -> str:
@@ -35,47 +34,28 @@ def markdown_of(result: Mapping[str, Any]) -> str:
 
 
 def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]:
-    from dynamix_lab.experiments import transfer
-    from dynamix_lab.experiments.excavation import pages as excavation
+    from dynamix_lab.excavation import pages as excavation
     from dynamix_lab.peers import report as peers
-    from dynamix_lab.suites import disturbance, guard, lengths, reaction, rebalance, simulated, stepcount, wires
-    from dynamix_lab.suites.aggregator import suite as aggregator
-    from dynamix_lab.suites.compression import region
+    from dynamix_lab.suites import disturbance
     from dynamix_lab.suites.compression import report as compression
     from dynamix_lab.suites.faults import suite as faults
     from dynamix_lab.suites.fuzz import suite as fuzz
     from dynamix_lab.suites.observe import suite as observe
     from dynamix_lab.suites.overhead import suite as overhead
-    from dynamix_lab.suites.quality import pages as quality
-    from dynamix_lab.suites.rounds import pages as rounds
-    from dynamix_lab.suites.scaling import report as scaling
     from dynamix_lab.suites.stigmergy import report as stigmergy
 
     return {
         "demo": demo_table,
-        "scaling simulator": simulated.table,
-        "scaling virtual": scaling.sections,
-        "reaction": reaction.sections,
         "excavation": excavation.sections,
         "faults": faults.table,
         "fuzz": fuzz.table,
-        "lengths": lengths.table,
         "disturbance": disturbance.table,
-        "transfer": transfer.table,
-        "guard": guard.table,
-        "stepcount": stepcount.table,
         "stigmergy": stigmergy.sections,
-        "aggregator": aggregator.sections,
         "compression": compression.sections,
-        "compression-map": region.sections,
         "peers": peers.table,
         "overhead": overhead.sections,
         "observe": observe.sections,
-        "quality": quality.sections,
-        "rounds": rounds.sections,
         "mutants": mutants_table,
-        "rebalance": rebalance.table,
-        "wires": wires.table,
     }
 
 

@@ -15,11 +15,8 @@ from dynamix_lab.simulator.families import (
     with_lengths,
 )
 from dynamix_lab.simulator.reference import (
-    REFERENCES,
-    GreedyReference,
     HedgedReference,
     LaggedReference,
-    PlannedReference,
     best_allocation,
 )
 from dynamix_lab.simulator.statistics import Generalisation
@@ -29,15 +26,12 @@ __all__ = [
     "CONFORMING",
     "DEVELOPMENT",
     "FAMILIES",
-    "REFERENCES",
     "TRAINING",
     "ClusterEnv",
     "Clusters",
     "Generalisation",
-    "GreedyReference",
     "HedgedReference",
     "LaggedReference",
-    "PlannedReference",
     "SlowdownTrace",
     "best_allocation",
     "bounds_of",

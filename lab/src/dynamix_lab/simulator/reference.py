@@ -1,11 +1,8 @@
 """References: policies that know the true costs. Not bounds: a policy may beat them, and is then reported so.
 
-`lagged` knows what was true when the window closed, `greedy` what will be true in the coming one, `hedged` the chances
-of what may come; `planned` tries them out.
+`lagged` knows what was true when the window closed, `hedged` the chances of what may come.
 """
 
-import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,25 +72,6 @@ class LaggedReference:
         return c.base_batch.astype(np.float64), np.broadcast_to(high, c.shape)
 
 
-class GreedyReference(LaggedReference):
-    """Clairvoyant for one window: the best sizes for the mean slowdowns and exchange of the steps to come.
-
-    It finds them by running a copy of the world on the lagged reference's answer.
-    """
-
-    def target(self) -> Floats:
-        ahead, sizes = copy.deepcopy(self.env), project(super().target(), self.env.bounds)
-        for _ in range(ahead.delay):
-            ahead.advance()
-        ahead.batch = sizes
-        slow, exchange = np.zeros(ahead.clusters.shape), np.zeros(len(sizes))
-        undisturbed = np.maximum(ahead.costs.seconds(sizes.astype(np.float64)), 1e-12)
-        for _ in range(ahead.interval):
-            exchange = exchange + ahead.exchange()
-            slow = slow + ahead.advance()[0] / undisturbed
-        return self._best(slow / ahead.interval, exchange / ahead.interval)
-
-
 class HedgedReference(LaggedReference):
     """Highest goodput averaged over sampled next windows, from the true state and the true chances of change.
 
@@ -133,54 +111,3 @@ def sampled_slowdown(process: Slowdowns, lasts_s: Floats, rng: np.random.Generat
     spread = np.log(np.maximum(process.strongest / process.weakest, 1.0))
     fresh = process.weakest * np.exp(spread * rng.random(process.factor.shape))
     return np.where(change, np.where(on, 1.0, fresh), process.factor)
-
-
-class PlannedReference(LaggedReference):
-    """The best of many candidates, each tried out in a copy of the world for `horizon` windows; for small cases.
-
-    Candidates: the sizes in force, the lagged reference's, those scaled, and those with a part moved between every pair
-    of workers; repeated from the winner with smaller moves. Costs some W^2 simulations a decision.
-    """
-
-    def __init__(self, env: ClusterEnv, *, horizon: int = 2, moves: tuple[float, ...] = (0.3, 0.1)) -> None:
-        super().__init__(env)
-        self.horizon, self.moves = horizon, moves
-
-    def target(self) -> Floats:
-        best = project(super().target(), self.env.bounds)
-        best, score = self._better([self.env.batch], best, self._value(best))
-        for move in self.moves:
-            scaled = [project(best * factor, self.env.bounds) for factor in (1 - move, 1 + move)]
-            best, score = self._better(scaled + self._shifted(best, move), best, score)
-        return best.astype(np.float64)
-
-    def _shifted(self, sizes: Ints, move: float) -> list[Ints]:
-        shifted = []
-        for giver, taker in itertools.permutations(range(sizes.shape[1]), 2):
-            wish = sizes.astype(np.float64)
-            wish[:, taker] += move * wish[:, giver]
-            wish[:, giver] *= 1 - move
-            shifted.append(project(wish, self.env.bounds))
-        return shifted
-
-    def _better(self, candidates: list[Ints], best: Ints, score: Floats) -> tuple[Ints, Floats]:
-        for sizes in candidates:
-            value = self._value(sizes)
-            wins = value > score
-            best, score = np.where(wins[:, None], sizes, best), np.where(wins, value, score)
-        return best, score
-
-    def _value(self, sizes: Ints) -> Floats:
-        ahead = copy.deepcopy(self.env)
-        clock, progress = ahead.clock_s, ahead.progress
-        for _ in range(self.horizon):
-            ahead.step(sizes)
-        return np.asarray((ahead.progress - progress) / (ahead.clock_s - clock))
-
-
-REFERENCES: dict[str, Callable[[ClusterEnv], LaggedReference]] = {
-    "lagged": LaggedReference,
-    "greedy": GreedyReference,
-    "hedged": HedgedReference,
-    "planned": PlannedReference,
-}

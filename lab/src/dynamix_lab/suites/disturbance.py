@@ -22,7 +22,7 @@ from dynamix_lab.report import Page, Section, Table, measured, percent, provenan
 from dynamix_lab.simulator import ClusterEnv, Clusters, rollout, sample_family
 from dynamix_lab.simulator.network import step_time
 from dynamix_lab.statistics import paired_ratio
-from dynamix_lab.suites.simulated import Projected, StaticAt
+from dynamix_lab.suites.simulated import Projected
 from dynamix_lab.training.evaluation import times_to_common_progress
 
 KINDS = ("alike", "unlike")
@@ -119,7 +119,7 @@ def disturbed(kind: str, plan: DisturbancePlan, workers: int, seed: int) -> Clus
 
 def _path(name: str, clusters: Clusters, plan: DisturbancePlan, seed: int) -> Floats:
     """Seconds and progress (windows + 1, 2, C)."""
-    policy = StaticAt(1.0) if name == STATIC else make_policy(name)
+    policy = make_policy(name)
     by_epoch = boundary(policy) == "epoch"
     steps, delay = (plan.epoch_steps, 0) if by_epoch else (plan.interval, plan.delay)
     env = ClusterEnv(clusters, seed=seed, interval=steps, delay=delay)

@@ -1,4 +1,4 @@
-"""Models and data sets that need no download, and loaders for data that are here already."""
+"""Models and data sets that need no download."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ __all__ = [
 ]
 
 # name -> module with a function `workload`, and what that is called with
-_BUNDLED: dict[str, tuple[str, dict[str, Any]]] = {
+_WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "mnist1d": ("mnist1d", {}),
-    **{f"mnist1d-{net}": ("mnist1d_deep", {"net": net}) for net in ("vgg11", "vgg16", "vgg19", "resnet34", "resnet50")},
-    "mnist1d-noisy": ("mnist1d_noisy", {"net": "conv"}),
-    "mnist1d-noisy-mlp": ("mnist1d_noisy", {"net": "mlp"}),
+    "mnist1d-noisy-mlp": ("mnist1d_noisy", {}),
     "digits": ("digits", {"net": "conv", "adamw": False}),
     "digits-mlp": ("digits", {"net": "mlp", "adamw": False}),
     "digits-adamw": ("digits", {"net": "conv", "adamw": True}),
@@ -43,43 +41,28 @@ _BUNDLED: dict[str, tuple[str, dict[str, Any]]] = {
     "ratings": ("ratings", {"sparse": True}),
     "ratings-dense": ("ratings", {"sparse": False}),
 }
-_REGISTER: dict[str, tuple[str, dict[str, Any]]] = {
-    **_BUNDLED,
-    **{
-        f"{data_set}-{net}": ("cifar", {"data_set": data_set, "net": net})
-        for data_set in ("cifar10", "cifar100")
-        for net in ("vgg16", "resnet34")
-    },
-    "huggingface": ("huggingface", {}),
-}
 
 
-def workload_names(*, bundled: bool = False) -> list[str]:
-    """Names that `make_workload` accepts; `bundled`: only those that need no files of yours."""
-    return sorted(_BUNDLED if bundled else _REGISTER)
+def workload_names() -> list[str]:
+    """Names that `make_workload` accepts."""
+    return sorted(_WORKLOADS)
 
 
 def make_workload(name: str, **options: Any) -> Workload:
-    """A workload by name; `options` go to its module's `workload` function (widths, folders, columns).
+    """A workload by name; `options` go to its module's `workload` function (noise, widths).
 
     >>> make_workload("mnist1d").min_batch
     8
-    >>> make_workload("mnist1d-vgg11", width=8).description
-    'mnist1d, vgg11 in one dimension, 8 channels wide at first, group norm'
-
-    Raises `ConfigError` for unknown names and options, and for options that are missing.
+    Raises `ConfigError` for unknown names and options.
     """
-    if name not in _REGISTER:
+    if name not in _WORKLOADS:
         raise ConfigError("workload", name, ", ".join(workload_names()), "check the spelling")
-    module, fixed = _REGISTER[name]
+    module, fixed = _WORKLOADS[name]
     factory = importlib.import_module(f"dynamix_lab.tasks.{module}").workload
     known = inspect.signature(factory).parameters
     free = [option for option in known if option not in fixed]
     for option in options:
         if option not in free:
             raise ConfigError(f"option of {name}", option, ", ".join(free) or "none", "check the spelling")
-    for option in free:
-        if known[option].default is inspect.Parameter.empty and option not in options:
-            raise ConfigError(f"option of {name}", f"{option} missing", ", ".join(free), f"pass {option}=")
     made: Workload = factory(**fixed, **options)
     return made

@@ -15,8 +15,6 @@ from torch.utils.data import Dataset
 from dynamix.errors import ConfigError
 from dynamix.window import Floats
 
-NORMS = ("none", "batch")
-
 
 class Arrays(Dataset[tuple[Tensor, Tensor]]):
     """Inputs and targets held in memory. `__getitems__` takes a whole batch by one index, which a loader then passes on
@@ -156,16 +154,6 @@ def initial_weights(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
-
-
-def batch_norm(norm: str, features: int) -> list[nn.Module]:
-    """The layer that "batch" puts behind a linear layer or a 1-D convolution; nothing for "none".
-
-    It draws no random numbers, so all other weights are those without it. Raises `ConfigError` for other norms.
-    """
-    if norm not in NORMS:
-        raise ConfigError("norm", norm, ", ".join(NORMS), "check the spelling")
-    return [nn.BatchNorm1d(features)] if norm == "batch" else []
 
 
 def check_sizes(train: int, test: int, *, most: int | None = None, what: str = "samples") -> None:

@@ -17,7 +17,6 @@ from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError
 from dynamix_lab.tasks.base import Arrays, Data, Workload, check_sizes, initial_weights
-from dynamix_lab.tasks.convolution import Residual
 from dynamix_lab.tasks.teacher import explained
 
 SIDE = {1: 40, 2: 12}
@@ -90,13 +89,38 @@ def _signals(drawn: Tensor, dims: int) -> Tensor:
     return signals
 
 
+class Residual(nn.Module):
+    """relu(shortcut(x) + branch(x)), the branch two 3-wide convolutions in one dimension (He et al., arXiv 1512.03385).
+
+    The branch's last scale starts at 0, so that a deep net starts as a shallow one (Goyal et al., arXiv 1706.02677).
+    """
+
+    def __init__(self, channels: int, width: int, *, stride: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            nn.Conv1d(channels, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
+            nn.Conv1d(width, width, 3, padding=1, bias=False),
+            last := nn.BatchNorm1d(width),
+        )
+        nn.init.zeros_(last.weight)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != width:
+            project = nn.Conv1d(channels, width, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(project, nn.BatchNorm1d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.shortcut(x) + self.branch(x))
+
+
 def _residual() -> nn.Module:
     return nn.Sequential(
         nn.Conv1d(1, CHANNELS, 5, stride=2, padding=2, bias=False),
         nn.BatchNorm1d(CHANNELS),
         nn.ReLU(),
-        Residual(1, CHANNELS, CHANNELS, stride=1, bottleneck=False, norm="batch"),
-        Residual(1, CHANNELS, 2 * CHANNELS, stride=2, bottleneck=False, norm="batch"),
+        Residual(CHANNELS, CHANNELS, stride=1),
+        Residual(CHANNELS, 2 * CHANNELS, stride=2),
         nn.Flatten(),
         nn.Linear(20 * CHANNELS, 4),
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError
-from dynamix_lab.tasks.base import Arrays, Data, Workload, accuracy, batch_norm, check_sizes, initial_weights
+from dynamix_lab.tasks.base import Arrays, Data, Workload, accuracy, check_sizes, initial_weights
 
 INPUTS = 32
 TEACHER_WIDTH = {"regression": 8, "classes": 16}
@@ -34,18 +34,14 @@ TARGETS = {"regression": 0.824, "classes": 0.56}
 MOMENTUM = 0.9
 
 
-def workload(
-    kind: str = "regression", *, noise: float | None = None, width: int = WIDTH, norm: str = "none"
-) -> Workload:
+def workload(kind: str = "regression", *, noise: float | None = None, width: int = WIDTH) -> Workload:
     """`regression`: four outputs of unit variance; `classes`: which of ten outputs is largest.
 
     noise   standard deviation that is added to each output (2.0), or the part of labels that are random (0.8)
     width   of both hidden layers of the student
-    norm    "batch": batch norm behind each of them; "none"
     """
     if kind not in OUTPUTS:
         raise ConfigError("kind", kind, ", ".join(OUTPUTS), "check the spelling")
-    batch_norm(norm, width)  # raises for one that does not exist
     noisy = NOISE[kind] if noise is None else noise
     if not 0 <= noisy < (math.inf if kind == "regression" else 1):
         allowed = "0 or more" if kind == "regression" else "0 to below 1"
@@ -53,9 +49,7 @@ def workload(
 
     def make_student(seed: int) -> nn.Module:
         with initial_weights(seed):
-            first, second = (
-                [nn.Linear(inputs, width), *batch_norm(norm, width), nn.ReLU()] for inputs in (INPUTS, width)
-            )
+            first, second = ([nn.Linear(inputs, width), nn.ReLU()] for inputs in (INPUTS, width))
             return nn.Sequential(*first, *second, nn.Linear(width, OUTPUTS[kind]))
 
     about: dict[str, Any] = (
@@ -71,9 +65,8 @@ def workload(
         min_batch=1,
         max_batch=512,
         base_batch=256,
-        target=TARGETS[kind] if (noisy, width, norm) == (NOISE[kind], WIDTH, "none") else None,
-        description=f"a student of two hidden layers, {width} wide, and a teacher with noise {noisy:g}, {kind}"
-        + (", batch norm" if norm == "batch" else ""),
+        target=TARGETS[kind] if (noisy, width) == (NOISE[kind], WIDTH) else None,
+        description=f"a student of two hidden layers, {width} wide, and a teacher with noise {noisy:g}, {kind}",
         **about,
     )
 

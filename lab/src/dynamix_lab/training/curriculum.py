@@ -32,11 +32,6 @@ def training_clusters(count: int, workers: int, seed: int, *, hardness: float = 
     return _interior(disturbed(_cheap(_small(clusters, rng, rate), rng), rng, rate), rng)
 
 
-def with_costs(clusters: Clusters, rng: np.random.Generator, *, hardness: float = 1.0) -> Clusters:
-    """Clusters of given costs, disturbed like training clusters; their noise scale makes optima interior."""
-    return _interior(disturbed(clusters, rng, _rate(rng, hardness, clusters.shape[0])), rng)
-
-
 def disturbed(clusters: Clusters, rng: np.random.Generator, rate: Floats) -> Clusters:
     """Clusters with every mechanism but small batches at work, as often as `rate` (C, 1) says."""
     for mechanism in (_slowed, _neighbour, _jitter, _bent, _links, _measured, _unlike, _recurring):

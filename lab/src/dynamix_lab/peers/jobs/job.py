@@ -224,7 +224,7 @@ class Run:
     def goes_on(self, samples: int, loss: float, sizes: list[int], *, stepped: bool = True) -> bool:
         """After every step. samples: of all ranks so far; sizes: of each rank's part of the global batch; stepped: the
         weights changed. False ends the run."""
-        now = time.perf_counter() - self._began
+        now = self.clock()
         if stepped:
             self.ends.append(now)
         step, self.samples = len(self.ends), samples
@@ -243,14 +243,18 @@ class Run:
         """Rank 0 has met the others, which took it so long, waiting for them included."""
         self.meetings_s.append(round(took_s, 4))
 
-    def finish(self) -> None:
+    def clock(self) -> float:
+        """Seconds since the run began; 0 before that."""
+        return time.perf_counter() - self._began if self._began else 0.0
+
+    def finish(self, *, overhead_s: float = 0.0) -> None:
         """Report and end the process at once: what a peer would still clean up is of no use to anybody."""
         if self.line is not None:
             about = {"batch_sizes": self.sizes, "meetings_s": self.meetings_s}
             Path(self.task.config["about"]).write_text(json.dumps(about))
             self.line.ask(
                 "finished", run=self.task.name, time_s=self.ends[-1] if self.ends else 0.0, samples=self.samples,
-                batch_sizes=self.sizes[-1][1] if self.sizes else [], step_ends_s=self.ends, overhead_s=0.0,
+                batch_sizes=self.sizes[-1][1] if self.sizes else [], step_ends_s=self.ends, overhead_s=overhead_s,
                 events=self.task.config["events"],
             )  # fmt: skip
             self.line.send("done")
@@ -268,7 +272,7 @@ class Run:
     def _snapshot(self, line: Line, now: float, step: int) -> None:
         while self._next <= self.samples:
             self._next += self.every
-        path = Path(self.task.config["snapshots"]) / f"{self.task.name}-{step}.f32"
+        path = Path(self.task.config["snapshots"]) / f"{step}.f32"
         with torch.no_grad():
             torch.cat([p.reshape(-1) for p in self.model.parameters()]).numpy().tofile(path)
         line.send("snapshot", time_s=now, step=step, samples=self.samples, path=str(path))

@@ -9,7 +9,6 @@ bf16       gradients rounded to bfloat16 (lossy)
 index-gather   sizes, then padded 64-bit index, then padded values of nonzero rows, all-gathered: as one writes it down
 fp16       torch's `fp16_compress_hook` (lossy)
 powersgd   torch's PowerSGD of rank 4 with error feedback and warm start (lossy; Vogels et al., arXiv 1905.13727)
-topk-dense what top-k with error feedback leaves, in torch's all-reduce (lossy): only what selecting takes
 topk       the largest 1 % of each rank, gathered as index and value (lossy; `dynamix_homomorphic.lossy`)
 omnireduce blocks of 256 elements that are not zero, after OmniReduce (Fei et al., SIGCOMM 2021)
 
@@ -39,13 +38,11 @@ from dynamix.compression import CompressionState, Statistics, compression_hook
 from dynamix.compression.index import pack, unpack
 from dynamix.compression.wire import bitwise_or
 from dynamix.errors import ConfigError
-from dynamix_homomorphic.lossy import LossyState, lossy_hook, lossy_topk_hook
+from dynamix_homomorphic.lossy import LossyState, lossy_topk_hook
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
 AGAIN = "dense-again"  # dense once more: what differs between the two is the machine
-# what top-k leaves, sent densely: how long selecting takes. Only where top-k goes before the lossless ways
-AFTER = "topk-dense"
 BUCKETS_MB = {"dense-1mb": 1.0, "dense-5mb": 5.0, "dense-25mb": 25.0}
 PLAIN = ("sparse", *BUCKETS_MB)  # DDP as it is: no hook, so the exchange has no time of its own
 SPARSE_TENSORS = ("sparse", "gather-sparse")  # embeddings with sparse gradients
@@ -54,7 +51,6 @@ BASELINES = (
     AGAIN,
     *BUCKETS_MB,
     "sparse",
-    AFTER,
     "fp16",
     "bf16",
     "powersgd",
@@ -66,7 +62,7 @@ AGGREGATED = {"aggregator-compaction": "compaction", "aggregator-lhc": "lhc-one-
 OURS = ("gather", "gather-sparse", "blocks", "compaction", "lhc", "lhc-one-phase", "auto", *AGGREGATED)
 # What these take depends little on where zeros are: they run with the four jobs that were here first.
 ELSEWHERE = ("dense-1mb", "dense-5mb", "fp16", "bf16", "powersgd", "topk", "lhc-one-phase", *AGGREGATED)
-LOSSY = (AFTER, "fp16", "bf16", "powersgd", "topk")
+LOSSY = ("fp16", "bf16", "powersgd", "topk")
 WAYS = (*BASELINES, *OURS)
 BLOCK = 256  # elements, OmniReduce's usual block
 TOPK = 0.01
@@ -99,22 +95,18 @@ class GradientExchange:
         return asdict(seen[0]) if len(seen) == 1 else None
 
     def _inner(self) -> CompressionState | None:
-        inner = self.state.hook_state if isinstance(self.state, LossyState) else self.state
-        return inner if isinstance(inner, CompressionState) else None
+        return self.state if isinstance(self.state, CompressionState) else None
 
 
 def make_exchange(
     name: str,
     net: nn.Module,
     *,
-    keep: float | None = None,
     timeout: timedelta | None = None,
     aggregator: Mapping[str, Any] | None = None,
 ) -> GradientExchange:
     """The way called `name` for gradients of `net`. A collective call, as many ways make process groups.
 
-    keep         sparsify with error feedback first: what the lossless ways then exchange is the largest elements of
-                 each rank. Ways that are dense or lossy by themselves do not
     aggregator   address and token of one, for the ways through it
     """
     if name in ("dense", AGAIN, *PLAIN):
@@ -129,16 +121,13 @@ def make_exchange(
         )
         return GradientExchange(name, powerSGD_hook.powerSGD_hook, powersgd)
     if name == "topk":
-        return GradientExchange(name, lossy_topk_hook, LossyState(net, keep=keep or TOPK))
-    if name == AFTER:
-        plain = GradientExchange(name, default_hooks.allreduce_hook, None)
-    elif name == "omnireduce":
-        plain = GradientExchange(name, nonzero_blocks_hook, None)
-    elif name == "index-gather":
+        return GradientExchange(name, lossy_topk_hook, LossyState(net, keep=TOPK))
+    if name == "omnireduce":
+        return GradientExchange(name, nonzero_blocks_hook, None)
+    if name == "index-gather":
         widths = {m.weight.data_ptr(): m.weight.shape[1] for m in net.modules() if isinstance(m, nn.Embedding)}
-        plain = GradientExchange(name, index_gather_hook, widths)
-    elif name in (*OURS, "fixed"):
-        by_row = keep is None
+        return GradientExchange(name, index_gather_hook, widths)
+    if name in OURS:
         more: dict[str, Any] = {}
         if name in AGGREGATED:
             if aggregator is None:
@@ -147,14 +136,9 @@ def make_exchange(
 
             more["aggregator"] = Aggregator(**aggregator, job=name)
         mode: Any = "auto" if name == "gather-sparse" else AGGREGATED.get(name, name)
-        state = CompressionState(mode, model=net if by_row else None, timeout=timeout, **more)
-        plain = GradientExchange(name, compression_hook, state, by_row, state.statistics)
-    else:
-        raise ConfigError("way", name, ", ".join((*WAYS, "fixed")), "check the spelling")
-    if keep is None:
-        return plain
-    lossy = LossyState(net, keep=keep, hook=plain.hook, hook_state=plain.state)
-    return GradientExchange(name, lossy_hook, lossy, plain.by_row, plain.statistics)
+        state = CompressionState(mode, model=net, timeout=timeout, **more)
+        return GradientExchange(name, compression_hook, state, True, state.statistics)
+    raise ConfigError("way", name, ", ".join(WAYS), "check the spelling")
 
 
 def nonzero_blocks_hook(state: dist.ProcessGroup | None, bucket: Bucket) -> Future[Tensor]:

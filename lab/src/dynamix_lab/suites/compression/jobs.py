@@ -11,10 +11,6 @@ moe          128 experts, of which a batch needs few: 4.2 MB; experts without a 
 lora         adapters of rank 8 beside a frozen transformer: 0.1 MB without zeros. The base is not exchanged at all
 rows-0, rows-50, rows-100   a table of 10,000 rows of 64, of which each worker touches 300. So many percent of these are
              the same rows on all workers, the others are on no other
-lstm         `pysource-lstm` as bundled: bytes, so its embedding has 256 rows, and nearly nothing is zero
-transformer  `pysource` as bundled: the same
-vgg19        `mnist1d-vgg19` as bundled; no zeros of its own. The lossless ways get 1 % of it, by top-k with error
-             feedback
 """
 
 from __future__ import annotations
@@ -30,22 +26,18 @@ from torch import Tensor, nn
 from dynamix.errors import ConfigError
 from dynamix_lab.suites.compression.sparse_jobs import make_sparse_job, popularity
 from dynamix_lab.suites.compression.task import CompressionTask
-from dynamix_lab.tasks import make_workload
 from dynamix_lab.tasks.base import initial_weights
 from dynamix_lab.tasks.ratings import MEAN, NOISE, RANK, Factorisation
 from dynamix_lab.tasks.ratings import make_optimizer as adagrad
 
 SWEPT = ("rows-0", "rows-50", "rows-100")
 SPARSE_JOBS = ("ncf", "lstm-tied", "transformer-tied", "moe", "lora", *SWEPT)
-JOBS = ("ratings", *SPARSE_JOBS, "lstm", "transformer", "vgg19")
+JOBS = ("ratings", *SPARSE_JOBS)
 SPARSEST = "ratings"
 EMBEDDINGS = ("ratings", "ncf", "lstm-tied", "transformer-tied", *SWEPT)  # what may have sparse gradients
 LARGE = ("ncf",)  # not on links below 1 Gbit/s, where a dense step takes seconds
 USERS, ITEMS, FACTORS = 30_000, 10_000, 64
 POPULARITY = 0.7  # Zipf exponent, as in the bundled workload
-_BUNDLED = {"lstm": ("pysource-lstm", 8), "transformer": ("pysource", 8), "vgg19": ("mnist1d-vgg19", 16)}
-AFTER_TOPK = {"vgg19": 0.01}  # share that top-k with error feedback leaves for the lossless ways
-_SAMPLES = 1990
 
 
 def make_job(name: str, seed: int, *, workers: int = 1, **options: Any) -> CompressionTask:
@@ -56,18 +48,7 @@ def make_job(name: str, seed: int, *, workers: int = 1, **options: Any) -> Compr
         return _ratings(seed, **options)
     if name in SPARSE_JOBS:
         return make_sparse_job(name, seed, workers, **options)
-    if name not in _BUNDLED:
-        raise ConfigError("workload", name, ", ".join(JOBS), "check the spelling")
-    bundled, samples = _BUNDLED[name]
-    workload = make_workload(bundled)
-    data = workload.make_data(seed, train=_SAMPLES, test=10).train
-
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        return data.__getitems__(np.random.default_rng([seed, number]).integers(0, len(data), samples).tolist())
-
-    return CompressionTask(
-        name, workload.make_model, workload.make_optimizer, workload.loss, batch, AFTER_TOPK.get(name)
-    )
+    raise ConfigError("workload", name, ", ".join(JOBS), "check the spelling")
 
 
 def _ratings(

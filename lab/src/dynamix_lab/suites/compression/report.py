@@ -1,25 +1,13 @@
-"""What `dynamix bench compression` says at the end: tables in Markdown, and the page with plots."""
+"""What `dynamix bench compression` says at the end: tables in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from dynamix_lab.report import (
-    COLOURS,
-    Page,
-    Section,
-    Table,
-    legend_beside,
-    measured,
-    new_figure,
-    number,
-    with_interval,
-)
-from dynamix_lab.suites.compression.exchanges import BASELINES, LOSSY
-from dynamix_lab.suites.compression.jobs import AFTER_TOPK
-from dynamix_lab.suites.compression.region import beside_the_model, compare
-from dynamix_lab.suites.compression.summary import over_best, over_sparse, timed
+from dynamix_lab.report import Section, Table, number, with_interval
+from dynamix_lab.suites.compression.exchanges import LOSSY
+from dynamix_lab.suites.compression.summary import over_best, over_sparse
 
 _GOALS = {
     "aggregation": "aggregation, times dense's (best of ours, sparsest job, slowest link): at least {goal:g}",
@@ -44,10 +32,8 @@ _HEAD = [
 ]
 
 
-def label(way: str, job: str) -> str:
-    """How tables name a way: which of them lose something, and what was left out before."""
-    if job in AFTER_TOPK and (way == "omnireduce" or way not in BASELINES):
-        return f"{way} (after top-k)"
+def label(way: str) -> str:
+    """How tables name a way: which of them lose something."""
     return f"{way} (lossy)" if way in LOSSY else way
 
 
@@ -59,7 +45,7 @@ def _table(cell: Mapping[str, Any]) -> Table:
         sent = way["sent_bytes_per_step"]
         rows.append(
             [
-                label(name, cell["job"]),
+                label(name),
                 f"{1e3 * way['iteration_median_s']:.1f} ({low:.1f}-{high:.1f})",
                 "1" if name == "dense" else with_interval(ratio),
                 "" if way["exchange_median_s"] is None else f"{1e3 * way['exchange_median_s']:.1f}",
@@ -78,7 +64,7 @@ def _said(cell: Mapping[str, Any]) -> str:
     ours = cell["ways"].get("compaction", cell["ways"]["dense"])
     return (
         f"{cell['dense_bytes'] / 1e6:.2f} MB of gradient, {100 * ours['nonzero']:.1f} % of it not zero (union over "
-        f"ranks, {'after top-k' if cell['job'] in AFTER_TOPK else 'as it is'}); load average "
+        f"ranks); load average "
         f"{cell['load_average'][0]} to {cell['load_average'][1]}"
     )
 
@@ -115,27 +101,9 @@ def _found(part: Mapping[str, Any]) -> tuple[str, str]:
     return f"{holds} of {len(found)}", f"{worst}: {found[worst]:.3f}" if "at" in part else worst
 
 
-def identity(result: Mapping[str, Any]) -> Table:
-    """Cell, way, steps, whether the losses are the same, buckets that went dense."""
-    rows = [
-        [
-            name,
-            way,
-            str(part["steps"]),
-            "identical" if part["identical"] else f"differ by {part['largest_difference']:g}",
-            number(part["last_loss"], 4),
-            str(part["statistics"]["dense_after"] or "none"),
-        ]
-        for name, cell in result["cells"].items()
-        for way, part in cell.get("identity", {}).items()
-    ]
-    head = ["cell", "way", "steps", "losses against dense in the same fixed point", "last loss", "dense instead"]
-    return Table(head, rows)
-
-
 def overview(result: Mapping[str, Any]) -> Table:
     """A row a cell: milliseconds of an iteration by every way, and what the goals say of `auto` and the hook."""
-    cells = timed(result["cells"])
+    cells = result["cells"]
     ways = list(dict.fromkeys(name for cell in cells.values() for name in cell["ways"]))
     rows = []
     for cell, measured_there in cells.items():
@@ -156,7 +124,7 @@ def overview(result: Mapping[str, Any]) -> Table:
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """The goals, all cells in one table, a table a cell, and the check of losses; without plots."""
+    """The goals, all cells in one table, and a table a cell."""
     a_a = result["a_a"]
     within = "" if a_a is None else "within" if a_a["within"] else "NOT within"
     said = (
@@ -165,67 +133,9 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         else [f"Dense against itself over all cells: {a_a['median']:.3f}, {within} {100 * a_a['limit']:.0f} %."]
     )
     made = [Section("Goals", (), goals(result), notes=said)]
-    if timed(result["cells"]):
+    if result["cells"]:
         about = "A cell is a job, its hosts and the rate of their links in Mbit/s."
         made.append(Section("All cells", [about], overview(result)))
-    for name, cell in timed(result["cells"]).items():
+    for name, cell in result["cells"].items():
         made.append(Section(name, [_said(cell)], _table(cell), notes=_counts(cell)))
-    if compared := compare(result):
-        made.append(beside_the_model(compared))
-    checks = identity(result)
-    return [*made, Section("Losses, bit by bit", (), checks)] if checks.rows else made
-
-
-def page(result: Mapping[str, Any]) -> str:
-    """report.html: goals, plots of time and bytes, a table a cell."""
-    first, *others = sections(result)
-    cells, plots = timed(result["cells"]), []
-    if cells:
-        plots = [
-            Section(
-                "Time of an iteration over dense's",
-                figure=_bars(
-                    cells, lambda cell, name: float(cell["ratios"][f"{name}/dense"]["median"]), "time / dense's"
-                ),
-                caption="Below 1 is faster; logarithmic.",
-            ),
-            Section(
-                "Bytes a host sends in a step, over dense's",
-                figure=_bars(cells, _sent_over_dense, "bytes / dense's"),
-                caption="Below 1 is less; logarithmic.",
-            ),
-        ]
-    made = Page(
-        "dynamix bench compression", [first, *plots, *others], lead=[_provenance(result)], details=measured(result)
-    )
-    return made.html()
-
-
-def _provenance(result: Mapping[str, Any]) -> str:
-    machine = result["machine"]
-    return (
-        f"Cluster: {result['cluster']}, hosts with shaped links on one machine ({machine['cores']} cores, "
-        f"{machine['cpu']}), not a result of a real cluster. Commit {result['commit'] or 'unknown'}, seed "
-        f"{result['seeds'][0]}. Compare within a cell."
-    )
-
-
-def _sent_over_dense(cell: Mapping[str, Any], name: str) -> float:
-    mine, dense = (cell["ways"][n]["sent_bytes_per_step"] for n in (name, "dense"))
-    return float("nan") if mine is None or not dense else float(mine) / float(dense)
-
-
-def _bars(cells: Mapping[str, Any], value: Callable[[Mapping[str, Any], str], float], what: str) -> Any:
-    names = list(dict.fromkeys(name for cell in cells.values() for name in cell["ways"] if name != "dense"))
-    figure, (axes,) = new_figure()
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        heights = [value(cell, name) if name in cell["ways"] else float("nan") for cell in cells.values()]
-        places = [x + i * width for x in range(len(cells))]
-        hatch = "//" if i >= len(COLOURS) else None
-        axes.bar(places, heights, width, label=name, color=COLOURS[i % len(COLOURS)], hatch=hatch)
-    axes.axhline(1.0, color="#222", lw=0.8, ls=":")
-    axes.set(yscale="log", ylabel=what, xticks=[x + 0.4 - width / 2 for x in range(len(cells))])
-    axes.set_xticklabels(list(cells), rotation=30 if len(cells) > 4 else 0, ha="right" if len(cells) > 4 else "center")
-    legend_beside(axes)
-    return figure
+    return made

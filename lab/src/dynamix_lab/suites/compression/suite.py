@@ -2,8 +2,7 @@
 
 A cell is a job, a link rate and a number of hosts. In it all ways take turns within one launch, in random balanced
 order, dense twice (the A/A pair), so that ratios compare what ran under the same load. Hosts have no CPU quota: they
-share the machine's cores. An identity cell trains by `fixed` and by every lossless way over loopback, and compares
-losses bit by bit.
+share the machine's cores.
 """
 
 from __future__ import annotations
@@ -21,22 +20,18 @@ from typing import Any, ClassVar
 from dynamix.errors import ConfigError, EmulationError, WorkerLostError
 from dynamix.events.run_folder import commit
 from dynamix_lab.emulator import Emulation, Scenario, load_scenario
-from dynamix_lab.emulator.cluster import Mechanism
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import sections_markdown
-from dynamix_lab.suites.aggregator.certificates import have_openssl, make_certificates
-from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, ELSEWHERE, SPARSE_TENSORS, WAYS
-from dynamix_lab.suites.compression.jobs import AFTER_TOPK, EMBEDDINGS, JOBS, LARGE, SPARSE_JOBS, SPARSEST
-from dynamix_lab.suites.compression.report import page, sections
+from dynamix_lab.suites.compression.certificates import have_openssl, make_certificates
+from dynamix_lab.suites.compression.exchanges import AGAIN, AGGREGATED, ELSEWHERE, SPARSE_TENSORS, WAYS
+from dynamix_lab.suites.compression.jobs import EMBEDDINGS, JOBS, LARGE, SPARSE_JOBS, SPARSEST
+from dynamix_lab.suites.compression.report import sections
 from dynamix_lab.suites.compression.summary import join, judge, summarise
 
 RATES_MBIT_S = (100, 1000)
 LEAST_RATE_MBIT_S = 1000  # for large jobs
 WORKERS = (4, 8)
-QUICK_JOBS = ("ratings", "vgg19")
-IDENTITY_STEPS = 500
-IDENTITY_WORKERS = 2
-IDENTITY_WAYS = ("fixed", "compaction", "lhc", "lhc-one-phase")
+QUICK_JOBS = ("ratings", "moe")
 CORES_USED = 0.9  # of the machine's, that hosts may be said to have; no quota is ever put in force
 TIMEOUT_S = 120  # of the process group
 GRACE_S = 20.0
@@ -51,7 +46,6 @@ class CompressionPlan:
     jobs, rates_mbit_s, workers   every combination is a cell, but for large jobs on links below `LEAST_RATE_MBIT_S`
     rounds, steps     turns a way, timed steps a turn at least
     turn_s            seconds that a turn's timed steps last at least; 0: those of `steps` and no more
-    identity_steps    of the check that lossless ways train as `fixed` does; 0 leaves it out
     ways              those of `exchanges.WAYS`, dense twice among them
     options           of the job `ratings`, for tests
     warm_up           untimed steps before each turn; without them for tests
@@ -64,7 +58,6 @@ class CompressionPlan:
     steps: int = 3
     turn_s: float = 0.5
     seed: int = 0
-    identity_steps: int = IDENTITY_STEPS
     ways: tuple[str, ...] = WAYS
     options: dict[str, Any] = field(default_factory=dict)
     warm_up: bool = True
@@ -75,9 +68,7 @@ class CompressionPlan:
         is.
         """
         usual: dict[str, Any] = (
-            {"jobs": QUICK_JOBS, "rates_mbit_s": (100,), "workers": (4,), "steps": 4, "identity_steps": 50}
-            if quick
-            else {}
+            {"jobs": QUICK_JOBS, "rates_mbit_s": (100,), "workers": (4,), "steps": 4} if quick else {}
         )
         return cls(**{**usual, **{name: value for name, value in chosen.items() if value is not None}})
 
@@ -94,7 +85,6 @@ class CompressionPlan:
             ("rates", self.rates_mbit_s, 1, 10_000),
             ("rounds", (self.rounds,), 1, 1000),
             ("steps", (self.steps,), 1, 10_000),
-            ("identity_steps", (self.identity_steps,), 0, 100_000),
             ("seed", (self.seed,), 0, 2**31 - 1),
         ):
             for value in values:
@@ -102,71 +92,60 @@ class CompressionPlan:
                     raise ConfigError(name, value, f"{low} to {high}", "check the argument")
         if not 0 <= self.turn_s <= 60:
             raise ConfigError("turn_s", self.turn_s, "0 to 60", "check the argument")
-        if not self.cells():
-            raise ConfigError("identity_steps", 0, "1 or more without timed cells", "leave out --identity-only")
 
     def cells(self) -> list[CompressionCell]:
         """The sparsest job on the slowest link first, so that a call that is stopped has it."""
         jobs = sorted(self.jobs, key=lambda job: (job != SPARSEST, JOBS.index(job)))
-        checks = [CompressionCell(job, None, IDENTITY_WORKERS) for job in jobs if self.identity_steps]
-        checks = [cell for cell in checks if cell.job not in SPARSE_JOBS]
         return [
-            *(
-                CompressionCell(job, rate, w)
-                for rate in sorted(self.rates_mbit_s)
-                for job in jobs
-                for w in sorted(self.workers)
-                if job not in LARGE or rate >= LEAST_RATE_MBIT_S
-            ),
-            *checks,
+            CompressionCell(job, rate, w)
+            for rate in sorted(self.rates_mbit_s)
+            for job in jobs
+            for w in sorted(self.workers)
+            if job not in LARGE or rate >= LEAST_RATE_MBIT_S
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class CompressionCell:
-    """One launch. Without a rate: the identity check, over loopback.
+    """One launch.
 
-    >>> CompressionCell("ratings", 100, 4).name, CompressionCell("ratings", None, 2).name
-    ('ratings-4x100', 'ratings-identity')
+    >>> CompressionCell("ratings", 100, 4).name
+    'ratings-4x100'
     """
 
     job: str
-    rate_mbit_s: int | None
+    rate_mbit_s: int
     workers: int
 
     @property
     def name(self) -> str:
-        return f"{self.job}-identity" if self.rate_mbit_s is None else f"{self.job}-{self.workers}x{self.rate_mbit_s}"
+        return f"{self.job}-{self.workers}x{self.rate_mbit_s}"
 
     def scenario(self) -> Scenario:
         """Equal hosts, each behind its own link to one switch."""
         cores = len(os.sched_getaffinity(0))
-        host: dict[str, float] = {"cpu": round(CORES_USED * cores / self.workers, 3)}
-        if self.rate_mbit_s is not None:
-            host["rate_mbit_s"] = float(self.rate_mbit_s)
+        host = {"cpu": round(CORES_USED * cores / self.workers, 3), "rate_mbit_s": float(self.rate_mbit_s)}
         return load_scenario({"name": self.name, "hosts": [host] * self.workers})
 
     def ways(self, plan: CompressionPlan) -> tuple[str, ...]:
         """Those of the plan that make sense for this job."""
-        unfit = set() if self.job in AFTER_TOPK else {AFTER}
-        unfit |= set() if self.job in EMBEDDINGS else set(SPARSE_TENSORS)
+        unfit = set() if self.job in EMBEDDINGS else set(SPARSE_TENSORS)
         unfit |= set(ELSEWHERE) if self.job in SPARSE_JOBS else set()
         return tuple(way for way in plan.ways if way not in unfit)
 
     def config(self, plan: CompressionPlan, folder: Path) -> dict[str, Any]:
         """What its ranks are told."""
-        identity = self.rate_mbit_s is None
         return {
             "job": self.job,
             "options": plan.options,
             "seed": plan.seed,
             "out": str(folder),
             "timeout_s": TIMEOUT_S,
-            "ways": IDENTITY_WAYS if identity else self.ways(plan),
-            "rounds": 1 if identity else plan.rounds,
-            "steps": plan.identity_steps if identity else plan.steps,
-            "turn_s": 0.0 if identity else plan.turn_s,
-            "warm_up": plan.warm_up and not identity,
+            "ways": self.ways(plan),
+            "rounds": plan.rounds,
+            "steps": plan.steps,
+            "turn_s": plan.turn_s,
+            "warm_up": plan.warm_up,
         }
 
 
@@ -198,9 +177,6 @@ class CompressionSuite(Suite):
     def table(self, result: Mapping[str, Any]) -> str:
         return sections_markdown(sections(result))
 
-    def page(self, result: Mapping[str, Any]) -> str:
-        return page(result)
-
 
 def _run_cell(
     cell: CompressionCell, plan: CompressionPlan, folder: Path, tell: Callable[[float], None]
@@ -209,10 +185,8 @@ def _run_cell(
     config = cell.config(plan, folder)
     turns = config["rounds"] * len(config["ways"])
     load = os.getloadavg()[0]
-    identity = cell.rate_mbit_s is None
     began = time.monotonic()
-    mechanism: Mechanism = "duty-cycle" if identity else "auto"
-    with Emulation(cell.scenario(), seed=plan.seed, run_dir=folder, mechanism=mechanism, keep_awake=True) as hosts:
+    with Emulation(cell.scenario(), seed=plan.seed, run_dir=folder, keep_awake=True) as hosts:
         if set(config["ways"]) & set(AGGREGATED):
             config["aggregator"] = _start_aggregator(hosts, folder)
         path = folder / "config.json"
@@ -228,7 +202,7 @@ def _run_cell(
         "mechanisms": mechanisms,
         "load_average": [round(load, 2), round(os.getloadavg()[0], 2)],
         "wall_s": round(time.monotonic() - began, 1),
-        **summarise(ranks, identity=identity),
+        **summarise(ranks),
     }
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from dynamix_lab.harness.runs import A_A_LIMIT
 from dynamix_lab.statistics import paired_ratio
-from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, OURS
+from dynamix_lab.suites.compression.exchanges import AGAIN, AGGREGATED, OURS
 from dynamix_lab.suites.compression.jobs import SPARSEST
 
 GOALS = {
@@ -32,11 +32,9 @@ RESAMPLES = 500  # of a handful of rounds
 SPARSE = 0.2  # a gradient with fewer nonzero elements than this is what compression is for
 
 
-def summarise(ranks: Sequence[Mapping[str, Any]], *, identity: bool = False) -> dict[str, Any]:
-    """One cell from what its ranks measured; `identity`: whether every way's losses are those of `fixed`."""
+def summarise(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One cell from what its ranks measured."""
     names = list(ranks[0]["ways"])
-    if identity:
-        return {"identity": {name: _identity(ranks, name) for name in names if name != "fixed"}}
     dense_bytes = ranks[0]["dense_bytes"]
     ways = {
         name: _way([rank["ways"][name] for rank in ranks], dense_bytes, aggregated=name in AGGREGATED) for name in names
@@ -50,22 +48,6 @@ def summarise(ranks: Sequence[Mapping[str, Any]], *, identity: bool = False) -> 
             for name in names
             if name != "dense" and ways[name]["exchange_s"]
         },
-    }
-
-
-def _identity(ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    pairs = [
-        (a, b)
-        for rank in ranks
-        for a, b in zip(_losses(rank["ways"][name]), _losses(rank["ways"]["fixed"]), strict=True)
-    ]
-    return {
-        "steps": len(pairs) // len(ranks),
-        "ranks": len(ranks),
-        "identical": all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs),
-        "largest_difference": max([abs(a - b) for a, b in pairs if math.isfinite(a - b)], default=0.0),
-        "last_loss": _finite(_losses(ranks[0]["ways"][name])[-1]),
-        "statistics": ranks[0]["ways"][name]["statistics"],
     }
 
 
@@ -126,25 +108,17 @@ def _ratio(ways: Mapping[str, Any], name: str, what: str) -> dict[str, float | N
     return paired_ratio(ways[name][what], ways["dense"][what], resamples=RESAMPLES).to_dict()
 
 
-def timed(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """The cells with times."""
-    return {name: cell for name, cell in cells.items() if "ways" in cell}
-
-
 def join(cells: Mapping[str, Any]) -> dict[str, Any]:
     """All timed cells together: `policies` has a list by pair for each way; in `ratios` every cell weighs the same."""
-    measured = timed(cells)
-    if not measured:
+    if not cells:
         return {"pairs": [], "policies": {}, "ratios": {}, "a_a": None}
-    names = [n for n in next(iter(measured.values()))["ways"] if all(n in cell["ways"] for cell in measured.values())]
-    pairs = [[c, r] for c, cell in measured.items() for r in range(len(cell["ways"]["dense"]["iteration_s"]))]
+    names = [n for n in next(iter(cells.values()))["ways"] if all(n in cell["ways"] for cell in cells.values())]
+    pairs = [[c, r] for c, cell in cells.items() for r in range(len(cell["ways"]["dense"]["iteration_s"]))]
     policies = {
-        name: {
-            key: [value for cell in measured.values() for value in cell["ways"][name][key]] for key in ("iteration_s",)
-        }
+        name: {key: [value for cell in cells.values() for value in cell["ways"][name][key]] for key in ("iteration_s",)}
         for name in names
     }
-    each = {n: {c: cell["ways"][n]["iteration_s"] for c, cell in measured.items()} for n in names}
+    each = {n: {c: cell["ways"][n]["iteration_s"] for c, cell in cells.items()} for n in names}
     ratios = {
         f"{n}/dense": paired_ratio(each[n], each["dense"], resamples=RESAMPLES).to_dict() for n in names if n != "dense"
     }
@@ -157,39 +131,22 @@ def join(cells: Mapping[str, Any]) -> dict[str, Any]:
 
 def judge(cells: Mapping[str, Any]) -> dict[str, Any]:
     """Each goal with what was found, by cell, and whether it was reached in all of them; null where no cell says."""
-    measured = timed(cells)
-    sparsest = {name: cell for name, cell in measured.items() if cell["job"] == SPARSEST}
+    sparsest = {name: cell for name, cell in cells.items() if cell["job"] == SPARSEST}
     slowest = min((cell["rate_mbit_s"] for cell in sparsest.values()), default=None)
     there = {name: cell for name, cell in sparsest.items() if cell["rate_mbit_s"] == slowest}
     goals = {
         "aggregation": _goal("aggregation", {n: _best(cell, "exchange_ratios") for n, cell in there.items()}),
         "iteration": _goal("iteration", {n: _best(cell, "ratios") for n, cell in there.items()}),
-        "compaction_bytes": _goal("compaction_bytes", _over_bound(measured, "compaction"), most=True),
-        "lhc_bytes": _goal("lhc_bytes", _over_bound(measured, "lhc"), most=True),
-        "auto_time": _goal("auto_time", _of_auto(measured), most=True),
+        "compaction_bytes": _goal("compaction_bytes", _over_bound(cells, "compaction"), most=True),
+        "lhc_bytes": _goal("lhc_bytes", _over_bound(cells, "lhc"), most=True),
+        "auto_time": _goal("auto_time", _of_auto(cells), most=True),
     }
-    goals["auto_best"] = _goal("auto_best", _medians(over_best, measured), most=True)
+    goals["auto_best"] = _goal("auto_best", _medians(over_best, cells), most=True)
     own = (join(cells)["a_a"] or {}).get("high")  # what dense against itself cannot tell apart
     goals["gather_sparse"] = _goal(
-        "gather_sparse", _medians(over_sparse, measured), most=True, scatter=max(own or 1.0, 1.0)
+        "gather_sparse", _medians(over_sparse, cells), most=True, scatter=max(own or 1.0, 1.0)
     )
-    checks = {name: cell["identity"] for name, cell in cells.items() if "identity" in cell}
-    goals["identity"] = {
-        "goal": "losses of every lossless way are those of dense in the same fixed point, bit for bit",
-        "found": {f"{name}: {way}": part["identical"] for name, ways in checks.items() for way, part in ways.items()},
-        "reached": all(part["identical"] for ways in checks.values() for part in ways.values()) if checks else None,
-    }
     return goals
-
-
-def unexplained(cells: Mapping[str, Any]) -> list[str]:
-    """Ways whose losses differ from those of `fixed` though no bucket of theirs went dense, in floating point."""
-    return [
-        f"{name}: {way}"
-        for name, cell in cells.items()
-        for way, part in cell.get("identity", {}).items()
-        if not part["identical"] and not part["statistics"]["dense_after"]
-    ]
 
 
 def _goal(name: str, found: Mapping[str, Any], *, most: bool = False, scatter: float = 1.0) -> dict[str, Any]:
@@ -240,12 +197,5 @@ def _over(cell: Mapping[str, Any], way: str, other: str) -> dict[str, Any]:
 
 
 def _of_auto(cells: Mapping[str, Any]) -> dict[str, float]:
-    """Time over dense's; where top-k goes before it, over that of dense with top-k before it: `auto` cannot undo
-    that.
-    """
-    found = {}
-    for name, cell in cells.items():
-        if "auto" in cell["ways"]:
-            before = cell["ratios"].get(f"{AFTER}/dense", {"median": 1.0})["median"]
-            found[name] = cell["ratios"]["auto/dense"]["median"] / before
-    return found
+    """Time over dense's."""
+    return {name: cell["ratios"]["auto/dense"]["median"] for name, cell in cells.items() if "auto" in cell["ways"]}

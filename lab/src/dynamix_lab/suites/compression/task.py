@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 class CompressionTask:
     """make_model(seed), make_optimizer(parameters), loss(outputs, targets), and batch(number), the same for the same
     number: that of a step times the workers plus the rank.
-
-    keep   share of the gradient that top-k with error feedback leaves for the lossless ways; None: they get all of it
     """
 
     name: str
@@ -22,5 +20,4 @@ class CompressionTask:
     make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     loss: Callable[[Tensor, Tensor], Tensor]
     batch: Callable[[int], tuple[Tensor, Tensor]]
-    keep: float | None = None
     make_sparse: Callable[[int], nn.Module] | None = None  # the model with sparse gradients, where it has embeddings

@@ -75,9 +75,7 @@ class Rank:
         self.entrants = {}
         for name in config["ways"]:
             trained = self._model_for(name)
-            exchange = make_exchange(
-                name, trained.net, keep=self.job.keep, timeout=timeout, aggregator=config.get("aggregator")
-            )
+            exchange = make_exchange(name, trained.net, timeout=timeout, aggregator=config.get("aggregator"))
             self.entrants[name] = self._entrant(exchange, trained)
 
     def run(self) -> dict[str, Any]:

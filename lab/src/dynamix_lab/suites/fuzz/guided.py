@@ -61,7 +61,7 @@ def guided(kind: str, *, inputs: int, seed: int) -> dict[str, Any]:
 def main(kind: str, inputs: int, seed: int, out: Path) -> None:
     """Never returns."""
     atheris: Any = importlib.import_module("atheris")
-    with atheris.instrument_imports(include=["dynamix"], enable_loader_override=False):
+    with atheris.instrument_imports(include=["dynamix", "dynamix_homomorphic"], enable_loader_override=False):
         from dynamix_lab.suites.fuzz.run import Tally
         from dynamix_lab.suites.fuzz.targets import targets
     import torch

@@ -13,7 +13,8 @@ from typing import Any
 from dynamix_lab.suites.fuzz.targets import Target
 
 WARM_UP = 200  # inputs after which memory counts as growth
-KINDS = ("states", "events", "policy-files", "scenarios", "traces")
+_FILES = ("states", "events", "policy-files", "scenarios", "traces")
+KINDS = (*_FILES, "handshakes", "worker-messages", "aggregator-messages")
 
 
 class Tally:

@@ -1,4 +1,6 @@
-"""`dynamix bench fuzz`: damaged states, events, policy files, scenarios and traces, as many as asked for; resumable."""
+"""`dynamix bench fuzz`: damaged states, events, policy files, scenarios, traces and an aggregator's frames, as many as
+asked for; resumable.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is damaged, and what must come of it: states, events, policy files, scenarios and traces."""
+"""What is damaged, and what must come of it: states, events, policy files, scenarios and traces, and an aggregator's
+frames.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,7 @@ from dynamix_lab.emulator.loading import load_scenario, shipped_scenarios
 from dynamix_lab.emulator.traces import parse_trace, read_trace
 from dynamix_lab.opponents.trial import FIXED_TOTAL
 from dynamix_lab.suites.fuzz import mutations
+from dynamix_lab.suites.fuzz.frames import AggregatorsMessages, Handshakes, WorkersMessages
 
 POLICIES = ("goodput", "dynamix", "stigmergic", "lb_bsp", "dynamix-paper", "pollux", "cannikin", "noise_scale", "dbs")
 SAMPLES = 200
@@ -292,5 +295,6 @@ class Traces:
 def targets(folder: Path) -> dict[str, Callable[[], Target]]:
     """Kind -> how its target is made; `folder` is for its files."""
     of_files: Iterable[Any] = (Events, PolicyFiles, Scenarios, Traces)
-    made: dict[str, Callable[[], Target]] = {States.name: States}
+    frames = (Handshakes, WorkersMessages, AggregatorsMessages)
+    made: dict[str, Callable[[], Target]] = {kind.name: kind for kind in (States, *frames)}
     return made | {kind.name: lambda kind=kind: kind(folder) for kind in of_files}

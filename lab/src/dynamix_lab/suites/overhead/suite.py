@@ -27,7 +27,7 @@ from dynamix_lab.harness.processes import in_processes
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Section, Table, number, sections_markdown, with_interval
 from dynamix_lab.statistics import mean_interval
-from dynamix_lab.suites.decision_time import (
+from dynamix_lab.suites.overhead.decision_time import (
     BESIDE_MS,
     BESIDE_WINDOWS,
     DECISIONS,

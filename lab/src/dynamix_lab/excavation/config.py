@@ -1,0 +1,142 @@
+"""What is compared on the excavation task: methods, and everything that a run depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamix.errors import ConfigError
+from dynamix_lab.excavation.fading import Decay
+from dynamix_lab.excavation.gate_search import GateSearch
+from dynamix_lab.excavation.ground import GROUNDS
+from dynamix_lab.excavation.learner import DQNConfig
+from dynamix_lab.excavation.lessons import CURRICULUM, Stage
+from dynamix_lab.excavation.maddpg import MADDPGConfig
+from dynamix_lab.excavation.mappo import MAPPOConfig
+from dynamix_lab.excavation.world import ExcavationConfig
+
+METHODS = (
+    "s-madrl", "visits", "madqn", "sight-2", "mappo", "mappo-typed", "maddpg", "hand", "counting", "random"
+)  # fmt: skip
+# Where a method's settings are; hand and random have none.
+_SETTINGS = {
+    **dict.fromkeys(("s-madrl", "visits", "madqn", "sight-2"), "dqn"),
+    **dict.fromkeys(("mappo", "mappo-typed"), "mappo"),
+    "maddpg": "maddpg",
+}
+LEARNED_GATE = ("s-madrl", "hand")
+HAND = ("hand", "counting")
+# Methods may be named NAME:CHANGE: typed traces that never fade, that are gone after a step, that are read with noise
+# as large as half a fresh trace, or five steps late.
+CHANGES: dict[str, dict[str, Any]] = {
+    "no-decay": {"fast": Decay(alpha=0.0, beta=1.0, start=0.0), "entries": Decay(alpha=0.0, beta=0.4, start=0.0)},
+    "fast-decay": {"fast": Decay(alpha=1.0, beta=1.0, start=0.0), "entries": Decay(alpha=0.2, beta=4.0, start=0.0)},
+    "noise": {"noise": 0.5},
+    "late": {"late": 5},
+}
+
+
+def base(method: str) -> str:
+    """The method without its change of traces.
+
+    >>> base("s-madrl:late")
+    's-madrl'
+    """
+    return method.partition(":")[0]
+
+
+def available() -> tuple[str, ...]:
+    """All methods, without MADDPG where AgileRL is not installed.
+
+    s-madrl        typed traces, motion learned by DQN with some at rest, and a threshold gate learned for it
+    visits, madqn, sight-2   DQN with the paper's one trace, without traces, and without but seeing two cells far
+    mappo, mappo-typed       without traces, and with typed ones
+    hand           motion by hand, with a learned gate
+    counting       motion by hand; a planner's rule lets `Counting.most` in at a time
+
+    Of those with a gate the summary also has NAME-open, in which nobody rests. NAME:CHANGE is one on typed traces with
+    its traces changed (`CHANGES`) while it learns and afterwards.
+    """
+    found = importlib.util.find_spec("agilerl") is not None
+    return tuple(name for name in METHODS if found or name != "maddpg")
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentConfig:
+    """What is compared. `evaluation_worlds` episodes of one horizon for every number of `agents`, method and seed.
+
+    large   numbers of agents on larger grounds, with a tunnel for every so many as most of `agents`; nothing is learned
+            there
+    """
+
+    methods: tuple[str, ...] = field(default_factory=available)
+    agents: tuple[int, ...] = (1, 2, 4, 6, 8)
+    seeds: tuple[int, ...] = tuple(range(10))
+    task: ExcavationConfig = field(default_factory=ExcavationConfig)
+    dqn: DQNConfig = field(default_factory=DQNConfig)
+    mappo: MAPPOConfig = field(default_factory=MAPPOConfig)
+    maddpg: MADDPGConfig = field(default_factory=MADDPGConfig)
+    gate: GateSearch = field(default_factory=GateSearch)
+    stages: tuple[Stage, ...] = CURRICULUM
+    worlds: int = 16
+    evaluation_worlds: int = 16
+    large: tuple[int, ...] = (16, 32, 64)
+
+    def __post_init__(self) -> None:
+        for name in self.methods:
+            if base(name) not in METHODS:
+                allowed = f"{', '.join(METHODS)}, some with :{', :'.join(CHANGES)}"
+                raise ConfigError("methods", name, allowed, "check the spelling")
+            task_of(self.task, name)
+        if not (self.methods and self.agents and self.seeds):
+            raise ConfigError("methods, agents, seeds", "none", "one or more of each", "check the configuration")
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        methods: Sequence[str] | None = None,
+        seeds: int = 10,
+        ground: str = "two-lane",
+        slow: float = 1.0,
+        horizon: int = 1000,
+        scale: float = 1.0,
+    ) -> ExperimentConfig:
+        """From options; `scale` is of the number of steps of every stage, `slow` the speed of every second agent."""
+        if not 0 < scale < float("inf"):
+            raise ConfigError("scale", scale, "above 0, finite", "1 is the whole curriculum")
+        if ground not in GROUNDS:
+            raise ConfigError("ground", ground, ", ".join(GROUNDS), "check the spelling")
+        whole = MAPPOConfig().rollout
+        stages = (dataclasses.replace(s, steps=max(1, round(s.steps * scale / whole)) * whole) for s in CURRICULUM)
+        task = ExcavationConfig(GROUNDS[ground], horizon=horizon, speeds=(1.0, slow))
+        return cls(
+            methods=available() if methods is None else tuple(methods),
+            seeds=tuple(range(seeds)),
+            stages=tuple(stages),
+            task=task,
+        )
+
+    def fingerprint(self, method: str) -> str:
+        """Of everything that a finished run of `method` depends on; methods and seeds may be added later."""
+        others = {"dqn", "mappo", "maddpg"} - {_SETTINGS.get(base(method))}
+        others |= {"methods", "seeds", *(() if base(method) in LEARNED_GATE else ("gate",))}
+        facts = {k: v for k, v in dataclasses.asdict(self).items() if k not in others}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def task_of(task: ExcavationConfig, method: str) -> ExcavationConfig:
+    """The task as agents of `method` see it."""
+    name, _, change = method.partition(":")
+    typed = name in ("s-madrl", "mappo-typed", *HAND)
+    if change and not (typed and change in CHANGES):
+        allowed = f"s-madrl, mappo-typed, hand or counting, with {', '.join(CHANGES)}"
+        raise ConfigError("methods", method, allowed, "only typed traces can be changed")
+    sight = 2 if name == "sight-2" else task.sight
+    changed = dataclasses.replace(task, signs="typed" if typed else "visits", sight=sight)
+    return dataclasses.replace(changed, **CHANGES.get(change, {}))

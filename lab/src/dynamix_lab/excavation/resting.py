@@ -1,0 +1,167 @@
+"""Agents that rest: a threshold of its own tells each of them when the tunnel is too full to go in.
+
+Response thresholds (Bonabeau, Theraulaz, Deneubourg 1996; reinforced ones: Theraulaz, Bonabeau, Deneubourg 1998): equal
+agents divide the work unequally without anybody who tells them to. Whoever comes home smells how often the tunnel was
+entered of late, S, and rests with chance sigmoid(k (S - theta)). A delivery raises the own theta, having had to turn
+back lowers it: who was lucky goes on, who was not stays out of the way. Nobody knows what others do or have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamix.errors import ConfigError
+from dynamix_lab.excavation.world import Excavation, Flags
+
+Floats = NDArray[np.float64]
+
+
+class Gate(Protocol):
+    """Who rests. `rest` is asked before every step of the worlds, (B, N); `after` is told that it was made."""
+
+    def rest(self) -> Flags: ...
+
+    def after(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdConfig:
+    """All ours. Thetas are in entries per 20 steps, as S is.
+
+    lowest, highest   thetas at the start, spread evenly over the agents
+    steepness         k
+    retry             chance per step that a resting agent thinks again
+    delivered, turned_back, rested   what a delivery, a way back without a pellet, and a step of rest add to theta
+    floor, ceiling    of theta. Below its floor S calls everybody, whatever they learned
+    memory            weight of a step in the mean of S that a resting agent keeps and thinks again by; 1: S itself
+    """
+
+    lowest: float = 4.0
+    highest: float = 6.5
+    steepness: float = 10.0
+    retry: float = 0.02
+    delivered: float = 0.15
+    turned_back: float = -0.5
+    rested: float = -0.006
+    floor: float = 0.0
+    ceiling: float = 8.0
+    memory: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= self.lowest <= self.highest <= self.ceiling:
+            thetas = (self.floor, self.lowest, self.highest, self.ceiling)
+            fix = "check the configuration"
+            raise ConfigError("floor, lowest, highest, ceiling", thetas, "0 or more, in this order", fix)
+        if not (0 <= self.retry <= 1 and self.steepness > 0 and 0 < self.memory <= 1):
+            given = (self.retry, self.steepness, self.memory)
+            allowed = "0 to 1, above 0, above 0 to 1"
+            raise ConfigError("retry, steepness, memory", given, allowed, "check the configuration")
+
+
+class Thresholds:
+    """Every agent's own theta in worlds `env`; its own random generator.
+
+    config   one for all worlds, or one for each
+    """
+
+    def __init__(
+        self, env: Excavation, config: ThresholdConfig | Sequence[ThresholdConfig] | None = None, *, seed: int = 0
+    ) -> None:
+        given = [config or ThresholdConfig()] if config is None or isinstance(config, ThresholdConfig) else list(config)
+        if len(given) not in (1, env.worlds):
+            raise ConfigError("config", len(given), f"1 or {env.worlds}, one a world", "pass a configuration a world")
+        self.env, self.rng = env, np.random.default_rng(seed)
+        names = [field.name for field in dataclasses.fields(ThresholdConfig)]
+        self._of: dict[str, Floats] = {n: np.array([[float(getattr(c, n))] for c in given]) for n in names}
+        spread = self._of["highest"] - self._of["lowest"]
+        start = self._of["lowest"] + spread * np.linspace(0.0, 1.0, env.agents)
+        self.theta: Floats = np.broadcast_to(start, env.place.shape).copy()
+        self.resting: Flags = np.zeros(env.place.shape, dtype=bool)
+        self.smelt: Floats = np.zeros(env.place.shape)  # by who rests, in the mean
+
+    def rest(self) -> Flags:
+        env, of, now = self.env, self._of, self.env.entries_now()
+        home = env.gave | env.turned_back
+        self.smelt = np.where(self.resting & ~home, self.smelt + of["memory"] * (now - self.smelt), now)
+        asks = home | (self.resting & (self.rng.random(self.resting.shape) < of["retry"]))
+        chance = 1 / (1 + np.exp(np.clip(of["steepness"] * (self.theta - self.smelt), -60, 60)))
+        self.resting = np.where(asks, self.rng.random(self.resting.shape) < chance, self.resting)
+        return self.resting
+
+    def after(self) -> None:
+        env, of = self.env, self._of
+        change = of["delivered"] * env.gave + of["turned_back"] * env.turned_back + of["rested"] * self.resting
+        self.theta = np.clip(self.theta + change, of["floor"], of["ceiling"])
+
+
+class Forced:
+    """The first `count` agents of every world rest for good: what a planner who knows them would say."""
+
+    def __init__(self, env: Excavation, count: int) -> None:
+        if not 0 <= count <= env.agents:
+            raise ConfigError("count", count, f"0 to {env.agents}", "check the arguments")
+        self.resting: Flags = np.zeros(env.place.shape, dtype=bool)
+        self.resting[:, :count] = True
+
+    def rest(self) -> Flags:
+        return self.resting
+
+    def after(self) -> None:
+        pass
+
+
+class Counting:
+    """A planner's rule that needs somebody who sees all: `most` agents go in together, the next when all are back.
+
+    It counts entries minus exits, and calls those who stand nearest to the mouth.
+    """
+
+    def __init__(self, env: Excavation, most: int = 5) -> None:
+        if most < 1:
+            raise ConfigError("most", most, "1 or more", "check the arguments")
+        self.env, self.most = env, most
+        self.called: Flags = np.zeros(env.place.shape, dtype=bool)
+
+    def rest(self) -> Flags:
+        env = self.env
+        back = env.gave | env.turned_back | env.absent
+        self.called &= ~back
+        order = np.where(env.absent, np.inf, env.burrow.to_face[env.place]).argsort(-1, kind="stable").argsort(-1)
+        self.called = np.where(self.called.any(-1, keepdims=True), self.called, order < self.most)
+        return ~self.called
+
+    def after(self) -> None:
+        pass
+
+
+class AtRandom:
+    """For learning: up to half of a world's agents rest, others after some hundred steps."""
+
+    def __init__(self, env: Excavation, *, most: float = 0.5, lasts: int = 250, seed: int = 0) -> None:
+        self.env, self.most, self.lasts, self.rng = env, most, lasts, np.random.default_rng(seed)
+        self.resting: Flags = np.zeros(env.place.shape, dtype=bool)
+        self._draw(np.ones(env.worlds, dtype=bool))
+
+    def rest(self) -> Flags:
+        self._draw(self.rng.random(self.env.worlds) < 1 / self.lasts)
+        return self.resting
+
+    def after(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"resting": self.resting.copy(), "random": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.resting, self.rng.bit_generator.state = state["resting"].copy(), state["random"]
+
+    def _draw(self, anew: Flags) -> None:
+        count = self.rng.integers(0, int(self.most * self.env.agents) + 1, self.env.worlds)
+        order = self.rng.random(self.resting.shape).argsort(-1).argsort(-1)
+        self.resting = np.where(anew[:, None], order < count[:, None], self.resting)

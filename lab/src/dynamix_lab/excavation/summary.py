@@ -1,0 +1,120 @@
+"""What the runs of a comparison found, over trainings: interquartile means with intervals, a table, a figure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynamix_lab.excavation.aggregate import stratified
+from dynamix_lab.excavation.config import ExperimentConfig
+
+MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini", "halves")
+
+
+def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Interquartile means over seeds by method and number of agents ("all": over all numbers), and Lorenz curves.
+
+    In "all", pellets are per agent, because more agents fetch more and would outweigh the others.
+    """
+    methods: dict[str, Any] = {}
+    opened = [{**r, "method": f"{r['method']}-open", "agents": r["open"]} for r in runs if "open" in r]
+    for r in opened:
+        for key in ("loss", "forced", "gate", "open", "large"):
+            r.pop(key, None)
+        if "open_large" in r:
+            r["large"] = r.pop("open_large")
+    for name in (shown for method in config.methods for shown in (method, f"{method}-open")):
+        mine = [r for r in (*runs, *opened) if r["method"] == name and r["seed"] in config.seeds]
+        mine.sort(key=lambda r: int(r["seed"]))
+        if not mine:
+            continue
+        by_agents = {str(n): _measures([r["agents"][str(n)] for r in mine]) for n in config.agents}
+        per_agent = [[r["agents"][str(n)]["pellets_per_1000"] / n for n in config.agents] for r in mine]
+        losses = [r["loss"] for r in mine if "loss" in r]
+        parts = {
+            k: {**_estimate([loss[k] for loss in losses]), "seeds": [loss[k] for loss in losses]}
+            for k in ("without", "again")
+            if losses
+        }
+        large = {
+            str(n): _measures([r["large"][str(n)] for r in mine])
+            for n in config.large
+            if all("large" in r for r in mine)
+        }
+        rests = [r["forced"] for r in mine if "forced" in r and "open" in r]
+        forced = {
+            k: stratified([f[k]["pellets_per_1000"] for f in rests]).to_dict() for k in (rests[0] if rests else ())
+        }
+        methods[name] = {
+            **({"loss": parts} if losses else {}),
+            **({"large": large} if large else {}),
+            **({"forced": forced, "gates": [r["gate"] for r in mine]} if rests else {}),
+            "seeds": [r["seed"] for r in mine],
+            "agents": by_agents,
+            "all": {"pellets_per_1000_and_agent": stratified(per_agent).to_dict()},
+            "seconds": [r["total_s"] for r in mine],
+        }
+    steps = sum(stage.steps for stage in config.stages) * config.worlds
+    prints = {name: config.fingerprint(name) for name in methods if name in config.methods}
+    facts = {"steps_of_worlds": steps, "fingerprints": prints, "config": dataclasses.asdict(config)}
+    return {**facts, "methods": methods}
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The summary as lines of text: interquartile mean [95 % interval] over seeds."""
+    lines = [f"{'agents':>6}  {'method':<9}" + "".join(f"{name:>30}" for name in MEASURES)]
+    names = list(summary["methods"])
+    for agents in summary["config"]["agents"]:
+        for name in names:
+            cells = summary["methods"][name]["agents"][str(agents)]
+            lines.append(f"{agents:>6}  {name:<9}" + "".join(f"{_cell(cells[m]):>30}" for m in MEASURES))
+    return "\n".join(lines)
+
+
+def draw(summary: dict[str, Any], path: Path) -> None:
+    """Pellets by number of agents (interquartile mean and its interval), and who did the work with the most agents."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    pellets, work = figure.subplots(1, 2)
+    agents = summary["config"]["agents"]
+    for name, method in summary["methods"].items():
+        cells = [method["agents"][str(n)]["pellets_per_1000"] for n in agents]
+        known = [(n, c) for n, c in zip(agents, cells, strict=True) if c["iqm"] is not None]
+        x, mean = [n for n, _ in known], np.array([c["iqm"] for _, c in known])
+        ends = np.array([[c["iqm"] if c[end] is None else c[end] for _, c in known] for end in ("low", "high")])
+        pellets.errorbar(x, mean, np.abs(ends - mean), label=name, marker="o", capsize=3)
+        lorenz = method["agents"][str(max(agents))]["lorenz"]
+        if lorenz is not None:  # None: nobody delivered anything
+            work.plot(np.linspace(0, 1, len(lorenz)), lorenz, label=name)
+    work.plot([0, 1], [0, 1], color="0.7", linestyle=":", label="equal work")
+    pellets.set(xlabel="agents", ylabel="pellets per 1,000 steps, all agents", xticks=agents)
+    work.set(xlabel="share of agents, least working first", ylabel="share of pellets", title=f"{max(agents)} agents")
+    pellets.legend(frameon=False)
+    work.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _cell(estimate: dict[str, float | None]) -> str:
+    if estimate["iqm"] is None:
+        return "-"
+    interval = "" if estimate["low"] is None else f" [{estimate['low']:.2f}, {estimate['high']:.2f}]"
+    return f"{estimate['iqm']:.2f}{interval}"
+
+
+def _measures(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name in MEASURES:
+        out[name] = {**_estimate([r[name] for r in results]), "seeds": [r[name] for r in results]}
+    curves = [r["lorenz"] for r in results if r["lorenz"] is not None]
+    return {**out, "lorenz": np.mean(curves, axis=0).tolist() if curves else None}
+
+
+def _estimate(values: Sequence[float | None]) -> dict[str, float | None]:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return stratified(known).to_dict() if known else {"iqm": None, "low": None, "high": None}

@@ -1,1 +1,0 @@
-"""`dynamix bench fidelity`: the simulator against measurements, and what hosts behind quotas cost."""
