@@ -68,7 +68,7 @@ class NoiseScale(Part):
 
     def _known(self) -> bool:
         """The mass of n measurements is 1 - decay^n."""
-        return self._mass > 1 - self.decay ** (MEASUREMENTS - 0.5)
+        return bool(self._mass > 1 - self.decay ** (MEASUREMENTS - 0.5))
 
     def state_dict(self) -> dict[str, float]:
         return {"noise": self._noise, "signal": self._signal, "mass": self._mass}
