@@ -93,10 +93,9 @@ def test_windows_say_what_each_rank_measured(workers: int) -> None:
         assert len(found) >= WINDOWS - 1, name
         np.testing.assert_allclose(found, true[: len(found)], rtol=1e-3, atol=1e-5, err_msg=name)
         compute, wait = (np.median([getattr(w, field) for w in windows], axis=0) for field in ("compute", "wait"))
-        # Others wait for the slow rank: it computes as much longer as they wait.
+        # Others wait for the slow rank: it computes as much longer as they wait, however long both take.
         assert compute[1] > SLOW_S, name
         others = np.delete(np.arange(workers), 1)
-        assert (compute[others] < SLOW_S).all(), (name, compute)
-        assert (wait[others] > 0.5 * SLOW_S).all(), (name, wait)
-        assert wait[1] < 0.5 * SLOW_S, (name, wait)
+        assert (compute[1] - compute[others] > 0.3 * SLOW_S).all(), (name, compute)
+        assert (wait[others] - wait[1] > 0.3 * SLOW_S).all(), (name, wait)
         assert all(np.isfinite(w.communication).all() for w in windows), name
