@@ -17,7 +17,7 @@ import pytest
 
 import dynamix
 from dynamix import plugins
-from tests.processes import run, torchrun
+from tests.processes import run
 from tests.ranks import run_script
 
 ROOT = Path(__file__).parent.parent
@@ -122,7 +122,7 @@ def test_every_python_block_runs() -> None:
 def test_the_script_of_the_first_steps_keeps_the_global_batch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(script_of("quickstart.md"))
-    sizes = re.findall(r"epoch \d: .* batch sizes \[(\d+), (\d+)\]", torchrun(script, ranks=2, cwd=tmp_path))
+    sizes = re.findall(r"epoch \d: .* batch sizes \[(\d+), (\d+)\]", run_script(script, ranks=2, folder=tmp_path))
     assert [int(a) + int(b) for a, b in sizes] == [64] * 3
 
 

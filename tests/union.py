@@ -111,7 +111,7 @@ MODELS: dict[str, type[nn.Module]] = {
 class Case:
     script: Sequence[Sequence[int]]
     batch_size: int = 4
-    samples: int = 200
+    samples: int = 100
     epochs: int = 2
     accumulate: int = 1
     micro_batch: int | None = None  # shares are cut into pieces of so many

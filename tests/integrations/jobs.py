@@ -19,7 +19,7 @@ from dynamix.compression import CompressionState, compression_hook
 from tests.ranks import run_ranks
 from tests.union import Script, larger
 
-SAMPLES, BATCH, LIMIT, LR, CLIP, PIECE = 151, 8, 2e-5, 0.05, 0.3, 4
+SAMPLES, BATCH, LIMIT, LR, CLIP, PIECE = 101, 8, 2e-5, 0.05, 0.3, 4
 
 
 QUIET_LIGHTNING: dict[str, Any] = dict.fromkeys(
@@ -110,7 +110,7 @@ class Row:
         return self.how in ("pieces", "rounds")
 
     def settings(self, **options: Any) -> dynamix.Settings:
-        kept = {"interval": 3, "min_batch_size": 2, "max_batch_size": 32, "lr_rule": "none"}
+        kept = {"interval": 2, "min_batch_size": 2, "max_batch_size": 32, "lr_rule": "none"}
         kept |= {} if self.shares == "move" else {"global_batch": "adaptive", "min_global_batch": 2}
         if self.in_pieces:
             kept |= {"micro_batch": PIECE, "batch_size": BATCH}
@@ -139,9 +139,9 @@ SHARES: dict[str, dict[int, list[list[int]]]] = {
 }
 RESUMED_BY_OTHERS = [
     Row("grow", stop=4, to=3),
-    Row("shrink", accumulate=2, clip=True, tokens=True, stop=4, to=1),
-    Row("move", accumulate=2, clip=True, stop=4, to=3),
-    Row("move", tokens=True, stop=13, to=1),
+    Row("shrink", accumulate=2, clip=True, tokens=True, stop=3, to=1),
+    Row("move", accumulate=2, clip=True, stop=3, to=3),
+    Row("move", tokens=True, stop=9, to=1),
 ]
 
 
@@ -276,7 +276,7 @@ def _trained(rank: int, tasks: list[tuple[Train, Row, Path, bool]]) -> list[Trai
 
 def check_other_batches(train: Train, folder: Path) -> None:
     """One process: a job with a shrinking batch is resumed with a fixed one, and the other way round."""
-    for begun, rest in ((Row("shrink", stop=15), Row("move")), (Row("move", stop=25), Row("grow"))):
+    for begun, rest in ((Row("shrink", stop=10), Row("move")), (Row("move", stop=17), Row("grow"))):
         own = folder / begun.shares
         parts = [[train(begun, own, False)], [train(rest, own, True)]]
         assert check(begun, parts) <= LIMIT, begun

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,8 +20,11 @@ import dynamix
 from dynamix.events.records import read_events
 from dynamix.model.auto_sync import AutoSync
 from dynamix.model.sync_schedule import Ask, Conditions
+from dynamix.runtime.decide import peer_channel
 from dynamix.runtime.measure.noise import NoiseScale
-from dynamix.window import Bounds, Ints, Window
+from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.measure.row import ROW
+from dynamix.window import Bounds, Floats, Ints, Window
 from tests.union import larger
 
 
@@ -75,9 +80,8 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr) if optimizer is None else optimizer
         self.sampler = controller.batch_sampler(data, **(sampling or {}))
         self.loader = DataLoader(data, batch_sampler=self.sampler, num_workers=num_workers)
-        coordinator = controller._job
-        steps_apart = coordinator.facts.sync_schedule.local(0)[0]  # and never over gradients
-        alone = controller.world_size == 1 or steps_apart or isinstance(net, FSDPModule)
+        apart = controller.metrics()["steps_apart"] > 0  # from the beginning, so never over gradients
+        alone = controller.world_size == 1 or apart or isinstance(net, FSDPModule)
         model = self.net if alone else DDP(self.net, process_group=controller.group, **(ddp or {}))
         self.model: Any = controller.wrap(model, self.optimizer, **wrap)
 
@@ -147,14 +151,51 @@ def noise_of(own: Tensor, counts: Ints) -> tuple[float, float]:
     return NoiseScale.estimate(local, float(union.square().sum()), counts.astype(np.float64))
 
 
-def in_turns(controller: dynamix.Controller) -> None:
-    """Let workers meet otherwise after every window; apart they take 3 steps in the mean."""
-    ways = controller._job.facts.sync_schedule
-    assert isinstance(ways, AutoSync)
+@contextlib.contextmanager
+def measured_noise() -> Iterator[list[tuple[float, float]]]:
+    """(S, G2) of every estimate that jobs of this process make meanwhile, before it is smoothed."""
+    found: list[tuple[float, float]] = []
+    update = NoiseScale.update
 
-    def decide(ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
+    def noted(scale: NoiseScale, noise: float, signal: float) -> None:
+        found.append((noise, signal))
+        update(scale, noise, signal)
+
+    with mock.patch.object(NoiseScale, "update", noted):
+        yield found
+
+
+@contextlib.contextmanager
+def recorded_times(sample_s: float, exchange_s: float = 1e-5) -> Iterator[None]:
+    """Let windows of this rank say meanwhile that each sample takes so long, and each exchange with all waiting."""
+    row = Recorder.row
+
+    def told(recorder: Recorder, **given: Any) -> Floats:
+        found = row(recorder, **given).copy()
+        computing_s = sample_s * found[ROW.index("count")]
+        for name, value in {"compute": computing_s, "compute_std": 0.03 * computing_s, "data": 0.0}.items():
+            found[ROW.index(name)] = value
+        found[len(ROW) :] = exchange_s
+        return found
+
+    with mock.patch.object(Recorder, "row", told):
+        yield
+
+
+# ---------------------------------------------------------------- in a rank's process, whose jobs they are for
+
+
+def wait_for_decisions() -> None:
+    """Let none be late, however busy the machine is."""
+    peer_channel.PATIENCE_S = 20.0
+
+
+def in_turns() -> None:
+    """Where both ways are open, let workers meet otherwise after every window; apart they take 3 steps in the mean."""
+
+    def decide(ways: AutoSync, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
         sizes = ask(ways.as_step(window, now.piece), bounds)
         after = ways._piece(int(sizes.sum()), bounds, 0)
         return (sizes, 0) if now.piece else (ways._shares(sizes, after, 3 * after * len(sizes)), after)
 
-    ways.decide = decide  # type: ignore[method-assign]
+    AutoSync.decide = decide  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime.ranks import watch
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 from tests.union import Script
@@ -168,7 +169,7 @@ class Loops:
     def check_wrong(self, workers: int) -> None:
         """Every rank raises `UsageError` with the line to write, soon."""
         loops = [loop for loop, _ in self.of_wrong]
-        results = run_ranks(run_loops, workers, loops, timeout_s=150, group_timeout_s=40)
+        results = run_ranks(_run_wrong, workers, loops, timeout_s=150, group_timeout_s=40)
         for i, (loop, says) in enumerate(self.of_wrong):
             for rank, told in enumerate(results):
                 assert told[i].startswith(UsageError.__name__), (loop.__name__, rank, told[i])
@@ -190,6 +191,11 @@ def _noted(loop: Loop, options: dict[str, Any]) -> Loop:
 def run_loops(rank: int, loops: list[Loop], sharded: bool = False) -> list[str]:
     """What became of each of them on this rank; of a loop with several jobs, of the first that is not silent."""
     return [_run(rank, loop, sharded) for loop in loops]
+
+
+def _run_wrong(rank: int, loops: list[Loop]) -> list[str]:
+    watch.SETUP_ERROR_S = 1.5  # no rank goes on after an error here, so nobody needs to wait long for that
+    return run_loops(rank, loops)
 
 
 def _run(rank: int, loop: Loop, sharded: bool) -> str:

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from tests.ranks import run_ranks
-from tests.runtime.jobs import in_turns
+from tests.runtime.jobs import in_turns, wait_for_decisions
 from tests.union import Script
 
 WAYS = ("gradients", "parameters", "auto")
@@ -131,10 +131,9 @@ class Job:
         given: dict[str, Any] = {"interval": 2, "meet": case.meet}
         if case.meet == "parameters":
             given |= {"micro_batch": PIECE, "max_batch_size": 64}
+        wait_for_decisions()
+        in_turns()
         self.controller = dynamix.Controller(Script(case.shares), BATCH, **{**given, **case.options})
-        self.controller._job.windows.channel.patience_s = 20  # no decision is late
-        if case.meet == "auto":
-            in_turns(self.controller)
         x, y = dataset().tensors
         data = TensorDataset(x.double() if case.double else x, y)
         self.sampler = self.controller.batch_sampler(data, seed=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import Ok, run_ranks
-from tests.runtime.jobs import Training, apart, classes, decided
+from tests.runtime.jobs import Training, apart, classes, decided, recorded_times, wait_for_decisions
 from tests.union import Script
 
 SHARES = [[24, 8], [12, 20]]
@@ -294,56 +293,53 @@ def test_buffers_that_are_views_are_averaged() -> None:
         assert values == pytest.approx([1.75 * v for v in (1.0, 4.0, 7.0, 10.0)])
 
 
-def _train_slowly(steps: Training, seconds: float, epochs: int) -> list[int]:
-    """Every sample takes so long; the sizes in the end."""
+def _sizes_learned(steps: Training, epochs: int) -> list[int]:
+    """In the end."""
     for x, y in steps.batches(epochs):
-        with steps.controller.piece():
-            loss = steps.loss(x, y)
-            time.sleep(len(x) * seconds)
-            loss.backward()
-        steps.finish(loss=loss)
+        steps.train_piece(x, y)
     sizes: list[int] = steps.controller.batch_sizes.tolist()
     steps.controller.close()
     return sizes
 
 
-def _learned(rank: int, policy: str) -> list[int]:
-    steps = job(policy, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.01), min_batch_size=4)
-    return _train_slowly(steps, (1e-3, 4e-3)[rank], 4)
+def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
 
 
-@pytest.mark.parametrize("policy", ["lb_bsp", "dbs", "goodput", "dynamix", "stigmergic"])
-def test_policies_give_the_faster_worker_more_steps(policy: str) -> None:
-    for sizes in run_ranks(_learned, 2, policy):
-        assert sum(sizes) == 32
-        assert sizes[0] > sizes[1]
+def _learned(rank: int) -> dict[str, list[int]]:
+    wait_for_decisions()
+    with recorded_times((1e-3, 4e-3)[rank], (0.03, 1e-5)[rank]):  # the faster one waits
+        policies = "lb_bsp", "dbs", "goodput", "dynamix", "stigmergic"
+        return {policy: _sizes_learned(job(policy, optimizer=slow_sgd, min_batch_size=4), 4) for policy in policies}
 
 
-def _adaptive(rank: int, meeting_s: float, sample_s: float, policy: str, events: str) -> tuple[list[int], float]:
-    given = {"global_batch": "adaptive", "batch_size": 8, "min_batch_size": 1, "max_batch_size": None, "events": events}
-    steps = job(policy, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.01), **given)
-    meeting = steps.controller._job.models[0].averagings[0]
-    inner = meeting.meet
+def test_policies_give_the_faster_worker_more_steps() -> None:
+    for learned in run_ranks(_learned, 2):
+        for policy, sizes in learned.items():
+            assert sum(sizes) == 32, policy
+            assert sizes[0] > sizes[1], policy
 
-    def slow(weight: float, **given: Any) -> None:
-        inner(weight, **given)
-        time.sleep(meeting_s)
 
-    meeting.meet = slow
-    sizes = _train_slowly(steps, sample_s * (1, 3)[rank], 8)
-    return sizes, steps.optimizer.param_groups[0]["lr"]
+def _adaptive(rank: int, policy: str, folder: Path) -> dict[str, tuple[list[int], float]]:
+    wait_for_decisions()
+    given = {"global_batch": "adaptive", "batch_size": 8, "min_batch_size": 1, "max_batch_size": None}
+    told = {}
+    for name, meeting_s in (("seldom", 0.05), ("often", 1e-5)):
+        with recorded_times((1e-3, 3e-3)[rank], meeting_s):
+            steps = job(policy, optimizer=slow_sgd, **given, events=folder / f"{name}.jsonl")
+            told[name] = _sizes_learned(steps, 8), steps.optimizer.param_groups[0]["lr"]
+    return told
 
 
 @pytest.mark.parametrize("policy", ["lb_bsp", "dynamix"])
 def test_adaptive_rounds_grow_where_meetings_take_long(policy: str, tmp_path: Path) -> None:
-    """The second job's pieces are long, so that a meeting is short beside them on a busy machine, too."""
-    seldom = run_ranks(_adaptive, 2, 0.05, 1e-3, policy, str(tmp_path / "slow.jsonl"))
-    often = run_ranks(_adaptive, 2, 0.0, 4e-3, policy, str(tmp_path / "fast.jsonl"))
-    assert seldom[0] == seldom[1]
-    assert sum(seldom[0][0]) > 1.5 * sum(often[0][0])
-    assert seldom[0][0][0] > seldom[0][0][1]
-    last = decided(tmp_path / "slow.jsonl")[-1]["rounds"]
-    assert last["meeting_s"] > 0.04
+    first, second = run_ranks(_adaptive, 2, policy, tmp_path)
+    assert first == second
+    (seldom, _), (often, _) = first["seldom"], first["often"]
+    assert sum(seldom) > 1.5 * sum(often)
+    assert seldom[0] > seldom[1]
+    last = decided(tmp_path / "seldom.jsonl")[-1]["rounds"]
+    assert last["meeting_s"] == pytest.approx(0.05)
     assert last["steps"] > 4
 
 

@@ -17,10 +17,9 @@ from torch.utils.data import TensorDataset
 import dynamix
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import run_ranks
-from tests.runtime.jobs import Training, apart
+from tests.runtime.jobs import Training, apart, in_turns, wait_for_decisions
 from tests.runtime.test_apart import PIECE, SAMPLES, SHARES, data
 from tests.runtime.test_apart_loops import nesterov
-from tests.runtime.test_either import in_turns
 from tests.union import Script
 
 pytestmark = pytest.mark.multiproc
@@ -309,9 +308,9 @@ def _either(rank: int, optimizer: str) -> int:
     """Rounds over gradients and rounds apart: after each, the teacher is the mean by samples of what workers had."""
     model = Taught()
     made = OPTIMIZERS[optimizer]([*model.student.parameters()])
+    wait_for_decisions()
+    in_turns()
     controller = dynamix.Controller(Script([[10, 6], [5, 11]]), 8, interval=4, meet="auto", lr_rule="none")
-    controller._job.windows.channel.patience_s = 20
-    in_turns(controller)
     job, ways = Training(controller, TensorDataset(*data()), model, optimizer=made, sampling={"seed": 1}), set()
     for x, y in job.loader:
         plan = job.sampler.plan()

@@ -16,7 +16,7 @@ import dynamix
 from dynamix.errors import ConfigError, UsageError
 from tests.ranks import refusal, run_ranks
 from tests.runtime import test_apart, test_either
-from tests.runtime.jobs import Training, apart, classes, classifier
+from tests.runtime.jobs import Training, apart, classes, classifier, in_turns
 from tests.union import Script
 
 EVERY = 5
@@ -31,9 +31,8 @@ CASES = [
 def job_of(way: str) -> Training:
     """A job that meets so, with shares that move."""
     if way == "auto":
-        job = test_either.made({})
-        test_either.in_turns(job.controller)
-        return job
+        in_turns()
+        return test_either.made({})
     if way == "parameters":
         shares = test_apart.SHARES[dist.get_world_size()]
         controller = apart(Script(shares), sum(shares[0]) // len(shares[0]))
@@ -48,11 +47,12 @@ def job_of(way: str) -> Training:
     return Training(controller, classes(331), net)
 
 
-def batches(job: Training, epochs: int = 2) -> Iterator[Training]:
-    """Trains batch by batch; the loop's body comes after `controller.step()`."""
-    for _, *sample in ((0, *batch[-2:]) for batch in job.batches(epochs)):
-        job.train_piece(*sample)
-        yield job
+def batches(job: Training, epochs: int = 2) -> Iterator[bool]:
+    """Trains batch by batch; the loop's body comes after `controller.step()`. Whether the round was apart."""
+    for *_, x, y in job.batches(epochs):
+        own = job.sampler.piece().round.apart
+        job.train_piece(x, y)
+        yield own
 
 
 def asked(rank: int, way: str) -> tuple[list[tuple[int, bool, bool]], int]:
@@ -60,13 +60,12 @@ def asked(rank: int, way: str) -> tuple[list[tuple[int, bool, bool]], int]:
     job, told, between = job_of(way), [], 0
     controller = job.controller
     assert not controller.checkpoint_due(every=1)  # nothing was trained yet
-    for _ in batches(job):
+    for own in batches(job):
         due = controller.checkpoint_due(every=EVERY)
         assert due == controller.checkpoint_due(every=EVERY)
         between += due and not controller.met
         if controller.met:
-            stepped = controller._job.loop.stepped
-            told.append((controller.samples_seen, stepped is not None and stepped.round.apart, due))
+            told.append((controller.samples_seen, own, due))
         if due:  # all ranks are here, with the same model, and none between two meetings
             controller.state_dict(gather=True)
             if way != "fsdp2" and controller.world_size > 1:
@@ -109,11 +108,9 @@ def saved_and_gone_on(rank: int, way: str) -> list[int]:
     job.controller.load_state_dict(state)
     assert not job.controller.checkpoint_due(every=1)
     steps, before = 0.0, job.controller.samples_seen
-    for _ in batches(job):
+    for own in batches(job):
         if job.controller.met:
-            stepped = job.controller._job.loop.stepped
             moved = job.controller.samples_seen - before
-            own = stepped is not None and stepped.round.apart
             steps, before = steps + (moved / (job.controller.world_size * PIECE[way]) if own else 1), before + moved
         if job.controller.checkpoint_due(every=EVERY + 2):
             due.append(job.controller.samples_seen)

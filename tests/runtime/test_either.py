@@ -18,10 +18,12 @@ from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
+from dynamix.model.auto_sync import AutoSync
+from dynamix.model.sync_schedule import Ask, Conditions
 from dynamix.runtime.sync.parameter_averaging import Averaging
-from dynamix.window import Window
+from dynamix.window import Bounds, Ints, Window
 from tests.ranks import refusal, run_ranks
-from tests.runtime.jobs import Training, decided, furthest, in_turns, order_of
+from tests.runtime.jobs import Training, decided, furthest, in_turns, order_of, wait_for_decisions
 from tests.runtime.test_apart import net
 from tests.runtime.test_apart_loops import nesterov
 from tests.union import Script, larger
@@ -48,8 +50,8 @@ def made(case: dict[str, Any]) -> Training:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     grows = case.get("more", {}).get("global_batch") == "adaptive"
     shares = Script((GROWING if grows else SHARES)[dist.get_world_size()])
+    wait_for_decisions()
     controller = dynamix.Controller(shares, BATCH, interval=4, meet="auto", **case.get("more", {}))
-    controller._job.windows.channel.patience_s = 20  # no decision is late
     how = Averaging(**case["how"]) if "how" in case else None
     given = {"optimizer": optimizer, "sampling": {"seed": 1}, "ddp": {"bucket_cap_mb": 1e-4}}
     return Training(controller, dataset(), model, **given, num_workers=case.get("num_workers", 0), averaging=how)
@@ -102,7 +104,7 @@ def train(job: Training, seen: Seen, *, rounds: int | None = None, epochs: int =
 
 def whole(rank: int, case: dict[str, Any]) -> Seen:
     job, seen = made(case), Seen()
-    in_turns(job.controller)
+    in_turns()
     train(job, seen, rank=rank)
     job.controller.close()
     return seen
@@ -150,7 +152,7 @@ def replayed(rank: int, events: str) -> tuple[Seen, Seen]:
     for more in ({"events": events}, {"replay": events}):
         job, seen = made({"more": {"global_batch": "adaptive", **more}}), Seen()
         if "events" in more:
-            in_turns(job.controller)
+            in_turns()
         train(job, seen, rank=rank)
         job.controller.close()
         found.append(seen)
@@ -174,7 +176,7 @@ def resumed(rank: int, folder: str, stop: int, more: dict[str, Any]) -> tuple[Se
         if saved is not None:
             for part, state in zip((job.controller, job.model, job.optimizer), saved, strict=True):
                 part.load_state_dict(state)
-        in_turns(job.controller)
+        in_turns()
         return job
 
     straight, again, job = Seen(), Seen(), begun()
@@ -209,7 +211,7 @@ def test_a_saved_job_goes_on_in_its_way(tmp_path: Path, stop: int, apart: bool, 
 
 def saves(rank: int, folder: str, more: dict[str, Any]) -> list[int]:
     job, seen = made({"more": more}), Seen()
-    in_turns(job.controller)
+    in_turns()
     train(job, seen, rounds=6)
     assert seen.apart[-1]
     torch.save((job.controller.state_dict(), job.model.state_dict()), f"{folder}/state{rank}")
@@ -222,8 +224,9 @@ def goes_on(rank: int, folder: str, more: dict[str, Any]) -> tuple[list[int], li
     controller = job.controller
     for part, state in zip((controller, job.model), torch.load(f"{folder}/state0"), strict=True):
         part.load_state_dict(state)
-    in_turns(controller)
-    totals = [controller.base_batch, int(controller.batch_sizes.sum()), 3 * controller._job.windows.piece_apart]
+    in_turns()
+    sizes = int(controller.batch_sizes.sum())
+    totals = [controller.base_batch, sizes, sizes / controller.metrics()["steps_apart"]]
     train(job, seen, epochs=1)
     assert len(set(seen.apart)) == 2
     controller.close()
@@ -249,18 +252,20 @@ def at_cost(rank: int, events: str) -> list[tuple[int, float]]:
     """A link that is slow in the middle of the job; times are given, not measured."""
     job, seen = made({"more": {"events": events}}), Seen()
     controller = job.controller
-    ways = controller._job.facts.sync_schedule
-    decide, boundary = ways.decide, controller._job.boundary
+    decide = AutoSync.decide
 
-    def told_of(window: Window, piece: int) -> Window:
-        link_s = 0.05 if 4 <= controller._job.progress.window < 6 else 1e-5
+    def told_of(window: Window, now: Conditions) -> Window:
+        link_s = 0.05 if 4 <= controller.metrics()["windows"] < 6 else 1e-5
         speeds = np.array([1000.0, 500.0])
         compute = np.full(2, window.batch_size.sum() / speeds.sum())  # as if shares fitted the speeds
-        seen_s = boundary.payload * link_s if piece else link_s
+        seen_s = now.payload * link_s if now.piece else link_s
         times = {"compute": compute, "communication": np.full(2, seen_s), "wait": compute.max() - compute}
         return dataclasses.replace(window, **times)
 
-    ways.decide = lambda ask, window, bounds, now: decide(ask, told_of(window, now.piece), bounds, now)
+    def decide_on_told(ways: AutoSync, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
+        return decide(ways, ask, told_of(window, now), bounds, now)
+
+    AutoSync.decide = decide_on_told  # type: ignore[method-assign]
     told = []
     for _ in range(4):
         train(job, seen, epochs=2)
@@ -311,7 +316,7 @@ def _wrong(what: str) -> None:
         controller.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
     options: dict[str, Any] = {"static": {"ddp": {"static_graph": True}}, "loss": {"weighting": "loss"}}.get(what, {})
     job = Training(controller, dataset(), model, **options)
-    in_turns(controller)
+    in_turns()
     for _, x, y in job.loader:
         job.train_piece(x, y)
         if what == "saved between" and not controller.met:

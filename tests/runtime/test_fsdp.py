@@ -246,7 +246,7 @@ def _trained(stop: int, state: Any = None) -> tuple[Any, Any, list[int]]:
         net(x).square().mean().backward()
         seen += index.tolist() if job.sampler.piece().samples else []
         job.finish()
-        if controller._job.progress.steps == stop:
+        if controller.metrics()["step"] == stop:
             break
     kept = {"controller": controller.state_dict(), "net": net.state_dict(), "optimizer": optimizer.state_dict()}
     kept = copy.deepcopy(kept)

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from dynamix.window import Window
 from tests.ranks import run_ranks
-from tests.runtime.jobs import Training, adaptive, noise_of
+from tests.runtime.jobs import Training, adaptive, measured_noise, noise_of
 from tests.runtime.sharded_jobs import Blocks, ShardedCase, full
 from tests.union import Watching
 
@@ -24,8 +24,8 @@ SLOW_S = 0.03
 SIZES = {2: [9, 3], 4: [9, 3, 6, 2]}
 
 
-def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Any], list[Window]]:
-    """(S, G2) of each window as measured, and as each rank's whole gradient says; the windows."""
+def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Window]]:
+    """(S, G2) of each window as each rank's whole gradient says; the windows."""
     sizes = np.array(SIZES[dist.get_world_size()])
     torch.manual_seed(0)
     samples = int(sizes.sum()) * 5 * WINDOWS
@@ -33,15 +33,12 @@ def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Any], list[W
     model = case.shard(Blocks().to(case.dtype))
     reference = Blocks().to(case.dtype)
     policy = Watching([sizes.tolist()])
-    controller = adaptive(policy, 6, interval=5, micro_batch=case.micro_batch, lr_rule="none", min_global_batch=1)
-    controller._job.allocations.reset(0, sizes)
+    dealt = {"min_batch_size": sizes.tolist(), "max_batch_size": sizes.tolist(), "micro_batch": case.micro_batch}
+    controller = adaptive(policy, 6, interval=5, lr_rule="none", min_global_batch=1, **dealt)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=case.clip)
     wrap = {"weighting": case.weighting, "scaler": scaler if case.clip else None}
     job = Training(controller, TensorDataset(x, y), model, lr=1e-3, **wrap)
-    found: list[Any] = []
     true: list[Any] = []
-    update = controller._job.facts.noise_scale.update
-    controller._job.facts.noise_scale.update = lambda n, s: (found.append((n, s)), update(n, s))  # type: ignore
     mine: list[list[torch.Tensor]] = []
     for bx, by in job.loader:
         piece = job.sampler.piece()
@@ -57,7 +54,7 @@ def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Any], list[W
             told = controller.weight(loss) if case.weighting == "loss" else loss
             scaler.scale(told).backward()
         if controller.optimizer_due:
-            if controller._job.progress.steps % 5 == 0:
+            if controller.metrics()["step"] % 5 == 0:
                 own, target = (torch.cat(parts) for parts in zip(*mine, strict=True))
                 gradient = torch.autograd.grad(F.mse_loss(reference(own), target), list(reference.parameters()))
                 true.append(noise_of(torch.cat([g.flatten() for g in gradient]), sizes))
@@ -67,7 +64,7 @@ def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Any], list[W
             job.optimizer.zero_grad()
         controller.step(loss=loss)
     controller.close()
-    return found, true, policy.windows
+    return true, policy.windows
 
 
 CASES = {
@@ -83,7 +80,11 @@ CASES = {
 
 
 def _all(rank: int, cases: dict[str, ShardedCase]) -> dict[str, Any]:
-    return {name: _windows(rank, case) for name, case in cases.items()}
+    told = {}
+    for name, case in cases.items():
+        with measured_noise() as found:
+            told[name] = found, *_windows(rank, case)
+    return told
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -92,10 +93,9 @@ def test_windows_say_what_each_rank_measured(workers: int) -> None:
         assert len(found) >= WINDOWS - 1, name
         np.testing.assert_allclose(found, true[: len(found)], rtol=1e-3, atol=1e-5, err_msg=name)
         compute, wait = (np.median([getattr(w, field) for w in windows], axis=0) for field in ("compute", "wait"))
-        # Others wait for the slow rank: it computes as much longer as they wait.
+        # Others wait for the slow rank: it computes as much longer as they wait, however long both take.
         assert compute[1] > SLOW_S, name
         others = np.delete(np.arange(workers), 1)
-        assert (compute[others] < SLOW_S).all(), (name, compute)
-        assert (wait[others] > 0.5 * SLOW_S).all(), (name, wait)
-        assert wait[1] < 0.5 * SLOW_S, (name, wait)
+        assert (compute[1] - compute[others] > 0.3 * SLOW_S).all(), (name, compute)
+        assert (wait[others] - wait[1] > 0.3 * SLOW_S).all(), (name, wait)
         assert all(np.isfinite(w.communication).all() for w in windows), name

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import dynamix
 from tests.ranks import run_ranks
-from tests.runtime.jobs import in_turns
+from tests.runtime.jobs import in_turns, wait_for_decisions
 from tests.runtime.one_loop import Case, Job, Net, dataset, flat
 from tests.union import Script
 
@@ -63,10 +63,9 @@ def test_a_loop_left_within_a_round_leaves_ddp_fsdp_and_timeouts_as_they_were(ca
 
 def _second_model_from_round(rank: int, first: int) -> tuple[list[bool], torch.Tensor]:
     """A second model, with buffers, is trained from a round on; in rounds apart on some of the batches only."""
+    wait_for_decisions()
+    in_turns()
     controller = dynamix.Controller(Script(((12, 4), (10, 6), (14, 2))), 8, interval=2, meet="auto")
-    channel: Any = controller._job.windows.channel
-    channel.patience_s = 20  # no decision is late
-    in_turns(controller)
     data, ways = dataset(), list[bool]()
     nets = Net("plain"), Net("batchnorm")
     models = [DDP(net) for net in nets]

@@ -20,6 +20,7 @@ from torch import nn
 
 import dynamix
 from dynamix.errors import WorkerLostError
+from dynamix.runtime.ranks.liveness import SILENT_S
 from dynamix.runtime.ranks.process_groups import _kept
 from dynamix.runtime.ranks.watch import RankWatch
 from tests.ranks import Ok, run_ranks
@@ -78,7 +79,7 @@ def _train(rank: int, fault: str, buffers: bool) -> dict[str, Any]:
     log = _Lines()
     logging.getLogger("dynamix").addHandler(log)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if buffers else nn.ReLU(), nn.Linear(8, 3))
-    job = Training(adaptive("static", 2, interval=5), classes(4000), net)
+    job = Training(adaptive("static", 2, interval=5), classes(900 if fault == "pause" else 4000), net)
     error: Exception | None = None
     steps, last = 0, time.monotonic()
     faulty = rank == (0 if fault.endswith("0") else 1)
@@ -109,7 +110,7 @@ def _suffer(controller: dynamix.Controller, fault: str) -> None:
         signal.signal(signal.SIGTERM, lambda *_: controller.request_stop())
         os.kill(os.getpid(), signal.SIGTERM)
     elif fault == "pause":
-        later = f"import os, signal, time; time.sleep(9); os.kill({os.getpid()}, signal.SIGCONT)"
+        later = f"import os, signal, time; time.sleep({SILENT_S + 2}); os.kill({os.getpid()}, signal.SIGCONT)"
         subprocess.Popen([sys.executable, "-c", later])
         os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -224,7 +224,7 @@ def _scaler(rank: int, hook: str | None) -> dict[str, Any]:
     controller.close()
     dist.barrier()
     finite = all(bool(torch.isfinite(p).all()) for p in net.parameters())
-    noise = controller._job.progress.shared[-1][1]
+    noise = controller.state_dict()["progress"]["shared"][-1][1]
     return {"scales": scales, "skipped": skipped, "finite": finite, "noise": noise}
 
 

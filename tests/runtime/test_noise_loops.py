@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,11 @@ from torch.utils.data import TensorDataset
 
 from dynamix.runtime.measure.recorder import NORMS_EVERY
 from tests.ranks import run_ranks
-from tests.runtime.jobs import Training, adaptive, noise_of
+from tests.runtime.jobs import Training, adaptive, measured_noise, noise_of
 from tests.union import Case, worst_error
 
 SIZES = [9, 3, 6]
-MEASURED = {True: 60, False: 12}  # steps that are measured: many where a statistical bound is asked, else few
+MEASURED = {True: 60, False: 4}  # steps that are measured: many where a statistical bound is asked, else few
 # name -> (micro-batches a step, whether no_sync is used, how many losses a batch has, the size of pieces)
 LOOPS = {
     "plain": (1, True, 1, None),
@@ -35,22 +36,17 @@ def _gradient(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(F.mse_loss(net(x), y), list(net.parameters()))])
 
 
-def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
-    """Noise scale over all windows of a job as it measures it, and from each rank's whole gradient."""
+def _measured(rank: int, loop: str, weighting: str, found: list[tuple[float, float]]) -> tuple[float, float]:
+    """Noise scale over all windows of a job as it measures it (`found`), and from each rank's whole gradient."""
     accumulate, no_sync, losses, micro_batch = LOOPS[loop]
     steps = MEASURED[loop == "synchronised"] * NORMS_EVERY
     torch.manual_seed(0)
     x = torch.randn(steps * accumulate * sum(SIZES), 16, dtype=torch.float64)
     y = 0.25 * x[:, :8] + torch.randn(len(x), 8, dtype=torch.float64)
     net = nn.Linear(16, 8).double()
-    cut = {"accumulate": accumulate, "micro_batch": micro_batch}
-    controller = adaptive("static", 6, interval=2 * NORMS_EVERY, **cut)
-    coordinator = controller._job
-    coordinator.allocations.reset(0, accumulate * np.array(SIZES))
+    dealt = {"accumulate": accumulate, "micro_batch": micro_batch, "min_batch_size": SIZES, "max_batch_size": SIZES}
+    controller = adaptive("static", 6, interval=2 * NORMS_EVERY, **dealt)
     job = Training(controller, TensorDataset(x, y), net, lr=1e-3, ddp={"bucket_cap_mb": 2e-4}, weighting=weighting)
-    found: list[tuple[float, float]] = []
-    scale = coordinator.facts.noise_scale
-    scale.update = lambda noise, signal: found.append((noise, signal))  # type: ignore[method-assign]
     true: list[tuple[float, float]] = []
     batches: list[list[Tensor]] = []
     for inputs, target in job.loader:
@@ -65,7 +61,7 @@ def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
                     loss = F.mse_loss(job.model(inputs)[:, part], target[:, part]) / losses
                     (loss / accumulate * factor).backward()
         if due:
-            if coordinator.progress.steps % NORMS_EVERY == 0:
+            if controller.metrics()["step"] % NORMS_EVERY == 0:
                 true.append(noise_of(own, accumulate * np.array(SIZES)))
             batches = []
         if loop == "two updates":
@@ -84,7 +80,11 @@ def _halves(losses: int) -> list[slice]:
 
 
 def _all_loops(rank: int) -> dict[str, Any]:
-    return {f"{loop}, {side}": _measured(rank, loop, side) for loop in LOOPS for side in ("hook", "loss")}
+    told = {}
+    for loop, side in itertools.product(LOOPS, ("hook", "loss")):
+        with measured_noise() as found:
+            told[f"{loop}, {side}"] = _measured(rank, loop, side, found)
+    return told
 
 
 @pytest.mark.multiproc

@@ -20,7 +20,7 @@ from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 from tests.refused import refused
-from tests.runtime.jobs import Training, classes, in_turns
+from tests.runtime.jobs import Training, classes, in_turns, wait_for_decisions
 from tests.union import Script
 
 GIVEN: dict[str, Any] = {"policy": "dynamix", "batch_size": 8, "limits": Limits(), "interval": 10, "accumulate": 1}
@@ -93,12 +93,12 @@ def all_that_moves(rank: int, folder: str, policy: str, *, resume: bool = False)
     """A script that lets everything move, and says how models are averaged; what it went on from, and its sizes."""
     os.environ["DYNAMIX_POLICY"] = policy
     options: dict[str, Any] = {"meet": "auto", "global_batch": "adaptive", "max_global_batch": 64, "interval": 2}
+    wait_for_decisions()
+    if not policy:
+        in_turns()
     controller = dynamix.Controller(Script([[12, 4], [20, 10], [14, 2]]), 8, **options)
-    controller._job.windows.channel.patience_s = 20  # no decision is late
     job = Training(controller, classes(400), averaging=Averaging(optimizer_state="kept"))
     saved, sizes = Path(folder) / f"{rank}.pt", []
-    if not policy:
-        in_turns(controller)
     if resume:
         controller.load_state_dict(torch.load(saved, weights_only=True))
     before = controller.batch_sizes.tolist()

@@ -28,6 +28,8 @@ from dynamix.runtime.facts.job_facts import JobFacts
 from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import Part
+from dynamix.runtime.ranks.ranks import Ranks
+from dynamix.runtime.ranks.threads import in_threads
 from dynamix.runtime.state.packing import checksum, pack, unpack
 from dynamix.runtime.state.resume import Division
 from dynamix.runtime.state.saving import JobState
@@ -35,6 +37,7 @@ from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.runtime.jobs import Training, adaptive, classes
+from tests.runtime.thread_job import ThreadJob
 
 DATA = classes(300)
 
@@ -314,10 +317,10 @@ def test_parts_nested_too_deeply_are_refused() -> None:
 class Laps(Part):
     """A new piece of state."""
 
-    name, laps = "laps", 0
+    name = "laps"
 
-    def __init__(self, *, own: bool) -> None:
-        self.own = own
+    def __init__(self, *, own: bool, laps: int) -> None:
+        self.own, self.laps = own, laps
 
     def state_dict(self) -> dict[str, Any]:
         return {"laps": self.laps}
@@ -332,22 +335,24 @@ class Laps(Part):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_new_piece_of_state_is_one_part(own: bool) -> None:
-    def made(laps: int) -> tuple[dynamix.Controller, Any, Laps]:
-        (controller, _, train), part = job(), Laps(own=own)
-        part.laps = laps
-        controller._job.state.parts[part.name] = part
-        return controller, train, part
+    def made(ranks: Ranks, laps: int) -> tuple[ThreadJob, Laps]:
+        alone, part = ThreadJob(ranks, "goodput"), Laps(own=own, laps=laps)
+        alone.job.state.parts[part.name] = part
+        return alone, part
 
-    first, train, _ = made(7)
-    train(3)
-    state, (second, _, part) = first.state_dict(), made(0)
-    second.load_state_dict(state)
-    assert (part.laps, second.samples_seen) == (7, first.samples_seen)
-    without, (third, *_), (damaged, *_) = job()[0], made(0), made(-1)
-    with pytest.raises(StateError, match="laps"):
-        without.load_state_dict(state)
-    with pytest.raises(StateError, match="laps below 0"):
-        third.load_state_dict(damaged.state_dict())
+    def main(ranks: Ranks) -> None:
+        (first, _), (second, part), (third, _), (damaged, _) = (made(ranks, laps) for laps in (7, 0, 0, -1))
+        for _ in itertools.islice(first.rounds(), 3):
+            pass
+        state = first.job.state_dict()
+        second.job.load_state_dict(state)
+        assert (part.laps, second.job.progress.samples) == (7, 12)
+        with pytest.raises(StateError, match="laps"):
+            ThreadJob(ranks, "goodput").job.load_state_dict(state)
+        with pytest.raises(StateError, match="laps below 0"):
+            third.job.load_state_dict(damaged.job.state_dict())
+
+    in_threads(main, 1)
 
 
 def test_a_policy_can_begin_anew_with_the_rest_of_the_state() -> None:
@@ -409,16 +414,17 @@ def _ranks(rank: int, folder: str) -> list[Any]:
     torch.manual_seed(50 + rank)
     for batch in itertools.islice(job.sampler, 3):
         job.train(*DATA[batch])
-    own, gathered = controller.state_dict(), controller.state_dict(gather=True)
-    found: list[Any] = []
+    own, gathered, drawn = controller.state_dict(), controller.state_dict(gather=True), torch.get_rng_state()
+    wanted, found = unpack(gathered["ranks"])[rank]["recorder"], list[Any]()
     for state in (own, gathered):
         given = [state]
         dist.broadcast_object_list(given, 0)  # frameworks that keep rank 0's state only
-        fresh = made().controller
-        fresh.load_state_dict(given[0])
-        mine = fresh._job.recorder.state_dict()
-        found.append((mine == controller._job.recorder.state_dict(), mine["steps"], bool(mine["series"])))
-        found.append(fresh._job.state.random.loaded is not None)
+        fresh = made()
+        fresh.controller.load_state_dict(given[0])
+        mine = unpack(fresh.controller.state_dict()["ranks"])[rank]["recorder"]
+        found.append((mine == wanted, mine["steps"], bool(mine["series"])))
+        next(iter(fresh.loader))
+        found.append(torch.equal(torch.get_rng_state(), drawn))
     dcp.save({"controller": controller}, checkpoint_id=Path(folder) / "at")
     fresh = made().controller
     dcp.load({"controller": fresh}, checkpoint_id=Path(folder) / "at")

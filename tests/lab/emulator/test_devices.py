@@ -351,7 +351,7 @@ class Slow(torch.autograd.Function):
         return x.clone()
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(0.3)
+        time.sleep(0.6)
         return gradient
 
 control.request("throttle")
@@ -365,7 +365,7 @@ else:  # what somebody does with the last bucket's gradients
     def full(parameter):
         bucket.append(parameter)
         if len(bucket) % 2 == 0:
-            time.sleep(0.3)
+            time.sleep(0.6)
     for parameter in model[0].parameters():
         parameter.register_post_accumulate_grad_hook(full)
     step = plain
@@ -379,7 +379,7 @@ print(json.dumps(0))
 @pytest.mark.parametrize(("what", "late"), [("computing", 3), ("hooks", 0)])
 def test_late_is_what_computes_and_not_what_is_done_with_the_gradients(tmp_path: Path, what: str, late: int) -> None:
     program = f"import sys; sys.argv = ['-c', {what!r}]\n{LATE}"
-    _, (steps,) = run(tmp_path, {"hosts": [{"cpu": 1.0}], "device": {**DEVICE, "fixed_ms": 150}}, program)
+    _, (steps,) = run(tmp_path, {"hosts": [{"cpu": 1.0}], "device": {**DEVICE, "fixed_ms": 450}}, program)
     assert (steps.steps, steps.overruns) == (3, late)
 
 

@@ -46,10 +46,11 @@ def test_a_duty_cycle_holds_without_privilege(tmp_path: Path) -> None:
     with Emulation({"hosts": [{"cpu": 0.1}, {"cpu": 0.2}]}, run_dir=tmp_path, mechanism="duty-cycle") as cluster:
         assert cluster.mechanisms == {"network": "loopback", "cpu": "duty-cycle", "link": "none"}
         cluster.throttle()
-        cluster.launch([*PYTHON, BUSY], env={"SPANS": "[2.0]"})
+        cluster.launch([*PYTHON, BUSY], env={"SPANS": "[1.0, 1.0, 1.0]"})
         assert cluster.wait(60) == [0, 0]
-    for (got,), cores in zip(measured(tmp_path, 2), (0.1, 0.2), strict=True):
-        assert 0.65 * cores < got < 1.15 * cores  # never more; less where the machine's processor was taken away
+    for got, cores in zip(measured(tmp_path, 2), (0.1, 0.2), strict=True):
+        assert sum(got) / len(got) < 1.15 * cores  # never more
+        assert max(got) > 0.65 * cores  # less only where the machine's processor was taken away
 
 
 def test_quotas_stay_above_what_the_kernel_accepts() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dynamix.errors import ConfigError
-from dynamix_lab.suites.overhead.memory import WAYS, memory, memory_table
-from dynamix_lab.suites.overhead.ranks import CLOCKS, Blocks, time_blocks
+from dynamix_lab.suites.overhead import memory as of_memory
+from dynamix_lab.suites.overhead.memory import WAYS, memory, memory_table, peak_bytes
+from dynamix_lab.suites.overhead.ranks import CLOCKS, RANKS, Blocks, time_blocks
 from dynamix_lab.suites.overhead.suite import OverheadPlan, OverheadSuite, decisions, summarise
 from tests.ranks import run_ranks
 
@@ -80,9 +83,17 @@ def test_what_cannot_be_timed_is_refused(wrong) -> None:
         OverheadPlan.of(**wrong).check()
 
 
+def _peaks(rank: int, folder: Path) -> dict[str, tuple[float, int]]:
+    dist.destroy_process_group()
+    return {way: peak_bytes(rank, str(folder / str(n)), way, width=64) for n, way in enumerate(WAYS)}
+
+
 @pytest.mark.multiproc
-@pytest.mark.timeout(400)  # ten processes, which begin anew
-def test_every_way_of_meeting_says_its_peak_of_memory() -> None:
+def test_every_way_of_meeting_says_its_peak_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in one pair of processes, so no peak is lower than that before it."""
+    told = run_ranks(_peaks, RANKS, tmp_path, timeout_s=200)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(of_memory, "in_processes", lambda _, given, ranks: [(r, told[r][given[r][2]]) for r in given])
     found = memory(width=64, launches=1)
     assert list(found["cpu"]) == list(WAYS)
     assert found["cpu"]["ddp"]["copies"] == 0

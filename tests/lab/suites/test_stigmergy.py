@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
-from dynamix.policies.stigmergic.policy import Parameters
+from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy
 from dynamix.policies.stigmergic.traces import Own, TraceKind
 from dynamix.window import Bounds, Window
 from dynamix_lab.harness.suite import run_suite
@@ -19,11 +20,22 @@ from dynamix_lab.suites.stigmergy.ablations import ABLATIONS, Learning
 from dynamix_lab.suites.stigmergy.cost import decision_costs
 from dynamix_lab.suites.stigmergy.suite import StigmergyPlan, StigmergySuite
 from dynamix_lab.suites.stigmergy.worlds import SlowedEnv, alike, without_a_quarter
+from dynamix_lab.training.stigmergic import SearchConfig, train
 from tests.refused import refused
+
+
+class Little(Learning):
+    """The recipe with one world, and few clusters to be chosen on."""
+
+    def learned(self, name: str, tell: Callable[[str, float], None]) -> StigmergicPolicy:
+        few = {"worlds": 1, "rows": 16, "windows": 8, "validation_workers": (2,), "validation_clusters": 2}
+        recipe = SearchConfig(generations=self.generations, tried=self.tried, kept=2, **few)
+        return train(recipe, rule=ABLATIONS[name], progress=tell)
+
 
 SMALL = StigmergyPlan(
     **{"scenarios": ("steady", "elastic"), "workers": (4,), "studied": (4,), "seeds": (1,), "clusters": 3},
-    **{"windows": 9, "ablated": ("steady",), "ablations": ("no-traces", "late"), "learning": Learning((1, 0, 0, 0), 5)},
+    **{"windows": 9, "ablated": ("steady",), "ablations": ("no-traces", "late"), "learning": Little((1, 0, 0, 0), 3)},
     **{"recovery": (3, 4), "resamples": 50, "cost_workers": (4,)},
 )
 

@@ -69,9 +69,8 @@ def live(rank: int, events: str, case: dict[str, Any]) -> dict[str, Any]:
     (net, optimizer), rounds, meet = made(case), case.get("rounds", "fixed"), case.get("meet", "parameters")
     how = {"max_batch_size": 64 if rounds == "fixed" else 96, "micro_batch": PIECE if meet == "parameters" else None}
     how |= {"meet": meet, "global_batch": rounds, "interval": INTERVAL, "events": events}
+    in_turns()
     controller = dynamix.Controller(case["policy"], SHARE, min_batch_size=0, **how)
-    if meet == "auto":
-        in_turns(controller)
     sampler = controller.batch_sampler(dataset(SAMPLES), seed=4)
     ours = net if meet == "parameters" else DistributedDataParallel(net)
     model = controller.wrap(ours, optimizer, averaging=Averaging(**case.get("how", {})))
