@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -13,7 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from dynamix.errors import ConfigError, StateError
+from dynamix.errors import ConfigError
 from dynamix.policies.learned.policy import PRETRAINED
 from dynamix.policies.registry import PolicyName, parse_name
 from dynamix.window import Window
@@ -171,35 +170,12 @@ def summarise(runs: Sequence[PolicyRun], *, censor_factor: float = CENSOR_FACTOR
     }
 
 
-def policy_facts(policy: str | None) -> dict[str, str]:
-    """Which policy really ran as "dynamix": the shipped file, another file (with its hash), or the one of a name."""
-    chosen = parse_name(policy or "dynamix")
+def policy_facts(policy: str) -> dict[str, str]:
+    """Which policy really runs under a name: the shipped file, another file (with its hash), or the one of the name."""
+    chosen = parse_name(policy)
     path = PRETRAINED if str(chosen) == "dynamix" else Path(chosen.base)
-    named = {"name": "shipped" if path == PRETRAINED else str(policy)}
+    named = {"name": "shipped" if path == PRETRAINED else policy}
     return {**named, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else named
-
-
-def save_runs(path: Path, runs: Sequence[PolicyRun], facts: dict[str, Any]) -> None:
-    """Keep finished runs, without their events, which events.jsonl has; `facts` say what they may be resumed with."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"facts": facts, "runs": [run.to_dict() for run in runs]}), encoding="utf-8")
-    unfinished.replace(path)
-
-
-def load_runs(path: Path, facts: dict[str, Any]) -> list[PolicyRun]:
-    """The inverse of `save_runs`, without events. Raises `ConfigError` if they were measured under other `facts`,
-    `StateError` if the file is damaged.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StateError(f"{path} is damaged ({error}): remove it, and its seed is run again") from error
-    for name, now in facts.items():
-        if content["facts"].get(name) != now:
-            was = content["facts"].get(name)
-            raise ConfigError(name, now, f"{was}, as in {path}", "resume with what it began with, or start anew")
-    return [PolicyRun.from_dict(entry) for entry in content["runs"]]
 
 
 def _a_a(by_policy: dict[str, list[PolicyRun]], factor: float) -> dict[str, Any] | None:
