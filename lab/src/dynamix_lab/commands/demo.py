@@ -36,15 +36,12 @@ def demo(
     plan = demo_plan(scenario=scenario, rows=names_of(rows), policy=policy, seeds=seeds, seed=seed, quick=quick)
     load_permitted(scenario, mechanism)
     say = functools.partial(typer.echo, err=True)
-    for line in plan.about:
-        say(line)
     suite = DemoSuite(plan, cast(Any, mechanism), say)
     result = conducted(context, suite, out=out, resume=resume, as_json=as_json)
-    say(about_hosts(result["mechanisms"]))
+    for line in (*plan.about[1:], about_hosts(result["mechanisms"])):
+        say(line)
     if quick:
         say("this was a smoke run of a few steps: its times and scores mean nothing")
-    elif seeds == 1:
-        say("--seeds 5 gives ratios, with intervals")
     if not all(all(row["arrived"]) for case in result["cases"] for row in case["rows"].values()):
         typer.echo("error: not every row reached its end", err=True)
         raise typer.Exit(1)

@@ -14,6 +14,7 @@ from dynamix.events.run_folder import RunFolder
 from dynamix.policies.registry import parse_name
 from dynamix_lab.emulator import Emulation
 from dynamix_lab.emulator.cluster import Mechanism
+from dynamix_lab.experiment.experiment import POLICIES
 from dynamix_lab.experiment.places import DISTURBANCE, Place
 from dynamix_lab.harness.folder import adopt_events
 from dynamix_lab.harness.runs import PolicyRun
@@ -80,7 +81,9 @@ class EmulatedDevices:
 
     def run(self, trial: Trial, place: Place, seed: int, limits: RunLimits) -> TrialRun:
         ranks, name = self._ranks(place, seed, limits), trial.row
-        found = trial.policy and str(parse_name(trial.policy).absolute())  # ranks work in folders of their own
+        found = trial.policy and str(
+            parse_name(trial.policy, others=POLICIES).absolute()
+        )  # ranks work in folders of their own
 
         def make(attempt: int) -> LiveRun:
             return ranks.run(f"{name}, again {attempt}" if attempt else name, replace(trial, policy=found))

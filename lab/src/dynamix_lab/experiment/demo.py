@@ -58,6 +58,7 @@ class DemoSuite(ExperimentSuite):
     say: Callable[[str], None] = print
 
     def begin(self, found: Mapping[str, Any]) -> None:
+        self.say(self.plan.about[0])
         missing = [cell for cell in self.cells() if cell.key not in found]
         rows_s = [OVER_LEAST * case.place.least_s(seed, case.batch) for case, _, (seed,) in (c.what for c in missing)]
         if rows_s:

@@ -13,7 +13,7 @@ from dynamix.events.run_folder import RunFolder, commit
 from dynamix_lab.emulator.cluster import Mechanism
 from dynamix_lab.experiment import table
 from dynamix_lab.experiment.clusters import REPEATS, Cluster, cluster_of
-from dynamix_lab.experiment.experiment import Experiment, Row, Tuning, file_key
+from dynamix_lab.experiment.experiment import POLICIES, Experiment, Row, Tuning, file_key
 from dynamix_lab.experiment.measures import OF_BUDGET, SETTINGS
 from dynamix_lab.experiment.places import Place
 from dynamix_lab.harness.runs import policy_facts
@@ -63,7 +63,7 @@ class ExperimentSuite(Suite):
 
     def facts(self) -> dict[str, Any]:
         hashes = {text: Place.of(text).load().sha256 for text in self.plan.places}
-        files = {name: about for name in self._policies if "sha256" in (about := policy_facts(name))}
+        files = {name: about for name in self._policies if "sha256" in (about := policy_facts(name, POLICIES))}
         about = {"cluster": self.plan.cluster, "seeds": self.plan.all_seeds, "scenario_sha256": hashes}
         return {**about, "policy_files": files}
 
@@ -74,7 +74,11 @@ class ExperimentSuite(Suite):
     def bound_to(self) -> dict[str, Any]:
         jobs = {place.workload: place.job for place in map(Place.of, self.plan.places)}
         numbers = {f"numbers of {name}": asdict(job) for name, job in jobs.items()}
-        return {"commit": commit(), **numbers, **{f"policy {name}": policy_facts(name) for name in self._policies}}
+        return {
+            "commit": commit(),
+            **numbers,
+            **{f"policy {name}": policy_facts(name, POLICIES) for name in self._policies},
+        }
 
     def cases(self) -> list[TableCase]:
         """Place by place."""

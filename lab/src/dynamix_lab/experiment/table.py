@@ -250,7 +250,7 @@ def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
     meets = [name for name in able if kinds[name].policy in OPPONENTS and kinds[name].kind == "policy"]
     said = []
     if once(case):
-        said.append("One run of each row. How far a second one would differ, five seeds say; they have ratios, too.")
+        said.append("One run of each row. `--seeds 5` says how far runs differ, and gives ratios with intervals.")
     elif SINGLE in rows and arrived(case, SINGLE) and meets:
         rarely = [name for name in able if kinds[name].kind == "local"]
         said.append(verdict({SINGLE: rows[SINGLE]["seconds"], **able}, meets, rarely).sentence)

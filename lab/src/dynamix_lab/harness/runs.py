@@ -14,7 +14,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.policies.learned.policy import PRETRAINED
-from dynamix.policies.registry import PolicyName, parse_name
+from dynamix.policies.registry import OtherFactory, PolicyName, parse_name
 from dynamix.window import Window
 from dynamix_lab.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix_lab.harness.scoring import WeightSnapshot
@@ -170,9 +170,12 @@ def summarise(runs: Sequence[PolicyRun], *, censor_factor: float = CENSOR_FACTOR
     }
 
 
-def policy_facts(policy: str) -> dict[str, str]:
-    """Which policy really runs under a name: the shipped file, another file (with its hash), or the one of the name."""
-    chosen = parse_name(policy)
+def policy_facts(policy: str, others: Mapping[str, OtherFactory] | None = None) -> dict[str, str]:
+    """Which policy really runs under a name: the shipped file, another file (with its hash), or the one of the name.
+
+    others   as in `make_policy`
+    """
+    chosen = parse_name(policy, others=others)
     path = PRETRAINED if str(chosen) == "dynamix" else Path(chosen.base)
     named = {"name": "shipped" if path == PRETRAINED else policy}
     return {**named, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else named
