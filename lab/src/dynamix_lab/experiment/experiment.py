@@ -165,8 +165,9 @@ class Experiment:
             _known(f"settings of {row.name}", row.settings, tuple(SETTINGS))
             if row.policy is not None:
                 make_policy(row.policy, others=POLICIES)
-        if self.seeds < 1 or self.first_seed < 0:
-            raise ConfigError("seeds", (self.first_seed, self.seeds), "1 or more, from 0 on", "ask for some")
+        for name, least in (("seeds", 1), ("first_seed", 0)):
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(name, value, f"{least} or more", "ask for others")
         if self.cluster == "emulator" and not set(self.settings) <= set(OF_BUDGET):
             allowed = f"{' or '.join(OF_BUDGET)}: nobody scores a live run"
             raise ConfigError("settings", ", ".join(self.settings), allowed, "say match")
