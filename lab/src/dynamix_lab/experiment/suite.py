@@ -63,8 +63,9 @@ class ExperimentSuite(Suite):
 
     def facts(self) -> dict[str, Any]:
         hashes = {text: Place.of(text).load().sha256 for text in self.plan.places}
-        files = {name: about for name in self._policies if "sha256" in (about := policy_facts(name, POLICIES))}
-        about: dict[str, Any] = {"cluster": self.plan.cluster, "seeds": self.plan.all_seeds, "scenario_sha256": hashes}
+        known = {name: policy_facts(name, POLICIES) for name in self._policies}
+        files = {name: of_policy for name, of_policy in known.items() if "sha256" in of_policy}
+        about = {"cluster": self.plan.cluster, "seeds": self.plan.all_seeds, "scenario_sha256": hashes}
         return {**about, "policy_files": files}
 
     @property
