@@ -100,7 +100,7 @@ def test_a_rank_that_dies_ends_the_run_with_an_error_that_names_it(tmp_path: Pat
 def live(name: str, *, late: bool) -> LiveRun:
     """A run of which 2 % of the steps came late, or 1 %."""
     run = TrialRun(TRIALS[name], 0, "live", (), (1.0,), (8,), 1)
-    return LiveRun(name, run, (DeviceSteps(100, 2 if late else 1, 0.1),), 0.0)
+    return LiveRun(name, run, (DeviceSteps(100, 2 if late else 1, 0.1),))
 
 
 def test_a_run_that_overran_is_made_again_three_times_at_most() -> None:

@@ -155,18 +155,18 @@ class PolicyRun:
         return found
 
 
-def summarise(runs: Sequence[PolicyRun], *, censor_factor: float = CENSOR_FACTOR) -> dict[str, Any]:
+def summarise(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     """The `policies` and `ratios` part of result.json: lists by seed, ratios over pairs with the same seed.
 
-    censor_factor   a run that did not arrive counts at so many times static's time
+    A run that did not arrive counts at twice static's time.
     """
     names = list(dict.fromkeys(run.policy for run in runs))
     by_policy = {name: sorted((r for r in runs if r.policy == name), key=lambda r: r.seed) for name in names}
     return {
         "seeds": sorted({run.seed for run in runs}),
         "policies": {name: _policy_part(mine) for name, mine in by_policy.items()},
-        "ratios": _ratios(by_policy, censor_factor),
-        "a_a": _a_a(by_policy, censor_factor),
+        "ratios": _ratios(by_policy),
+        "a_a": _a_a(by_policy),
     }
 
 
@@ -181,9 +181,9 @@ def policy_facts(policy: str, others: Mapping[str, OtherFactory] | None = None) 
     return {**named, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else named
 
 
-def _a_a(by_policy: dict[str, list[PolicyRun]], factor: float) -> dict[str, Any] | None:
+def _a_a(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any] | None:
     """Static against itself: its ratio, and whether the call may be believed; None without such pairs."""
-    ratio = _ratios(by_policy, factor).get(f"{AGAIN}/static")
+    ratio = _ratios(by_policy).get(f"{AGAIN}/static")
     if ratio is None:
         return None
     return {**ratio, "limit": A_A_LIMIT, "within": bool(abs(ratio["median"] - 1) <= A_A_LIMIT)}
@@ -211,7 +211,7 @@ def _policy_part(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     }
 
 
-def _ratios(by_policy: dict[str, list[PolicyRun]], factor: float) -> dict[str, Any]:
+def _ratios(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any]:
     """Everybody over static, and dynamix over what else it is read against; empty where static never arrived."""
     out: dict[str, Any] = {}
     static = {r.seed: r.time_to_target_s for r in by_policy.get("static", [])}
@@ -225,7 +225,7 @@ def _ratios(by_policy: dict[str, list[PolicyRun]], factor: float) -> dict[str, A
             partner = next((r for r in by_policy.get(base, []) if r.seed == run.seed), None)
             if bound is None or partner is None:
                 continue
-            limit = factor * bound
+            limit = CENSOR_FACTOR * bound
             pairs.append(tuple(censored([run.time_to_target_s, partner.time_to_target_s], [limit, limit])))
         if pairs:
             above, below = zip(*pairs, strict=True)

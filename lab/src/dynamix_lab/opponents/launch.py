@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import select
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +17,6 @@ from dynamix.errors import WorkerLostError
 from dynamix_lab.emulator import Emulation
 from dynamix_lab.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix_lab.harness.channel import JobChannel, Listener
-from dynamix_lab.harness.host import processor_times
 from dynamix_lab.harness.runs import file_name
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial
@@ -53,13 +51,11 @@ class LiveRun:
 
     name     of the run: its row, or "static-again"
     devices  what each host's device did in it; empty for hosts without
-    stolen   part of the machine's processor time that its hypervisor gave to others meanwhile
     """
 
     name: str
     run: TrialRun
     devices: tuple[DeviceSteps, ...]
-    stolen: float
 
     @property
     def overrun(self) -> bool:
@@ -118,7 +114,7 @@ class LiveRanks:
         return self._hosts.run_dir / f"{file_name(name)}.events.jsonl"
 
     def _followed(self, name: str) -> LiveRun:
-        began, heard = processor_times(), time.monotonic()
+        heard = time.monotonic()
         while True:
             if not any(link.buffered for link in self._links):
                 select.select(self._links, [], [], 0.2)
@@ -129,23 +125,20 @@ class LiveRanks:
                 if message.pop("run", self._runs) != self._runs:
                     continue  # the last words of the run before
                 if kind == "start":
-                    began = processor_times()
                     self._hosts.start_clock()
                     link.send("go")
                 elif kind == "finished":
-                    made = self._finished(name, message, began)
+                    made = self._finished(name, message)
                     link.send("go")
                     return made
             check_ranks(self._hosts)
             if time.monotonic() - heard > SILENCE_S:
                 raise WorkerLostError(f"nothing was heard of any rank for {SILENCE_S:.0f} s; see {self._hosts.run_dir}")
 
-    def _finished(self, name: str, message: Mapping[str, Any], began: Sequence[float]) -> LiveRun:
+    def _finished(self, name: str, message: Mapping[str, Any]) -> LiveRun:
         devices = tuple(self._hosts.overruns())
         self._hosts.unthrottle()
-        spent = [now - then for now, then in zip(processor_times(), began, strict=True)]
-        stolen = spent[0] / spent[1] if spent[1] else math.nan
-        return LiveRun(name, TrialRun.from_dict(message["result"]), devices, stolen)
+        return LiveRun(name, TrialRun.from_dict(message["result"]), devices)
 
     def _accept(self, listener: Listener) -> None:
         """A link to every rank."""
