@@ -284,7 +284,7 @@ def test_a_tuned_row_is_run_at_what_won_on_the_tuning_seeds(tmp_path: Path) -> N
             return TrialRun(trial, seed, "virtual", run_of(scores).evaluations, (9.0,), (1,), 1)
 
     suite = ExperimentSuite(load(written(tmp_path, text)))
-    made = suite.row_of(Cluster(), suite.cases()[0], suite.plan.rows[1])["rows"]["static"]
+    made = suite.row_of(Cluster(), suite.cases()[0], suite.plan.rows[1], [0])["rows"]["static"]
     assert (made["trial"]["batch_size"], made["trial"]["learning_rate"]) == (64, pytest.approx(0.1))
     assert len(made["tried"]) == 9
     assert asked[-1] == (0, pytest.approx(0.1))

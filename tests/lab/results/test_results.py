@@ -18,21 +18,13 @@ from tests.refused import refused
 ROOT = Path(__file__).parents[3]
 MACHINE = {"cpu": "Example 1000", "cores": 2, "system": "Linux 6"}
 HOST = {"cpu": "Example 1000", "cores": 2, "memory_bytes": 8, "kernel": "Linux 6", "load_average": [0.1, 0.2, 0.3]}
-PART = {
-    "time_to_target_s": [20.0, 22.0],
-    "final_accuracy": [0.9, 0.92],
-    "samples_per_s": [100.0, 120.0],
-    "wait_fraction": [0.5, 0.3],
-    "batch_sizes": [[64, 64], [96, 32]],
-}
 
 
 def _result(**other: Any) -> dict[str, Any]:
-    about = {"schema": 1, "command": "dynamix demo --seeds 2", "commit": "abc123", "cluster": "emulator"}
-    compared = {"static": PART, "dbs": {**PART, "time_to_target_s": [10.0, None]}}
-    ratios = {"dbs/static": {"median": 0.5, "low": 0.4, "high": 0.6}}
+    about = {"schema": 1, "command": "scripts/mutants --seed 2", "commit": "abc123", "cluster": "emulator"}
+    found = {"package": "data", "mutants": 40, "killed": 36, "limit_s": 20.0}
     rest = {"seeds": [0, 1], "target": 0.9, "mechanisms": {}, "scenario_sha256": "x", "machine": MACHINE}
-    return {**about, **rest, "policies": compared, "ratios": ratios, **other}
+    return {**about, **rest, **found, "policies": {}, "ratios": {}, **other}
 
 
 def _run(folder: Path, result: dict[str, Any]) -> Path:
@@ -49,7 +41,7 @@ def test_a_result_is_kept_with_its_command_and_its_machine(tmp_path: Path) -> No
     assert (made / "table.md").read_text() == "| row |\n"
     assert made == tmp_path / "results" / "demo-2026-11-23"
     assert json.loads((made / "result.json").read_text()) == _result()
-    assert (made / "command").read_text() == "dynamix demo --seeds 2\n"
+    assert (made / "command").read_text() == "scripts/mutants --seed 2\n"
     machine = json.loads((made / "machine.json").read_text())
     assert machine == {**HOST, "commit": "abc123", "dirty": False}
     refused(ConfigError, "demo-2026-11-23", record, tmp_path / "run", "demo", results=tmp_path / "results")
@@ -97,8 +89,8 @@ def test_a_page_shows_the_newest_result_of_a_name(tmp_path: Path) -> None:
         "# A\n<!-- table: results/demo-* -->\nold\n<!-- end -->\n<!-- table: results/other-* -->\n<!-- end -->\n"
     )
     made = generated(page, tmp_path)
-    assert "| dbs | 10.0, not reached | 0.50 (0.40-0.60) | 0.910 | 110 | 40 % | 64 64; 96 32 |" in made
-    assert "`dynamix demo`; emulator. [All of it](../results/demo-2026-11-23/table.md)." in made
+    assert "| data | 40 | 36 | 90 % | 20 |" in made
+    assert "`scripts/mutants`; emulator. [All of it](../results/demo-2026-11-23/table.md)." in made
     assert NONE_YET in made
     page.write_text(made)
     assert generated(page, tmp_path) == made
@@ -126,17 +118,17 @@ def test_a_page_shows_what_is_below_a_heading_and_columns_that_it_names() -> Non
 
 def test_every_result_gets_a_page_and_one_whose_suite_is_gone_keeps_its_own(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("")
-    for name, command in (("demo", "dynamix demo"), ("old", "dynamix bench gone")):
+    for name, command in (("mutants", "scripts/mutants"), ("old", "dynamix bench gone")):
         folder = tmp_path / "results" / f"{name}-2026-11-23"
         folder.mkdir(parents=True)
         (folder / "result.json").write_text(json.dumps(_result(command=command)))
         (folder / "table.md").write_text("| as it was |\n")
     ((path, text),) = changes(tmp_path)
-    assert path.parent.name == "demo-2026-11-23"
+    assert path.parent.name == "mutants-2026-11-23"
     assert text.startswith(
-        "# demo-2026-11-23\n\n`dynamix demo`, commit abc123, seeds 0, 1; emulator, 2 cores (Example 1000)."
+        "# mutants-2026-11-23\n\n`scripts/mutants`, commit abc123, seeds 0, 1; emulator, 2 cores (Example 1000)."
     )
-    assert "| dbs | 10.0, not reached |" in text
+    assert "| data | 40 | 36 |" in text
 
 
 def test_check_says_which_page_differs_and_changes_nothing(tmp_path: Path) -> None:

@@ -48,9 +48,18 @@ def load_permitted(scenario: Scenario | Mapping[str, Any] | str | Path, mechanis
         raise ConfigError("mechanism", mechanism, ", ".join(get_args(Mechanism)), "use auto")
     loaded = load_scenario(scenario)
     check_machine(loaded, len(os.sched_getaffinity(0)))
-    if mechanism != "duty-cycle":
+    if mechanism == "duty-cycle":
+        _check_loopback(loaded)
+    else:
         check_kernel(loaded)
     return loaded
+
+
+def _check_loopback(scenario: Scenario, why: str = "") -> None:
+    """Raises `EmulationError` if a scenario shapes links; `why` there is nothing but loopback."""
+    if needs := ", ".join(scenario.needs.values()):
+        fix = "run as root with pyroute2 installed, or remove it from the scenario"
+        raise EmulationError(f"the scenario sets {needs}, and on loopback links cannot be shaped{why}: {fix}")
 
 
 class Emulation:
@@ -375,9 +384,7 @@ class Emulation:
                 if self._mechanism == "privileged":
                     raise
                 why = f" ({error})"
-        if needs := ", ".join(self.scenario.needs.values()):
-            fix = "run as root with pyroute2 installed, or remove it from the scenario"
-            raise EmulationError(f"the scenario sets {needs}, and on loopback links cannot be shaped{why}: {fix}")
+        _check_loopback(self.scenario, why)
         return Loopback()
 
     def _free_port(self) -> int:

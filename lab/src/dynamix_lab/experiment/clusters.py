@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, Self
 
 import torch
 
+from dynamix.events.run_folder import RunFolder
+from dynamix.policies.registry import parse_name
 from dynamix_lab.emulator import Emulation
+from dynamix_lab.emulator.cluster import Mechanism
+from dynamix_lab.experiment.experiment import POLICIES
 from dynamix_lab.experiment.places import DISTURBANCE, Place
-from dynamix_lab.opponents.launch import LiveJob, LiveRanks, paced
+from dynamix_lab.harness.folder import adopt_events
+from dynamix_lab.harness.runs import PolicyRun
+from dynamix_lab.opponents.launch import LiveJob, LiveRanks, LiveRun, paced
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.virtual import fastest_worker, run_virtual
@@ -59,22 +66,34 @@ class EmulatedDevices:
     """Real processes, sockets and links; each computes as long as its device would.
 
     Ranks are started once for a place and a seed, and go on to the next trial as long as both stay. A run in which too
-    many steps overran their device is made again, at most `REPEATS` times; one that overruns to the end says so.
+    many steps overran their device is made again, at most `repeats` times; one that overruns to the end says so.
 
-    folder      for what ranks write
+    folder      for what ranks write; decisions of all runs go to its events.jsonl
+    mechanism   of the emulation: "auto", "privileged" or "duty-cycle" (no root)
     mechanisms  what the hosts of the last run are made of
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: RunFolder, *, mechanism: Mechanism = "auto", repeats: int = REPEATS) -> None:
         self.folder, self.mechanisms = folder, dict[str, str]()
+        self._mechanism, self._repeats = mechanism, repeats
         self._started: tuple[tuple[Place, int, RunLimits], LiveRanks] | None = None
         self._stack = contextlib.ExitStack()
 
     def run(self, trial: Trial, place: Place, seed: int, limits: RunLimits) -> TrialRun:
-        ranks = self._ranks(place, seed, limits)
-        name = trial.row
-        live = paced(lambda attempt: ranks.run(f"{name}, again {attempt}" if attempt else name, trial), repeats=REPEATS)
-        return replace(live.run, overrun=live.overrun)
+        ranks, name = self._ranks(place, seed, limits), trial.row
+        found = trial.policy and str(
+            parse_name(trial.policy, others=POLICIES).absolute()
+        )  # ranks work in folders of their own
+
+        def make(attempt: int) -> LiveRun:
+            return ranks.run(f"{name}, again {attempt}" if attempt else name, replace(trial, policy=found))
+
+        live = paced(make, repeats=self._repeats)
+        seen = PolicyRun(name, seed, place.job.target, step_ends_s=list(live.run.meetings_s))
+        seen.events = adopt_events(self.folder, ranks.events(live.name), policy=name, seed=seed)
+        sizes = tuple((time_s, tuple(of_workers)) for time_s, of_workers in seen.sizes_over_time)
+        waiting = None if math.isnan(seen.wait_fraction) else round(seen.wait_fraction, 6)
+        return replace(live.run, trial=trial, overrun=live.overrun, waiting=waiting, sizes=sizes)
 
     def _ranks(self, place: Place, seed: int, limits: RunLimits) -> LiveRanks:
         wanted = place, seed, limits
@@ -83,9 +102,12 @@ class EmulatedDevices:
         self.__exit__(None, None, None)
         scenario = place.load()
         fastest = fastest_worker(place.world(seed, 1), scenario.workers)
-        job = LiveJob(place.workload, seed, place.scenario, DISTURBANCE + seed, limits, fastest=fastest)
-        folder = self.folder / f"{place.key}-{seed}"
-        hosts = self._stack.enter_context(Emulation(scenario, seed=DISTURBANCE + seed, run_dir=folder, keep_awake=True))
+        file = Path(place.scenario)
+        name = str(file.resolve()) if file.is_file() else place.scenario
+        job = LiveJob(place.workload, seed, name, DISTURBANCE + seed, limits, fastest=fastest)
+        folder, disturbed = self.folder.path / "ranks" / f"{place.key}-{seed}", DISTURBANCE + seed
+        emulation = Emulation(scenario, seed=disturbed, run_dir=folder, mechanism=self._mechanism, keep_awake=True)
+        hosts = self._stack.enter_context(emulation)
         self.mechanisms = hosts.mechanisms
         ranks = self._stack.enter_context(LiveRanks(hosts, job))
         self._started = wanted, ranks
@@ -99,6 +121,8 @@ class EmulatedDevices:
         self._stack.close()
 
 
-def cluster_of(name: str, folder: Path) -> Cluster:
+def cluster_of(name: str, folder: RunFolder, *, mechanism: Mechanism = "auto", repeats: int = REPEATS) -> Cluster:
     """A cluster by the name that files have; `folder` is for what real processes write."""
-    return VirtualClock() if name == "virtual" else EmulatedDevices(folder)
+    if name == "virtual":
+        return VirtualClock()
+    return EmulatedDevices(folder, mechanism=mechanism, repeats=repeats)

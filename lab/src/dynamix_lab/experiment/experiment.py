@@ -120,6 +120,7 @@ class Experiment:
     beside      rows of which the best score at a place is the one that scores stand beside; empty: none
     ours        rows that stand beside the best of all others
     batches     b0 of the recipes
+    budget      samples of a run, in place of the jobs' own
     tuning      None: rows do what they say
     about       what a reader should know, for the page
 
@@ -138,6 +139,7 @@ class Experiment:
     beside: tuple[str, ...] = ()
     ours: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
+    budget: int | None = None
     tuning: Tuning | None = None
     about: tuple[str, ...] = ()
 
@@ -156,20 +158,24 @@ class Experiment:
         if len({file_key(name) for name in names}) < len(names):
             raise ConfigError("rows", ", ".join(names), "names that differ by letters or digits", "rename one")
         places_named(self.places)
+        if self.budget is not None and self.budget < 1:
+            raise ConfigError("budget", self.budget, "1 sample or more", "leave it out for the jobs' own")
         for row in self.rows:
             _known(f"workloads of {row.name}", row.workloads, tuple(JOBS))
             _known(f"settings of {row.name}", row.settings, tuple(SETTINGS))
             if row.policy is not None:
                 make_policy(row.policy, others=POLICIES)
-        if self.seeds < 1 or self.first_seed < 0:
-            raise ConfigError("seeds", (self.first_seed, self.seeds), "1 or more, from 0 on", "ask for some")
-        if self.cluster == "emulator" and set(self.settings) != {"finish"}:
-            raise ConfigError("settings", ", ".join(self.settings), "finish: nobody scores a live run", "say finish")
+        for name, least in (("seeds", 1), ("first_seed", 0)):
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(name, value, f"{least} or more", "ask for others")
+        if self.cluster == "emulator" and not set(self.settings) <= set(OF_BUDGET):
+            allowed = f"{' or '.join(OF_BUDGET)}: nobody scores a live run"
+            raise ConfigError("settings", ", ".join(self.settings), allowed, "say match")
         if self.tuning is None:
             if not self.batches:
                 raise ConfigError("batches", (), "one or more", "say for which recipes of one worker")
             for text in self.places:
-                place = Place.of(text)
+                place = Place.of(text, self.budget)
                 for setting in self.settings:
                     for batch in self.batches:
                         for row in self.rows_at(place, setting):

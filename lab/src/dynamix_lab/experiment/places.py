@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -121,20 +121,23 @@ _TIMES = re.compile(r"(.+)-x([1-9]\d*)")  # a scenario whose hosts are there sev
 class Place:
     """A job on a cluster of device hosts: a scenario and a workload. As text "device-even/teacher".
 
+    budget   samples of a run in place of the job's own
+
     >>> Place.of("device-even/teacher").key
     'device-even-teacher'
     """
 
     scenario: str
     workload: str
+    budget: int | None = None
 
     @classmethod
-    def of(cls, text: str) -> Place:
+    def of(cls, text: str, budget: int | None = None) -> Place:
         """Raises `ConfigError` for a text that names none, and for hosts without a device."""
         scenario, slash, workload = text.rpartition("/")
         if not slash:
             raise ConfigError("place", text, "a scenario and a workload, as in device-even/teacher", "name both")
-        place = cls(scenario, workload)
+        place = cls(scenario, workload, budget)
         if workload not in JOBS:
             fix = "take one whose numbers were fixed beforehand"
             raise ConfigError("workload", workload, ", ".join(JOBS), fix)
@@ -163,7 +166,8 @@ class Place:
     @property
     def job(self) -> JobNumbers:
         """Its numbers."""
-        return JOBS[self.workload]
+        known = JOBS[self.workload]
+        return known if self.budget is None else replace(known, budget=self.budget)
 
     @property
     def limit_s(self) -> float:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from dynamix.events.run_folder import commit
+from dynamix.events.run_folder import RunFolder, commit
+from dynamix_lab.emulator.cluster import Mechanism
 from dynamix_lab.experiment import table
-from dynamix_lab.experiment.clusters import Cluster, cluster_of
-from dynamix_lab.experiment.experiment import Experiment, Row, Tuning, file_key
+from dynamix_lab.experiment.clusters import REPEATS, Cluster, cluster_of
+from dynamix_lab.experiment.experiment import POLICIES, Experiment, Row, Tuning, file_key
 from dynamix_lab.experiment.measures import OF_BUDGET, SETTINGS
 from dynamix_lab.experiment.places import Place
+from dynamix_lab.harness.runs import policy_facts
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.opponents.runs import TrialRun
 from dynamix_lab.opponents.trial import Trial
@@ -40,9 +43,13 @@ class TableCase:
 
 @dataclass(frozen=True)
 class ExperimentSuite(Suite):
-    """A cell is a row of a case with all its seeds, or, if runs share a machine, a seed of a case with all its rows."""
+    """A cell is a row of a case with all its seeds, or, if runs share a machine, with one of them.
+
+    mechanism   of emulated devices
+    """
 
     plan: Experiment
+    mechanism: Mechanism = "auto"
     grows: ClassVar[frozenset[str]] = frozenset({"places", "settings", "batches", *SHOWN})
 
     @property
@@ -56,42 +63,67 @@ class ExperimentSuite(Suite):
 
     def facts(self) -> dict[str, Any]:
         hashes = {text: Place.of(text).load().sha256 for text in self.plan.places}
-        return {"cluster": self.plan.cluster, "seeds": self.plan.all_seeds, "scenario_sha256": hashes}
+        known = {name: policy_facts(name, POLICIES) for name in self._policies}
+        files = {name: of_policy for name, of_policy in known.items() if "sha256" in of_policy}
+        about = {"cluster": self.plan.cluster, "seeds": self.plan.all_seeds, "scenario_sha256": hashes}
+        return {**about, "policy_files": files}
+
+    @property
+    def _policies(self) -> list[str]:
+        return list(dict.fromkeys(row.policy for row in self.plan.rows if row.policy is not None))
 
     def bound_to(self) -> dict[str, Any]:
         jobs = {place.workload: place.job for place in map(Place.of, self.plan.places)}
-        return {"commit": commit(), **{f"numbers of {name}": asdict(job) for name, job in jobs.items()}}
+        numbers = {f"numbers of {name}": asdict(job) for name, job in jobs.items()}
+        return {
+            "commit": commit(),
+            **numbers,
+            **{f"policy {name}": policy_facts(name, POLICIES) for name in self._policies},
+        }
 
     def cases(self) -> list[TableCase]:
         """Place by place."""
         plan = self.plan
         batches: Sequence[int | None] = plan.batches or (None,)
-        return [TableCase(s, Place.of(text), b) for text in plan.places for b in batches for s in plan.settings]
+        places = [Place.of(text, plan.budget) for text in plan.places]
+        return [TableCase(s, place, b) for place in places for b in batches for s in plan.settings]
 
     def cells(self) -> list[Cell]:
-        if self.shares_a_machine:
-            return [Cell(f"{c.key}-{seed}", (c, seed)) for c in self.cases() for seed in self.plan.all_seeds]
-        rows = [(case, row) for case in self.cases() for row in self.plan.rows_at(case.place, case.setting)]
-        return [Cell(f"{case.key}-{file_key(row.name)}", (case, row)) for case, row in rows]
+        return [cell for case in self.cases() for cell in self._cells_of(case)]
+
+    def _cells_of(self, case: TableCase) -> list[Cell]:
+        seeds = self.plan.all_seeds
+        rows = {row.name: row for row in self.plan.rows_at(case.place, case.setting)}
+        if not self.shares_a_machine:
+            return [Cell(f"{case.key}-{file_key(name)}", (case, row, seeds)) for name, row in rows.items()]
+        orders = {seed: balanced_order(list(rows), seed) if len(seeds) > 1 else list(rows) for seed in seeds}
+        turns = [(seed, name) for seed, names in orders.items() for name in names]
+        return [Cell(f"{case.key}-{seed}-{file_key(name)}", (case, rows[name], [seed])) for seed, name in turns]
+
+    def means(self, folder: RunFolder) -> contextlib.AbstractContextManager[Cluster]:
+        """The cluster. One seed is a look and no measurement, so no run of it is made again."""
+        repeats = REPEATS if self.plan.seeds > 1 else 0
+        return cluster_of(self.plan.cluster, folder, mechanism=self.mechanism, repeats=repeats)
+
+    def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Rows are compared in pairs: of a place's seeds those that all rows have, or what there is of the first."""
+        if not self.shares_a_machine:
+            return found
+        kept: dict[str, Any] = {}
+        for case in self.cases():
+            cells = self._cells_of(case)
+            partly = {cell.what[2][0] for cell in cells if cell.key not in found} - {self.plan.first_seed}
+            kept |= {cell.key: found[cell.key] for cell in cells if cell.key in found and cell.what[2][0] not in partly}
+        return kept
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
-        case, what = cell.what
-        with cluster_of(self.plan.cluster, context.folder.path / "ranks" / cell.key) as cluster:
-            if not self.shares_a_machine:
-                return self.row_of(cluster, case, what)
-            rows = {row.name: row for row in self.plan.rows_at(case.place, case.setting)}
-            found = {}
-            for at, name in enumerate(balanced_order(list(rows), what)):
-                context.tell(f"{cell.key}: {name}", at / len(rows))
-                trial = self._trial(case, rows[name])
-                found[name] = {"trial": trial.to_dict(), "runs": [self._made(cluster, case, trial, what)]}
-            return {"rows": found, "mechanisms": cluster.mechanisms}
+        return self.row_of(context.means, *cell.what)
 
     def _trial(self, case: TableCase, row: Row) -> Trial:
         assert case.batch is not None
         return row.trial(case.place.job, case.setting, case.batch, case.place.load().workers)
 
-    def row_of(self, cluster: Cluster, case: TableCase, row: Row) -> dict[str, Any]:
+    def row_of(self, cluster: Cluster, case: TableCase, row: Row, seeds: Sequence[int]) -> dict[str, Any]:
         """A row of a case: its trial, how it was tuned, and its runs."""
         said: dict[str, Any] = {}
         if self.plan.tuning is None:
@@ -99,13 +131,14 @@ class ExperimentSuite(Suite):
         else:
             trial, tried = tuned(cluster, case, row.name, self.plan.tuning)
             said = {"tried": [one.to_dict() for one in tried], "at_edge": at_edge(trial, [one.trial for one in tried])}
-        runs = [self._made(cluster, case, trial, seed) for seed in self.plan.all_seeds]
+        runs = [self._made(cluster, case, trial, seed) for seed in seeds]
         return {"rows": {row.name: {"trial": trial.to_dict(), **said, "runs": runs}}, "mechanisms": cluster.mechanisms}
 
     def _made(self, cluster: Cluster, case: TableCase, trial: Trial, seed: int) -> dict[str, Any]:
         """A run as a cell keeps it: all but when each step ended."""
         run = cluster.run(trial, case.place, seed, SETTINGS[case.setting].limits(case.place))
-        return {**run.to_dict(), "meetings_s": [round(run.time_s, 6)], "overrun": run.overrun}
+        seen = {"waiting": run.waiting, "sizes": run.sizes} if self.shares_a_machine else {}
+        return {**run.to_dict(), "meetings_s": [round(run.time_s, 6)], "overrun": run.overrun, **seen}
 
     def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
         found = [part for case in self.cases() if (part := self._concluded(case, cells))["rows"]]
@@ -149,9 +182,11 @@ def read(case: TableCase, kept: Mapping[str, Any]) -> dict[str, Any]:
     """What is read from a run that a cell keeps."""
     run = TrialRun.from_dict(kept)
     found = SETTINGS[case.setting].read(run, case.place)
+    seen = {name: kept[name] for name in ("waiting", "sizes") if name in kept}
     return {
         **{"seed": run.seed, "seconds": round(found.seconds, 6), "arrived": found.arrived, "diverged": run.diverged},
         **{"score": round(found.score, 6), "samples": run.samples, "steps": run.steps, "overrun": kept["overrun"]},
+        **seen,
     }
 
 

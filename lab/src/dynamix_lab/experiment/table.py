@@ -204,22 +204,42 @@ def _beside_the_best(heading: str, cases: Sequence[Case], plan: Mapping[str, Any
 
 def _section(heading: str, case: Case, plan: Mapping[str, Any]) -> Section:
     """One place."""
-    against = [name for name in plan["against"] if name in case["rows"]]
-    finish, tuned = case["setting"] in OF_BUDGET, plan["tuning"] is not None
+    against = [] if once(case) else [name for name in plan["against"] if name in case["rows"]]
+    finish, tuned, live = case["setting"] in OF_BUDGET, plan["tuning"] is not None, is_live(case)
     head = ["row", *(["tuned to"] if tuned else []), "seconds"]
-    head += ["score", "points"] if finish else ["arrived"]
+    head += ["score", *(["points"] if plan["beside"] else [])] if finish else ["arrived"]
+    head += ["samples/s", "waiting"] if live else []
     rows = []
     for name, row in case["rows"].items():
         cells = [name, *([described(Trial.from_dict(row["trial"]))] if tuned else [])]
         cells.append("–" if any(row["diverged"]) else number(geometric_mean(row["seconds"]), 1))
         if finish:
             above = points(case, name, plan["beside"])
-            cells += [number(100 * fmean(row["score"]), 2), "–" if above is None else f"{fmean(above):+.2f}"]
+            cells.append(number(100 * fmean(row["score"]), 2))
+            cells += ["–" if above is None else f"{fmean(above):+.2f}"] if plan["beside"] else []
         else:
             cells.append(f"{sum(row['arrived'])} of {len(row['arrived'])}")
+        cells += how_fast(row) if live else []
         rows.append([*cells, *("1" if name == other else cell(over(case, name, other)) for other in against)])
     table = Table([*head, *(f"over {other}" for other in against)], rows)
     return Section(f"{heading}: {case['place']}", text=_said(case, plan), table=table)
+
+
+def is_live(case: Case) -> bool:
+    """Whether its rows ran as real processes."""
+    return any("waiting" in row for row in case["rows"].values())
+
+
+def once(case: Case) -> bool:
+    """Whether its rows ran live with one seed: nothing says how far a second run would be from the first."""
+    return is_live(case) and max(len(row["seed"]) for row in case["rows"].values()) == 1
+
+
+def how_fast(row: Readings) -> list[str]:
+    """Samples a second, and the part of their time in which workers waited, means over seeds; of live runs."""
+    rates = [samples / seconds for samples, seconds in zip(row["samples"], row["seconds"], strict=True)]
+    waiting = [part for part in row["waiting"] if part is not None]
+    return [number(fmean(rates), 0), percent(fmean(waiting) if waiting else None)]
 
 
 def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
@@ -229,7 +249,9 @@ def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
     kinds = {name: Trial.from_dict(row["trial"]) for name, row in rows.items()}
     meets = [name for name in able if kinds[name].policy in OPPONENTS and kinds[name].kind == "policy"]
     said = []
-    if SINGLE in rows and arrived(case, SINGLE) and meets:
+    if once(case):
+        said.append("One run of each row. `--seeds 5` says how far runs differ, and gives ratios with intervals.")
+    elif SINGLE in rows and arrived(case, SINGLE) and meets:
         rarely = [name for name in able if kinds[name].kind == "local"]
         said.append(verdict({SINGLE: rows[SINGLE]["seconds"], **able}, meets, rarely).sentence)
     if case["least_s"] is not None:
@@ -248,7 +270,7 @@ def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
         each = ", ".join(f"{name} ({what})" for name, what in ends.items())
         said.append(f"Tuned to an end of what was tried: {each}.")
     if late := [name for name, row in rows.items() if any(row["overrun"])]:
-        said.append(f"No measurement, as devices overran after every repeat: {', '.join(late)}.")
+        said.append(f"No measurement, as this machine was too slow for the devices: {', '.join(late)}.")
     return said
 
 
@@ -303,9 +325,9 @@ def described(trial: Trial) -> str:
 
 
 def _figures(result: Mapping[str, Any]) -> list[Section]:
-    """Of `finish` time against score, a dot for each row: mean over places. Of others speed by place."""
+    """Of budgets time against score beside others, a dot for each row: mean over places. Of others speed by place."""
     plan, made = result["plan"], _speeds([case for case in result["cases"] if case["setting"] not in OF_BUDGET])
-    if not plan["against"]:
+    if not plan["against"] or not plan["beside"]:
         return made
     first = plan["against"][0]
     groups: dict[str, list[Case]] = {}

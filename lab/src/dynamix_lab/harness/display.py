@@ -9,10 +9,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from dynamix_lab.harness.runs import PolicyRun
-from dynamix_lab.report.tables import Table as ResultTable
 from dynamix_lab.report.tables import number
 
 
@@ -36,15 +34,6 @@ class Display:
     def say(self, text: str) -> None:
         """One line, above the live table."""
         self.console.print(text, highlight=False, markup=False)
-
-    def show(self, table: ResultTable, legend: Sequence[str]) -> None:
-        """A table, and under it what its columns mean."""
-        shown = Table(*table.head, show_edge=False)
-        for row in table.rows:
-            shown.add_row(*map(Text, row))
-        self.console.print(shown)
-        for line in legend:
-            self.console.print(f"  {line}", style="dim", highlight=False, markup=False)
 
     def update(self, runs: Sequence[PolicyRun]) -> None:
         """Show how far `runs` are; the last of them is going on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -13,9 +12,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from dynamix.errors import ConfigError, StateError
 from dynamix.policies.learned.policy import PRETRAINED
-from dynamix.policies.registry import parse_name
+from dynamix.policies.registry import OtherFactory, parse_name
 from dynamix.window import Window
 from dynamix_lab.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix_lab.harness.scoring import WeightSnapshot
@@ -136,55 +134,35 @@ class PolicyRun:
         return found
 
 
-def summarise(runs: Sequence[PolicyRun], *, censor_factor: float = CENSOR_FACTOR) -> dict[str, Any]:
+def summarise(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     """The `policies` and `ratios` part of result.json: lists by seed, ratios over pairs with the same seed.
 
-    censor_factor   a run that did not arrive counts at so many times static's time
+    A run that did not arrive counts at twice static's time.
     """
     names = list(dict.fromkeys(run.policy for run in runs))
     by_policy = {name: sorted((r for r in runs if r.policy == name), key=lambda r: r.seed) for name in names}
     return {
         "seeds": sorted({run.seed for run in runs}),
         "policies": {name: _policy_part(mine) for name, mine in by_policy.items()},
-        "ratios": _ratios(by_policy, censor_factor),
-        "a_a": _a_a(by_policy, censor_factor),
+        "ratios": _ratios(by_policy),
+        "a_a": _a_a(by_policy),
     }
 
 
-def policy_facts(policy: str | None) -> dict[str, str]:
-    """Which policy really ran as "dynamix": the shipped file, another file (with its hash), or the one of a name."""
-    chosen = parse_name(policy or "dynamix")
+def policy_facts(policy: str, others: Mapping[str, OtherFactory] | None = None) -> dict[str, str]:
+    """Which policy really runs under a name: the shipped file, another file (with its hash), or the one of the name.
+
+    others   as in `make_policy`
+    """
+    chosen = parse_name(policy, others=others)
     path = PRETRAINED if str(chosen) == "dynamix" else Path(chosen.base)
-    named = {"name": "shipped" if path == PRETRAINED else str(policy)}
+    named = {"name": "shipped" if path == PRETRAINED else policy}
     return {**named, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else named
 
 
-def save_runs(path: Path, runs: Sequence[PolicyRun], facts: dict[str, Any]) -> None:
-    """Keep finished runs, without their events, which events.jsonl has; `facts` say what they may be resumed with."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"facts": facts, "runs": [run.to_dict() for run in runs]}), encoding="utf-8")
-    unfinished.replace(path)
-
-
-def load_runs(path: Path, facts: dict[str, Any]) -> list[PolicyRun]:
-    """The inverse of `save_runs`, without events. Raises `ConfigError` if they were measured under other `facts`,
-    `StateError` if the file is damaged.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StateError(f"{path} is damaged ({error}): remove it, and its seed is run again") from error
-    for name, now in facts.items():
-        if content["facts"].get(name) != now:
-            was = content["facts"].get(name)
-            raise ConfigError(name, now, f"{was}, as in {path}", "resume with what it began with, or start anew")
-    return [PolicyRun.from_dict(entry) for entry in content["runs"]]
-
-
-def _a_a(by_policy: dict[str, list[PolicyRun]], factor: float) -> dict[str, Any] | None:
+def _a_a(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any] | None:
     """Static against itself: its ratio, and whether the call may be believed; None without such pairs."""
-    ratio = _ratios(by_policy, factor).get(f"{AGAIN}/static")
+    ratio = _ratios(by_policy).get(f"{AGAIN}/static")
     if ratio is None:
         return None
     return {**ratio, "limit": A_A_LIMIT, "within": bool(abs(ratio["median"] - 1) <= A_A_LIMIT)}
@@ -212,7 +190,7 @@ def _policy_part(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     }
 
 
-def _ratios(by_policy: dict[str, list[PolicyRun]], factor: float) -> dict[str, Any]:
+def _ratios(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any]:
     """Everybody over static, and dynamix over what else it is read against; empty where static never arrived."""
     out: dict[str, Any] = {}
     static = {r.seed: r.time_to_target_s for r in by_policy.get("static", [])}
@@ -226,7 +204,7 @@ def _ratios(by_policy: dict[str, list[PolicyRun]], factor: float) -> dict[str, A
             partner = next((r for r in by_policy.get(base, []) if r.seed == run.seed), None)
             if bound is None or partner is None:
                 continue
-            limit = factor * bound
+            limit = CENSOR_FACTOR * bound
             pairs.append(tuple(censored([run.time_to_target_s, partner.time_to_target_s], [limit, limit])))
         if pairs:
             above, below = zip(*pairs, strict=True)

@@ -7,6 +7,7 @@ hold yet, keeps each as it ends, tells how far it is, and writes result.json, ta
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -61,11 +62,13 @@ class Context:
     folder   of the run; what a cell leaves there beside its result has names of its own
     found    results of the cells that have ended, by key
     tell     progress of this cell
+    means    of `Suite.means`
     """
 
     folder: RunFolder
     found: Mapping[str, dict[str, Any]]
     tell: Tell
+    means: Any = None
 
 
 class Suite(ABC):
@@ -110,6 +113,10 @@ class Suite(ABC):
 
     def begin(self, found: Mapping[str, Any]) -> None:  # noqa: B027 - few suites have something to do here
         """Called once before the first cell runs, with what the folder holds already."""
+
+    def means(self, folder: RunFolder) -> contextlib.AbstractContextManager[Any]:
+        """What cells share while they run, such as processes: opened before the first, closed after the last."""
+        return contextlib.nullcontext()
 
     def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
         """Those of the finished cells that can be concluded from, none if they are too few."""
@@ -198,15 +205,16 @@ def _played(
             tell(key, (len(cells) - len(missing) + done) / len(cells))
             yield by_key[key], content
         return
-    for i, cell in enumerate(cells):
-        if cell.key in found:
-            continue
-        tell(cell.key, i / len(cells))
-        yield cell, suite.run(cell, Context(folder, found, part_of(tell, i, len(cells))))
+    with suite.means(folder) as means:
+        for i, cell in enumerate(cells):
+            if cell.key not in found:
+                tell(cell.key, i / len(cells))
+                yield cell, suite.run(cell, Context(folder, found, part_of(tell, i, len(cells)), means))
 
 
 def _alone(suite: Suite, cell: Cell, folder: RunFolder) -> dict[str, Any]:
-    return suite.run(cell, Context(folder, {}, untold))
+    with suite.means(folder) as means:
+        return suite.run(cell, Context(folder, {}, untold, means))
 
 
 def _conclude(

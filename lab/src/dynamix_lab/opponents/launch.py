@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import select
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +17,6 @@ from dynamix.errors import WorkerLostError
 from dynamix_lab.emulator import Emulation
 from dynamix_lab.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix_lab.harness.channel import JobChannel, Listener
-from dynamix_lab.harness.host import processor_times
 from dynamix_lab.harness.runs import file_name
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial
@@ -53,13 +51,11 @@ class LiveRun:
 
     name     of the run: its row, or "static-again"
     devices  what each host's device did in it; empty for hosts without
-    stolen   part of the machine's processor time that its hypervisor gave to others meanwhile
     """
 
     name: str
     run: TrialRun
     devices: tuple[DeviceSteps, ...]
-    stolen: float
 
     @property
     def overrun(self) -> bool:
@@ -67,40 +63,15 @@ class LiveRun:
         return bool(self.devices) and too_many_overruns(self.devices)
 
 
-class LiveWatch:
-    """What somebody may want to know while runs go on, and say. This one does nothing."""
-
-    def began(self, name: str) -> None:
-        """A run's clock started."""
-
-    def progress(self, name: str, time_s: float, samples: int, loss: float) -> None:
-        """Twice a second."""
-
-    def snapshot(self, name: str, time_s: float, samples: int, path: Path) -> None:
-        """Parameters and buffers in a row, float32, in a file that whoever reads it removes."""
-
-    def stop(self, name: str) -> bool:
-        """Whether the run is to end."""
-        return False
-
-    def finished(self, run: LiveRun) -> None:
-        """A run is over, its limits are lifted."""
-
-
 class LiveRanks:
     """Started ranks of a job on `hosts`, that make one run after the other until they are closed.
-
-    watch       is told how it goes on
-    snapshots   weights go to `watch` while a run goes on, too
 
     A context manager. Raises `WorkerLostError` when a rank fails or nothing is heard of any for two minutes. Nothing is
     left running.
     """
 
-    def __init__(
-        self, hosts: Emulation, job: LiveJob, *, watch: LiveWatch | None = None, snapshots: bool = False
-    ) -> None:
-        self._hosts, self._watch = hosts, watch or LiveWatch()
+    def __init__(self, hosts: Emulation, job: LiveJob) -> None:
+        self._hosts = hosts
         self._stack = contextlib.ExitStack()
         self._links: list[JobChannel] = []
         self._runs = 0  # begun
@@ -108,8 +79,7 @@ class LiveRanks:
             folder = Path(starting.enter_context(tempfile.TemporaryDirectory(prefix="dynamix-live-")))
             config = {
                 "socket": str(folder / "link"),
-                "snapshots": str(folder) if snapshots else None,
-                "events": str(hosts.run_dir / "{run}.events.jsonl"),
+                "events": str(hosts.run_dir),
                 "timeout_s": TIMEOUT_S,
                 **{
                     name: getattr(job, name) for name in ("workload", "seed", "scenario", "disturbance_seed", "fastest")
@@ -127,19 +97,24 @@ class LiveRanks:
             self._stack = starting.pop_all()
 
     def run(self, name: str, trial: Trial) -> LiveRun:
-        """One run of all ranks, under this name for `watch` and files."""
+        """One run of all ranks, under this name for files."""
         self._runs += 1
+        self.events(name).unlink(missing_ok=True)  # of a run that was interrupted
         try:
             for link in self._links:
-                link.send("run", number=self._runs, file=file_name(name), trial=trial.to_dict())
+                link.send("run", number=self._runs, events=self.events(name).name, trial=trial.to_dict())
             return self._followed(name)
         except (WorkerLostError, OSError):
             time.sleep(LOST_S)  # until a rank that fails has said why
             check_ranks(self._hosts)
             raise
 
+    def events(self, name: str) -> Path:
+        """Where the run of this name leaves the decisions of its policy, if it has one."""
+        return self._hosts.run_dir / f"{file_name(name)}.events.jsonl"
+
     def _followed(self, name: str) -> LiveRun:
-        began, stopping, heard = processor_times(), False, time.monotonic()
+        heard = time.monotonic()
         while True:
             if not any(link.buffered for link in self._links):
                 select.select(self._links, [], [], 0.2)
@@ -150,33 +125,20 @@ class LiveRanks:
                 if message.pop("run", self._runs) != self._runs:
                     continue  # the last words of the run before
                 if kind == "start":
-                    began = processor_times()
                     self._hosts.start_clock()
                     link.send("go")
-                    self._watch.began(name)
-                elif kind == "progress":
-                    self._watch.progress(name, **message)
-                    if not stopping and self._watch.stop(name):
-                        stopping = True
-                        link.send("stop")
-                elif kind == "snapshot":
-                    self._watch.snapshot(name, **{**message, "path": Path(message["path"])})
                 elif kind == "finished":
-                    made = self._finished(name, message, began)
+                    made = self._finished(name, message)
                     link.send("go")
                     return made
             check_ranks(self._hosts)
             if time.monotonic() - heard > SILENCE_S:
                 raise WorkerLostError(f"nothing was heard of any rank for {SILENCE_S:.0f} s; see {self._hosts.run_dir}")
 
-    def _finished(self, name: str, message: Mapping[str, Any], began: Sequence[float]) -> LiveRun:
+    def _finished(self, name: str, message: Mapping[str, Any]) -> LiveRun:
         devices = tuple(self._hosts.overruns())
         self._hosts.unthrottle()
-        spent = [now - then for now, then in zip(processor_times(), began, strict=True)]
-        stolen = spent[0] / spent[1] if spent[1] else math.nan
-        made = LiveRun(name, TrialRun.from_dict(message["result"]), devices, stolen)
-        self._watch.finished(made)
-        return made
+        return LiveRun(name, TrialRun.from_dict(message["result"]), devices)
 
     def _accept(self, listener: Listener) -> None:
         """A link to every rank."""
@@ -221,19 +183,3 @@ def paced(make: Callable[[int], LiveRun], *, repeats: int) -> LiveRun:
             break
         run = make(attempt)
     return run
-
-
-def until_paced(
-    make: Callable[[Mapping[str, Trial], int], list[LiveRun]], trials: Mapping[str, Trial], *, repeats: int
-) -> list[LiveRun]:
-    """Runs of all trials; those whose devices overran are made again, at most `repeats` times.
-
-    make   (trials, attempt) -> their runs
-    """
-    found = {run.name: run for run in make(trials, 0)}
-    for attempt in range(1, repeats + 1):
-        again = {name: trials[name] for name, run in found.items() if run.overrun}
-        if not again:
-            break
-        found |= {run.name: run for run in make(again, attempt)}
-    return [found[name] for name in trials]

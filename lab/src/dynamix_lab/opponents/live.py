@@ -1,7 +1,7 @@
 """Runs of opponents on real ranks: every row inside an initialised process group, on the clock of the rank that leads.
 
-A run ends at a clock time, at a number of samples, or when somebody asks for it. The weights of its snapshots are
-kept in memory and scored after the clock has stopped.
+A run ends at a clock time, at a number of samples, or with its budget. The weights of its snapshots are kept in memory
+and scored after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from dynamix.policies.registry import OtherFactory
 from dynamix.runtime.controller import Controller
 from dynamix.runtime.limits import Limits
+from dynamix.runtime.rate.budget import Budget
 from dynamix.window import Ints
 from dynamix_lab.opponents.local import EndlessOrder, LocalWorker, RoundBook, ScheduledRate, tell_cost, train_step
 from dynamix_lab.opponents.runs import HELD_OUT, HeldOut, RunLimits, RunLog, TrialRun
@@ -48,7 +49,7 @@ _DONE = "dynamix_lab/opponents/single"
 
 
 class RunObserver:
-    """What a run tells and asks while it goes on, on the rank that leads: 0, or the one that trains alone.
+    """What a run tells while it goes on, on the rank that leads: 0, or the one that trains alone.
 
     This one does nothing; override what you need. Calls cost the run their time.
     """
@@ -61,10 +62,6 @@ class RunObserver:
 
     def snapshot(self, time_s: float, samples: int, weights: Tensor) -> None:
         """The model was kept for scoring; `weights` are its parameters and buffers in a row."""
-
-    def stop(self) -> bool:
-        """Whether somebody wants the run to end."""
-        return False
 
 
 def run_rank(
@@ -85,7 +82,7 @@ def run_rank(
     """This rank's part of one run. Every rank of the default group calls it alike; rank 0 gets the result, others None.
 
     limits    `time_s` counts from the moment at which all are ready. Targets do not end a live run: nobody scores it
-              while it goes on; use `RunObserver.stop`
+              while it goes on
     observer  on the rank that leads; ignored elsewhere
     others    policies that need facts of the caller's, as in `make_policy`; one that needs the run's clock takes it
               from `RunObserver.start`, as rank 0 decides
@@ -123,12 +120,16 @@ def run_rank(
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What became of a step or round: samples by worker, steps in it, this rank's loss, whether all stop now."""
+    """What became of a step or round: samples by worker, steps in it, this rank's loss, whether all stop now.
+
+    spent   of the trial's budget so far, the same on all ranks; None: its samples
+    """
 
     samples: Ints
     steps: int
     loss: float
     stop: bool
+    spent: float | None = None
 
 
 class _LiveEngine(Protocol):
@@ -156,20 +157,20 @@ def _train(engine: _LiveEngine, log: RunLog, watch: RunObserver, *, leads: bool)
 
     def wish() -> bool:
         elapsed_s = time.perf_counter() - began
-        return leads and (watch.stop() or (log.limits.time_s is not None and elapsed_s >= log.limits.time_s))
+        return leads and log.limits.time_s is not None and elapsed_s >= log.limits.time_s
 
     while True:
         ended = engine.advance(wish)
         now_s = time.perf_counter() - began
         done += int(ended.samples.sum())
         if leads and not log.over:  # what comes between the end of the clock and its news is no part of the run
-            log.met(now_s, ended.samples, ended.steps)
+            log.met(now_s, ended.samples, ended.steps, spent=ended.spent)
             watch.met(now_s, log.samples, ended.loss)
             if log.over or log.limits.passed((last_s, seen), (now_s, log.samples)):
                 kept.append((now_s, log.samples, weights_of(engine.model)))
                 watch.snapshot(*kept[-1])
             last_s, seen = now_s, log.samples
-        if ended.stop or (log.limits.samples is not None and done >= log.limits.samples):
+        if ended.stop or log.limits.spent(done, ended.spent):
             return log, kept
 
 
@@ -245,6 +246,9 @@ class _LivePolicy:
         self._wrapped: nn.Module = self._controller.wrap(wrapped, self._optimizer, averaging=averaging_of(trial))
         if (schedule := schedule_of(trial, self._optimizer)) is not None:
             self._controller.scheduler(schedule[0], nominal_batch_size=schedule[1])
+        self._budget: Budget | None = None
+        if trial.count == "progress":
+            self._budget = self._controller.budget(trial.budget)
         self._batches, self._flag = self._endless(), _StopFlag()
 
     def advance(self, wish: Callable[[], bool]) -> _Ended:
@@ -261,7 +265,8 @@ class _LivePolicy:
             classes = not targets.is_floating_point()  # a regression has no accuracy
             self._controller.step(loss=loss, logits=logits if classes else None, target=targets if classes else None)
             losses.append(float(loss.item()))
-        return _Ended(counts.copy(), len(losses), math.fsum(losses) / len(losses), self._flag.agreed(wish))
+        spent = None if self._budget is None else self._budget.spent
+        return _Ended(counts.copy(), len(losses), math.fsum(losses) / len(losses), self._flag.agreed(wish), spent)
 
     def close(self) -> None:
         self._flag.finish()

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from dynamix_lab.harness.channel import JobChannel
@@ -30,16 +29,11 @@ PROGRESS_S = 0.5  # between two reports
 
 
 class ParentObserver(RunObserver):
-    """Tells the parent how the run goes, and stops when it says so.
+    """Tells the parent that the run goes on; `number` is the run's among those of this process."""
 
-    number   of the run among those of this process
-    folder   where snapshots go for the parent to score; None: nobody scores while the run goes on
-    """
-
-    def __init__(self, link: JobChannel, number: int, folder: str | None) -> None:
-        self.link, self.number, self.folder = link, number, folder
+    def __init__(self, link: JobChannel, number: int) -> None:
+        self.link, self.number = link, number
         self.began = self._told_s = 0.0
-        self._stopped = False
 
     def start(self) -> None:
         ask(self.link, "start", run=self.number)
@@ -52,22 +46,11 @@ class ParentObserver(RunObserver):
     def met(self, time_s: float, samples: int, loss: float) -> None:
         if time_s - self._told_s >= PROGRESS_S:
             self._told_s = time_s
-            self.link.send("progress", run=self.number, time_s=time_s, samples=samples, loss=loss)
-
-    def snapshot(self, time_s: float, samples: int, weights: Tensor) -> None:
-        if self.folder is not None:
-            path = Path(self.folder) / f"{self.number}-{samples}.f32"
-            weights.float().numpy().tofile(path)
-            self.link.send("snapshot", run=self.number, time_s=time_s, samples=samples, path=str(path))
-
-    def stop(self) -> bool:
-        if not self._stopped and (message := self.link.receive(timeout_s=0)) is not None:
-            self._stopped = message["kind"] == "stop"
-        return self._stopped
+            self.link.send("progress", run=self.number)
 
 
 def ask(link: JobChannel, kind: str, **fields: Any) -> None:
-    """Send and wait for the answer "go"; a stop that came too late for its run is thrown away."""
+    """Send and wait for the answer "go"."""
     link.send(kind, **fields)
     while (answer := link.receive()) is None or answer["kind"] != "go":
         pass
@@ -87,10 +70,10 @@ def main(path: str) -> None:
     data = workload.make_data(config["seed"])
     limits = RunLimits(**config["limits"])
     while True:
-        if (entry := link.receive()) is None or entry["kind"] != "run":  # the news of a stop that came too late
+        if (entry := link.receive()) is None:
             continue
         number = entry["number"]
-        began = ParentObserver(link, number, config["snapshots"])
+        began = ParentObserver(link, number)
         others = references(config["scenario"], seed=config["disturbance_seed"], clock=began.clock)
         group = PrefixStore(f"run {number}", store)
         dist.init_process_group("gloo", store=group, rank=rank, world_size=workers, timeout=timeout)
@@ -104,7 +87,7 @@ def main(path: str) -> None:
                 observer=began,
                 others=others,
                 fastest=config["fastest"],
-                events=config["events"].format(run=entry["file"]),
+                events=Path(config["events"]) / entry["events"],
             )
         finally:
             dist.destroy_process_group()

@@ -59,6 +59,12 @@ class RunLimits:
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(name, value, "above 0", "check the limits of the run")
 
+    def spent(self, samples: int, budget: float | None) -> bool:
+        """Whether so many samples end a run, or what is spent of its budget; None: its samples."""
+        counted = samples if budget is None else budget
+        reached = ((self.samples, samples), (self.budget, counted))
+        return any(most is not None and count >= most for most, count in reached)
+
     def passed(self, before: tuple[float, float], now: tuple[float, float]) -> bool:
         """Whether a score is due between two moments, each (seconds, samples)."""
         steps = zip((self.every_s, self.every_samples), before, now, strict=True)
@@ -86,6 +92,8 @@ class TrialRun:
     samples_by_worker  (W,) trained on by each worker
     steps              optimizer steps; over parameters those of the worker that took most
     overrun            too many steps of an emulated device came late: the run is no measurement
+    waiting            part of all workers' time in which they waited for slower ones; None: not measured
+    sizes              each change of the workers' batches, as (time_s, samples of each); empty: not recorded
     """
 
     trial: Trial
@@ -96,6 +104,8 @@ class TrialRun:
     samples_by_worker: tuple[int, ...]
     steps: int
     overrun: bool = False
+    waiting: float | None = None
+    sizes: tuple[tuple[float, tuple[int, ...]], ...] = ()
 
     @property
     def samples(self) -> int:
@@ -251,7 +261,8 @@ class RunLog:
         self.meetings_s = list[float]()
         self.evaluations = list[Evaluation]()
         self.by_worker: Ints = np.zeros(workers, dtype=np.int64)
-        self.steps, self._spent = 0, 0.0
+        self.steps = 0
+        self._spent: float | None = None
 
     @property
     def samples(self) -> int:
@@ -269,15 +280,14 @@ class RunLog:
         self.meetings_s.append(time_s)
         self.by_worker = self.by_worker + samples
         self.steps += steps
-        self._spent = float(self.samples) if spent is None else spent
+        self._spent = spent
 
     @property
     def over(self) -> bool:
         """Whether clock or samples have reached their limit."""
         limits = self.limits
         out_of_time = limits.time_s is not None and self.time_s >= limits.time_s
-        spent = limits.budget is not None and self._spent >= limits.budget
-        return out_of_time or spent or (limits.samples is not None and self.samples >= limits.samples)
+        return out_of_time or limits.spent(self.samples, self._spent)
 
     @property
     def due(self) -> bool:

@@ -25,7 +25,7 @@ from dynamix_lab.statistics import censored, paired_ratio
 
 
 def ratios_between(policies: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Time of each of `names` over that of everybody else but static, whose ratios exist; pairs as in the demo.
+    """Time of each of `names` over that of everybody else but static, whose ratios exist; pairs have one seed.
 
     policies   `policies` of result.json; seeds in which static did not arrive have no bound and are left out
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynamix_lab.report import Section, Table, number, percent, sections_markdown, with_interval
+from dynamix_lab.report import Section, Table, percent, sections_markdown
 
 
 def kind(result: Mapping[str, Any]) -> str:
@@ -45,7 +45,6 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.suites.stigmergy import report as stigmergy
 
     return {
-        "demo": demo_table,
         "excavation": excavation.sections,
         "faults": faults.table,
         "fuzz": fuzz.table,
@@ -64,29 +63,3 @@ def mutants_table(result: Mapping[str, Any]) -> Table:
     part = percent(result["killed"] / result["mutants"])
     row = [result["package"], str(result["mutants"]), str(result["killed"]), part, f"{result['limit_s']:.0f}"]
     return Table(["package", "mutants", "noticed", "part", "seconds allowed each"], [row])
-
-
-def demo_table(result: Mapping[str, Any]) -> Table:
-    """A row a policy, over all seeds; times by seed."""
-    rows = []
-    for name, part in result["policies"].items():
-        ratio = result["ratios"].get(f"{name}/static")
-        reached = ["not reached" if t is None else f"{t:.1f}" for t in part["time_to_target_s"]]
-        rows.append(
-            [
-                name,
-                ", ".join(reached),
-                "1" if name == "static" else with_interval(ratio, 2) if ratio else "–",
-                number(_mean(part["final_accuracy"]), 3),
-                number(_mean(part["samples_per_s"]), 0),
-                percent(_mean(part["wait_fraction"])),
-                "; ".join(" ".join(map(str, sizes)) for sizes in part["batch_sizes"]),
-            ]
-        )
-    head = ["policy", f"time to {result['target']:.3f}, s", "over static's", "final accuracy", "samples/s", "waiting"]
-    return Table([*head, "batch sizes at the end"], rows)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
