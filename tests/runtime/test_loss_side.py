@@ -203,7 +203,7 @@ def test_batches_in_which_nothing_counts_have_no_gradient(micro_batch: int | Non
 def _scaler(rank: int, hook: str | None) -> dict[str, Any]:
     """A GradScaler job with one infinite step: the step is skipped, the scale halves, later gradients are finite."""
     torch.manual_seed(0)
-    net, x = nn.Linear(5, 5), torch.randn(240, 5)
+    net, x = nn.Linear(5, 5), torch.randn(480, 5)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     inner, state = hook_of(hook)
     controller = adaptive(Script(ANSWERS), 4, max_batch_size=32)
