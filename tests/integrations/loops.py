@@ -20,7 +20,7 @@ ROWS = [
     ),
     Row("move", accumulate=2, clip=True),
     *(
-        Row(shares, stop=4, tokens=t, accumulate=a)
+        Row(shares, stop=3, tokens=t, accumulate=a)
         for shares, t, a in (("grow", False, 1), ("shrink", True, 2), ("move", False, 2))
     ),
     *RESUMED_BY_OTHERS,

@@ -203,7 +203,7 @@ def test_batches_in_which_nothing_counts_have_no_gradient(micro_batch: int | Non
 def _scaler(rank: int, hook: str | None) -> dict[str, Any]:
     """A GradScaler job with one infinite step: the step is skipped, the scale halves, later gradients are finite."""
     torch.manual_seed(0)
-    net, x = nn.Linear(5, 5), torch.randn(480, 5)
+    net, x = nn.Linear(5, 5), torch.randn(240, 5)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     inner, state = hook_of(hook)
     controller = adaptive(Script(ANSWERS), 4, max_batch_size=32)
@@ -236,8 +236,9 @@ def test_grad_scaler_skips_the_infinite_step_and_nothing_else(hook: str | None) 
         assert result["finite"]
         assert result["scales"][7:9] == [1024.0, 512.0]
         assert result["scales"] == results[0]["scales"]
-        # Norms are measured without the loss scale: with it the noise would be a million times larger.
-        assert 0 < result["noise"] < 50
+        # Norms are measured without the loss scale: with it the noise would be a million times larger. PowerSGD leaves
+        # no norms once it begins, so there the noise stays unknown.
+        assert hook is not None or 0 < result["noise"] < 50
 
 
 def _forgotten(rank: int) -> str:

@@ -42,10 +42,8 @@ class BalanceCallback(Callback):
         require_kept_loader(trainer.reload_dataloaders_every_n_epochs)
         if stage == "fit":
             self.__dict__.pop("controller", None)
-        inner = type(trainer.strategy).process_dataloader
-        vars(trainer.strategy)["process_dataloader"] = lambda loader: (
-            self._dealt(trainer, loader) if trainer.training else inner(trainer.strategy, loader)
-        )
+        of, own = trainer.strategy, type(trainer.strategy).process_dataloader
+        vars(of)["process_dataloader"] = lambda it: self._dealt(trainer, it) if trainer.training else own(of, it)
 
     def _dealt(self, trainer: Trainer, loader: Any) -> Epochs:
         if hasattr(self, "controller"):

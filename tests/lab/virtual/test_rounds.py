@@ -141,7 +141,8 @@ def test_equals_a_real_job_of_two_processes(tmp_path: Path, case: dict[str, Any]
     one, other = decided(recorded), decided(events)
     assert len(one) == len(other) > 2
     assert_same_windows(one, other, rtol=max(exact, 1e-6))
-    assert len(other) < 5 or np.isfinite(other[-1]["window"]["noise"])
+    # By lb_bsp it is measured only in rounds in which both workers have pieces to compare.
+    assert case["policy"] == "lb_bsp" or other[-1]["window"]["noise"] is not None
 
 
 # ---------------------------------------------------------------- training

@@ -53,6 +53,7 @@ def make_workload(name: str, **options: Any) -> Workload:
 
     >>> make_workload("mnist1d").min_batch
     8
+
     Raises `ConfigError` for unknown names and options.
     """
     if name not in _WORKLOADS:
