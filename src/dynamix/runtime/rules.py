@@ -52,7 +52,7 @@ def efficiency(total: float, base_batch: float, noise: float, signal: float) -> 
     return adascale(scale, noise, signal, base_batch=base_batch) / scale
 
 
-NOISE_COUNTS = 4.0  # times: chosen on five jobs with SGD, and not confirmed on others yet (docs/design/rates.md)
+NOISE_COUNTS = 4.0  # times: chosen on five jobs with SGD; on five others level with the root (docs/design/rates.md)
 GROWTH = 0.02  # of the factor, in logarithms a step
 MOST_GROWTH = 50.0  # far beyond any factor
 

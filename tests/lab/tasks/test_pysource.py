@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import sysconfig
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 
 from dynamix.errors import ConfigError
 from dynamix_lab.tasks import make_workload
-from dynamix_lab.tasks.pysource import CONTEXT, IGNORE, bits_per_byte, cut, make_data, source_files
+from dynamix_lab.tasks.pysource import CONTEXT, IGNORE, cut, make_data, source_files
 from tests.refused import refused
 
 
@@ -74,7 +73,3 @@ def test_no_byte_sees_those_after_it(name: str) -> None:
         before, after = model(inputs), model(changed)
     torch.testing.assert_close(before[:, :, :60], after[:, :, :60])
     assert not torch.allclose(before[:, :, 60:], after[:, :, 60:])
-
-
-def test_bits_per_byte_of_a_model_that_knows_nothing_are_eight() -> None:
-    assert bits_per_byte(torch.zeros(2, 256, 5), torch.ones(2, 5, dtype=torch.int64)) == pytest.approx(math.log2(256))

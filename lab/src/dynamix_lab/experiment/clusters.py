@@ -81,16 +81,15 @@ class EmulatedDevices:
 
     def run(self, trial: Trial, place: Place, seed: int, limits: RunLimits) -> TrialRun:
         ranks, name = self._ranks(place, seed, limits), trial.row
-        found = trial.policy and str(
-            parse_name(trial.policy, others=POLICIES).absolute()
-        )  # ranks work in folders of their own
+        # Ranks work in folders of their own.
+        found = trial.policy and str(parse_name(trial.policy, others=POLICIES).absolute())
 
         def make(attempt: int) -> LiveRun:
             return ranks.run(f"{name}, again {attempt}" if attempt else name, replace(trial, policy=found))
 
         live = paced(make, repeats=self._repeats)
-        seen = PolicyRun(name, seed, place.job.target, step_ends_s=list(live.run.meetings_s))
-        seen.events = adopt_events(self.folder, ranks.events(live.name), policy=name, seed=seed)
+        events = adopt_events(self.folder, ranks.events(live.name), policy=name, seed=seed)
+        seen = PolicyRun(name, seed, place.job.target, events=events, step_ends_s=list(live.run.meetings_s))
         sizes = tuple((time_s, tuple(of_workers)) for time_s, of_workers in seen.sizes_over_time)
         waiting = None if math.isnan(seen.wait_fraction) else round(seen.wait_fraction, 6)
         return replace(live.run, trial=trial, overrun=live.overrun, waiting=waiting, sizes=sizes)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import SCHEMA
@@ -34,13 +34,6 @@ def untold(what: str, done: float) -> None:
 def part_of(tell: Tell, index: int, parts: int) -> Tell:
     """What tells the progress of part `index` of `parts` equal ones."""
     return lambda what, done: tell(what, (index + done) / parts)
-
-
-class Plan(Protocol):
-    """What one call runs: a frozen dataclass of plain values."""
-
-    def check(self) -> None:
-        """Raises `ConfigError` for what cannot be run, before anything is started."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ text is that of the interpreter: scores compare under one version of Python.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sysconfig
 from collections.abc import Iterable
@@ -79,11 +78,6 @@ def byte_accuracy(logits: Tensor, targets: Tensor) -> float:
     """Share of bytes whose largest logit is the right one."""
     there = targets != IGNORE
     return float((logits.argmax(1)[there] == targets[there]).float().mean())
-
-
-def bits_per_byte(logits: Tensor, targets: Tensor) -> float:
-    """Bits that the model needs for a byte: 8 for one that knows nothing."""
-    return loss(logits, targets).item() / math.log(2)
 
 
 @functools.lru_cache(maxsize=2)

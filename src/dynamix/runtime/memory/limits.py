@@ -188,8 +188,8 @@ def within(bounds: Bounds, caps: Ints, *, may_fall: bool = False) -> Bounds:
     Raises `ConfigError` when the global batch cannot be reached any more.
     """
     high = np.minimum(bounds.high, caps)
-    total_low = np.minimum(bounds.total_low, high.sum() // bounds.quantum * bounds.quantum)
     if may_fall:
+        total_low = np.minimum(bounds.total_low, high.sum() // bounds.quantum * bounds.quantum)
         bounds = dataclasses.replace(bounds, total_low=total_low)
     if int(bounds.total_low) > int(high.sum()):
         allowed = f"at most {int(high.sum())}, which is what fits: {caps.tolist()}"
