@@ -1,0 +1,407 @@
+"""An error of one rank ends all of them with its message, also before training and beside a store that hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore
+from torch.futures import Future
+
+import dynamix
+from dynamix.errors import ConfigError, DynamixError, StateError, UsageError, WorkerLostError
+from dynamix.runtime.ranks import rendezvous as meeting
+from dynamix.runtime.ranks import watch
+from dynamix.runtime.ranks.ranks import Ranks
+from dynamix.runtime.ranks.watch import RankWatch
+from tests.processes import torchrun
+from tests.ranks import refusal, run_ranks
+from tests.runtime.check.loops import Job, Loops, data
+
+LOOPS = Loops()
+wrong, right, right_with = LOOPS.wrong, LOOPS.right, LOOPS.right_with
+
+
+def _both() -> tuple[RankWatch, RankWatch]:
+    store = HashStore()
+    first, second = (RankWatch(store, rank, 2) for rank in range(2))
+    return first, second
+
+
+def _wait_in(watch: RankWatch, done_after_s: float | None = None) -> None:
+    """For what is done after so long; None: never."""
+    group: Any = SimpleNamespace(rank=watch.rank, workers=2)
+    work = Future[None]()
+    if done_after_s is not None:
+        threading.Timer(done_after_s, work.set_result, args=(None,)).start()
+    Ranks(group, watch).wait(work)
+
+
+def test_who_waits_raises_what_another_rank_reports() -> None:
+    first, second = _both()
+    reporting = threading.Thread(target=first.end, args=(UsageError("write this line"),))
+    reporting.start()
+    with pytest.raises(UsageError, match="rank 0 ended the job: write this line"):
+        _wait_in(second)
+    began = time.monotonic()
+    reporting.join()
+    assert time.monotonic() - began < 1.0  # it stays no longer than the other needs to know
+    for one in (first, second):
+        one.leave()
+
+
+def test_an_error_before_training_ends_who_waits_unless_the_rank_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SETUP_ERROR_S", 0.5)
+    first, second = _both()
+    first.setup_failed(StateError("damaged"))
+    first.errors.setup_goes_on()
+    _wait_in(second, 2.0)
+    first.setup_failed(StateError("damaged again"))
+    with pytest.raises(StateError, match="rank 0 ended the job: damaged again"):
+        _wait_in(second)
+    for one in (first, second):
+        one.leave()
+
+
+def test_ranks_that_all_had_an_error_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SETUP_ERROR_S", 0.5)
+    first, second = _both()
+    for one in (first, second):
+        one.setup_failed(StateError("damaged"))
+    second.errors.setup_goes_on()
+    _wait_in(second, 2.0)
+    for one in (first, second):
+        one.leave()
+
+
+def test_a_store_that_hangs_keeps_nobody_waiting(store_server: tuple[int, int]) -> None:
+    process, port = store_server
+    one = RankWatch(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2)
+    one.all_have_come()
+    assert one.told() is None
+    os.kill(process, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        _wait_in(one, 1.0)
+        assert one.told() is None
+        one.end(UsageError("said to nobody"))
+        assert time.monotonic() - began < 8.0
+    finally:
+        os.kill(process, signal.SIGCONT)
+        one.leave()
+
+
+# ------------------------------------------------------------ before training, on one rank
+
+
+@wrong("once for each model")
+def _a_model_is_not_taken(job: Job) -> None:
+    job.controller.wrap(job.ddp, [] if job.rank else job.optimizer)  # type: ignore[arg-type]
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@wrong("make one Controller per loop")
+def _a_second_sampler(job: Job) -> None:
+    job.wrap()
+    if job.rank:
+        job.controller.batch_sampler(data())
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@wrong("weight() was given a loss that it has weighted already")
+def _weighted_twice(job: Job) -> None:
+    job.controller.wrap(job.ddp, job.optimizer, weighting="loss")
+    for x, y in job.loader:
+        loss = job.controller.weight(job.loss(x, y))
+        if job.rank and job.steps == 2:
+            loss = job.controller.weight(loss)
+        loss.backward()
+        job.update()
+        job.step()
+
+
+# ------------------------------------------------------------ what all ranks must call, called by one
+
+
+@wrong("another rank waits in controller.state_dict(gather=True), which this rank did not call")
+def _a_state_of_all_is_asked_for_by_one(job: Job) -> None:
+    for x, y in job.batches():
+        job.train(x, y)
+        if job.rank == 0 and job.steps == 3:
+            job.controller.state_dict(gather=True)
+
+
+@wrong("waits in")  # the others are at the comparison before the first pass meanwhile
+def _limits_are_found_by_one(job: Job) -> None:
+    job.wrap()
+    if job.rank:
+        job.controller.find_limits(lambda batch: job.loss(*batch).backward(), data()[:4])
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@wrong("waits in")
+def _one_warms_up(job: Job) -> None:
+    job.wrap()
+    if job.rank == 0:
+        job.controller.warm_up(lambda: job.loss(*data()[:4]).backward())
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@wrong("not to be saved")
+def _a_state_of_all_fails_on_one(job: Job) -> None:
+    for x, y in job.batches():
+        job.train(x, y)
+        if job.steps == 3:
+            if job.rank:
+                job.sampler.state_dict = _not_to_be_saved  # type: ignore[method-assign]
+            with contextlib.suppress(ZeroDivisionError):
+                job.controller.state_dict(gather=True)
+
+
+def _not_to_be_saved() -> Any:
+    raise ZeroDivisionError("not to be saved")
+
+
+@wrong("waits in")
+def _limits_are_asked_for_with_a_margin_that_is_none_on_one(job: Job) -> None:
+    job.wrap()
+    with contextlib.suppress(ConfigError):
+        margin = 1.5 if job.rank else 0.1
+        job.controller.find_limits(lambda batch: job.loss(*batch).backward(), data()[:4], margin=margin)
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@wrong("count")
+def _one_ends_the_job_while_others_are_in_backward(job: Job) -> None:
+    job.wrap()
+    try:
+        for x, y in job.loader:
+            if job.rank and job.steps == 2:
+                job.step(count=77)
+            job.loss(x, y).backward()
+            job.update()
+            job.step()
+    finally:
+        time.sleep(2.0 * job.rank)  # it is alive while the others wait
+
+
+@right_with(decides_s=1.0)
+def _all_warm_up_while_a_decision_is_under_way(job: Job) -> None:
+    for x, y in job.batches():
+        job.train(x, y)
+        if job.steps == 2:
+            job.controller.warm_up(lambda: job.loss(*data()[:4]).backward())
+
+
+@right
+def _all_ask_for_a_state_of_all_at_their_own_pace(job: Job) -> None:
+    for x, y in job.batches():
+        job.train(x, y)
+        if job.steps in (2, 3):
+            time.sleep(2.0 * (job.rank == job.steps - 2))
+            job.controller.state_dict(gather=True)
+
+
+@right
+def _a_state_that_one_rank_cannot_load_is_left_out(job: Job) -> None:
+    job.wrap()
+    if job.rank:
+        with pytest.raises(StateError):
+            job.controller.load_state_dict({})
+        time.sleep(1.0)
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+def _load(rank: int) -> str:
+    watch.SETUP_ERROR_S = 1.5
+    job = Job(rank)
+    job.wrap()
+    try:
+        if rank:
+            job.controller.load_state_dict({})
+        for x, y in job.loader:
+            job.train(x, y)
+    except DynamixError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("workers", [2, 3])
+def test_an_error_before_training_on_one_rank_ends_all(workers: int) -> None:
+    LOOPS.check_wrong(workers)
+
+
+@pytest.mark.multiproc
+def test_an_error_that_a_rank_has_dealt_with_ends_nobody() -> None:
+    LOOPS.check_right()
+
+
+@pytest.mark.multiproc
+def test_a_state_that_one_rank_cannot_load_ends_all() -> None:
+    for told in run_ranks(_load, 2):
+        assert told.startswith("StateError")
+        assert "this is no state of a controller" in told
+
+
+# ------------------------------------------------------------ before there is a controller
+
+
+def _over_other_ranks(rank: int, odd: list[int]) -> tuple[str, float]:
+    meeting.ELSEWHERE_S = 2.0
+    groups: dict[int, Any] = {len(ranks): dist.new_group(ranks) for ranks in ([2], [1, 2])}
+    began = time.monotonic()
+    try:
+        dynamix.Controller(
+            "static", 4, process_group=groups[len(odd)] if rank == 2 else None, global_batch="adaptive"
+        ).close()
+        told = "made"
+    except (UsageError, WorkerLostError) as error:
+        told = str(error)
+    return told, time.monotonic() - began
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("odd", [[2], [1, 2]])
+def test_a_rank_with_another_process_group_is_named(odd: list[int]) -> None:
+    """At once where ranks wait for each other, else after the group's timeout: it might have come later."""
+    timeout_s = 10 if odd == [2] else 50
+    results = run_ranks(_over_other_ranks, 3, odd, timeout_s=60, group_timeout_s=timeout_s)
+    for rank, (told, seconds) in enumerate(results):
+        assert seconds < 25
+        assert ("made" in told) if rank == 2 and odd == [2] else ("process_group" in told), (rank, told)
+        assert told == "made" or f"ranks {odd}" in told or "ranks [0, 1, 2]" in told
+
+
+def _in_a_circle(rank: int) -> str:
+    meeting.ELSEWHERE_S = 2.0
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
+    return refusal(UsageError, dynamix.Controller, "static", 4, process_group=groups[rank], global_batch="adaptive")
+
+
+@pytest.mark.multiproc
+def test_ranks_that_wait_for_each_other_in_a_circle_are_told() -> None:
+    for told in run_ranks(_in_a_circle, 3, timeout_s=60, group_timeout_s=50):
+        assert "process_group" in told
+
+
+def _later(rank: int) -> tuple[list[str], int]:
+    """Two of three ranks are at work for a while before all of them are."""
+    meeting.ELSEWHERE_S, meeting.WITHOUT_US_S, meeting.LOOK_AFTER_S = 0.5, 1.0, 0.2
+    pair, log = dist.new_group([0, 1]), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dynamix").addHandler(handler)
+    if rank < 2:
+        first = dynamix.Controller("static", 4, process_group=pair, global_batch="adaptive")
+        time.sleep(4.0)
+        first.close()
+    controller = dynamix.Controller("static", 4, global_batch="adaptive")
+    controller.close()
+    return log, controller.world_size
+
+
+@pytest.mark.multiproc
+def test_ranks_that_are_at_work_with_others_may_come_later() -> None:
+    for rank, (log, workers) in enumerate(run_ranks(_later, 3, timeout_s=60)):
+        assert workers == 3
+        waits = [line for line in log if "makes its Controller over ranks [0, 1], and rank 2 waits for it" in line]
+        assert len(waits) == (2 if rank == 2 else 0), log
+
+
+# ------------------------------------------------------------ going back
+
+
+def _rolled_back(rank: int) -> tuple[int, list[int], list[int]]:
+    job = Job(rank, decides_s=0.5)
+    job.wrap()
+    state: Any = None
+    windows, rounds = [], []
+    for x, y in job.loader:
+        job.train(x, y)
+        if job.steps == 3:
+            state = job.controller.state_dict()
+        if job.steps == 6:  # its third window is closed, and the policy thinks
+            job.controller.load_state_dict(state)
+            break
+    for x, y in job.loader:
+        job.train(x, y)
+        told = job.controller.metrics()
+        windows.append(int(told["windows"]))
+        rounds.append(int(told["step"]))
+    job.controller.close()
+    return state["progress"]["window"], windows, rounds
+
+
+@pytest.mark.multiproc
+def test_a_decision_under_way_is_not_put_into_a_state_that_is_loaded() -> None:
+    first, second = run_ranks(_rolled_back, 2)
+    assert first == second
+    saved, windows, rounds = first
+    assert rounds[0] == 4
+    assert windows[0] == saved
+    assert windows[-1] > saved + 2  # measuring goes on
+
+
+def test_the_optimizer_of_a_closed_controller_is_as_it_was() -> None:
+    net = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller("static", 4, lr_rule="linear", global_batch="adaptive")
+    controller.batch_sampler(data())
+    controller.wrap(net, optimizer)
+    assert "step" in vars(optimizer)
+    controller.close()
+    assert "step" not in vars(optimizer)
+
+
+LEFT = """
+import atexit, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import dynamix
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, over = dist.get_rank(), Path(sys.argv[1])
+controller = dynamix.Controller("static", 8)
+sampler = controller.batch_sampler(torch.utils.data.TensorDataset(torch.ones(64, 4)))
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    controller.wrap(model, optimizer, weighting=("hook", "los")[rank])
+    next(iter(sampler))
+    model(torch.ones(8, 4))
+except dynamix.DynamixError as error:
+    print(f"rank {rank}: {error}", flush=True)
+del controller, sampler, model, optimizer
+dist.destroy_process_group()
+if rank == 0:
+    atexit.register(over.touch)
+while rank and not over.exists():
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.multiproc
+def test_a_rank_that_leaves_others_in_a_message_ends_as_it_would(tmp_path: Path) -> None:
+    """The message stays under way in a group that nobody closed, until the other rank's process ends."""
+    (script := tmp_path / "train.py").write_text(LEFT)
+    said = torchrun(script, str(tmp_path / "over"), ranks=2)
+    assert said.count("weighting='los' is not possible") == 2
+    assert "rank 0: rank 1 ended the job" in said
