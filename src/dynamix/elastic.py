@@ -37,9 +37,9 @@ _asked = False
 def require_restartable() -> None:
     """Raise `UsageError` where torchrun was started in a way in which a gloo job cannot be started again.
 
-    By default workers meet in the store of torchrun's own rendezvous. Keys of the last start are still in it, so after
-    a restart gloo connects to addresses of processes that are gone (pytorch#135712). Without torchrun, or where it may
-    not start anything again, nothing is required.
+    Workers meet in the store of torchrun's own rendezvous, unless another is named. Keys of the last start are still in
+    it, so after a restart gloo connects to addresses of processes that are gone (pytorch#135712). Nothing is required
+    without torchrun, or if it may not start anything again.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     if agent != "True" or not dist.is_initialized():
@@ -52,7 +52,7 @@ def require_restartable() -> None:
 
 
 def stop_on_sigterm(controller: Controller) -> None:
-    """From now on SIGTERM makes all ranks stop after the same step, a few seconds later (`controller.stopping`).
+    """Make SIGTERM stop all ranks after the same step, a few seconds later (`controller.stopping`).
 
     torchrun sends it to its workers before it ends them: when its host is taken away, and when others want to join.
     """

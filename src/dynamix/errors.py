@@ -93,7 +93,7 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 
 def spelling(name: object, known: Iterable[str], otherwise: str = "check the spelling") -> str:
-    """What to write in place of a `name` that is none of those `known`.
+    """The advice for a `name` that is none of those `known`.
 
     >>> spelling("adaptve", ["adaptive", "fixed"]), spelling(3, ["adaptive", "fixed"])
     ("did you mean 'adaptive'?", 'check the spelling')

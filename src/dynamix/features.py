@@ -1,4 +1,4 @@
-"""What a policy sees of a window: scale-free numbers per worker, the same for any W, model and cluster."""
+"""Features of a window for policies: scale-free numbers per worker, the same for any W, model and cluster."""
 
 import sys
 from types import ModuleType
@@ -41,11 +41,12 @@ FEATURE_SCHEMA = 1
 
 
 def features(window: Window) -> NDArray[np.float32]:
-    """What policies see, shape (..., W, F) with names `FEATURES`; float32, finite, each roughly in [-5, 5].
+    """The features that policies see, shape (..., W, F) with names `FEATURES`; float32, finite, each roughly in [-5,
+    5].
 
     Scale-free (ratios, logs, changes over their own deviation), so one policy serves any W, model and cluster;
-    permutation-equivariant over workers, with mean and max over workers appended to each worker's own. What was not
-    measured is 0 with its group's `missing_` flag at 1.
+    permutation-equivariant over workers, with mean and max over workers appended to each worker's own. A value that was
+    not measured is 0, with its group's `missing_` flag at 1.
     """
     local = local_features(window)
     mean = np.broadcast_to(local.mean(-2, keepdims=True), local.shape)

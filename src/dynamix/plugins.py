@@ -1,4 +1,5 @@
-"""What other distributions bring by entry point: commands, policies, kinds of policy files, probes, rows of `doctor`.
+"""Loads what other distributions bring by entry point: commands, policies, kinds of policy files, probes, rows of
+`doctor`.
 
 A plug-in that does not import is left out and said, and breaks nothing else. It cannot take a built-in's name, nor that
 of a plug-in that was found before it.

@@ -1,4 +1,4 @@
-"""What earlier versions had and this one does not: whoever still writes it is told what to write now."""
+"""Features that earlier versions had and this one does not: whoever still writes one is told what to write now."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def observe(
 @app.command()
 @guarded
 def doctor(as_json: Json = False) -> None:
-    """What this machine offers, and how to enable what is missing."""
+    """Show what this machine offers, and how to enable what is missing."""
     from dynamix.cli.doctor import examine
 
     found = examine()

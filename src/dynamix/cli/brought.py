@@ -24,7 +24,7 @@ def add_commands_of_others(app: typer.Typer) -> None:
     """Add what entry points bring. A name of several words goes into a group that is there, such as `policy train`.
 
     A plug-in is a function that typer can call, or a `typer.Typer`; one with a single command is that command, with its
-    settings. What is left out is said in one line on stderr.
+    settings. A command that is left out is named in one line on stderr.
     """
     own = _names(app)
     for name, command in load_all(COMMANDS, own, _say).items():

@@ -84,7 +84,7 @@ def _progress(turns: PolicyTurns) -> str:
 
 
 def _told(events: Path) -> dict[str, Any]:
-    """What an events file says of the policies that took turns. Raises `UsageError` where it says nothing."""
+    """The part of an events file about the policies that took turns. Raises `UsageError` where it says nothing."""
     from dynamix.telemetry.turns import PolicyTurns, cost
 
     turns = PolicyTurns(events)

@@ -1,4 +1,4 @@
-"""What all commands share: options, one-line errors, JSON alone on stdout."""
+"""Options, one-line errors and JSON alone on stdout: all commands share them."""
 
 import functools
 import json

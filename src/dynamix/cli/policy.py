@@ -15,7 +15,7 @@ def policy_show(
     name: Annotated[str, typer.Argument(help="A policy's name or file, or your own MODULE:CLASS.")] = "dynamix",
     as_json: Json = False,
 ) -> None:
-    """What a policy is, how it was made and how it scored; --json prints all that is known."""
+    """Show what a policy is, how it was made and how it scored; --json prints all that is known."""
     from dynamix.cli.policy_pages import about_policy, print_about
 
     about = about_policy(name)

@@ -1,4 +1,4 @@
-"""What `dynamix policy show` prints for people: readable in a terminal of 80 columns."""
+"""Prints `dynamix policy show` for people: readable in a terminal of 80 columns."""
 
 import dataclasses
 import inspect
@@ -64,7 +64,7 @@ def print_about(name: str, about: Mapping[str, Any]) -> None:
 
 
 def _print_stages(console: Console, stages: Mapping[str, Any], tested: Mapping[str, Any] | None) -> None:
-    """What each stage of its training gave, on the clusters that chose between them and on test clusters."""
+    """The gain of each stage of its training, on the clusters that chose between them and on test clusters."""
     judged = {"validation": stages} | ({"test": tested} if tested else {})
     found = {title: part["speed_over_goodput"] for title, part in judged.items()}
     names = list(dict.fromkeys(name for part in found.values() for name in part))

@@ -1,4 +1,4 @@
-"""What `dynamix watch` shows: the newest run of a file, in a terminal of 80 columns."""
+"""Draws `dynamix watch`: the newest run of a file, in a terminal of 80 columns."""
 
 from collections.abc import Sequence
 

@@ -200,7 +200,7 @@ class Chooser:
         self._try_another()
 
     def _forget(self) -> None:
-        """What is known of ways that were not taken for long may be wrong: also that one found too little to leave out,
+        """Measurements of ways that were not taken for long may be wrong: also that one found too little to leave out,
         and how much of the bucket is zero.
         """
         self._quiet, self._filled = 0, 0.0

@@ -90,7 +90,7 @@ def _nothing(rows: Rows) -> Rows:
 def _exchange_items(
     tables: Sequence[Rows], wire: Messages, mark: bytes, most_bytes: float
 ) -> tuple[list[list[Tensor]], list[list[int]], Heads]:
-    """By table and rank: the items that are not zero there, and the bytes of their index; what all said before."""
+    """The items that are not zero, by table and rank, and the bytes of their index, as all ranks told before."""
     mine = [Index.of(rows.items, rows.span) for rows in tables]
     payload = torch.cat([heads_of(mine, tables[0].items.device), *(index.bytes for index in mine)])
     heads = exchange_headers(payload, wire, mark)

@@ -26,7 +26,7 @@ RELEARN = 8  # unions after which a bucket is looked at anew
 
 
 class BucketMemory(Protocol):
-    """What a way remembers of a bucket from step to step."""
+    """A way's memory of a bucket from step to step."""
 
     def forget(self, *, undecoded: bool) -> None:
         """A doubt: what was learned from unions may differ between ranks. `undecoded`: a sketch did not decode."""
@@ -87,7 +87,7 @@ class BucketExchange:
         return reason
 
     def memory(self, kind: type[M]) -> M:
-        """What a way remembers of this bucket; made at its first exchange."""
+        """A way's memory of this bucket; made at its first exchange."""
         if kind not in self.memories:
             self.memories[kind] = kind()
         return cast(M, self.memories[kind])

@@ -1,4 +1,4 @@
-"""What must hold before a bucket is applied, and the count of what did not.
+"""Checks that must hold before a bucket is applied, and the count of those that did not.
 
 Every check ends the same way on every rank. A bucket in doubt is reduced densely from its untouched values, or by the
 way that stands behind its own.
@@ -32,7 +32,7 @@ class Doubt(Exception):
 
 @dataclass
 class Statistics:
-    """What the exchange did: buckets by way taken, buckets that went dense by reason, bytes handed to collectives.
+    """Figures of an exchange: buckets by way taken, buckets that went dense by reason, bytes handed to collectives.
 
     dense_after counts "nonfinite" (NaN or infinity, as a GradScaler expects), "mixed" (ranks disagree about seed, step
     or settings), "full" (a gather would have sent more), "union", "superset", "residual" and "checksum". `undecoded`

@@ -32,7 +32,7 @@ SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # add
 
 @dataclass(frozen=True)
 class Levels:
-    """Who sends to whom in two levels: groups of neighbours first, then one rank of each other group.
+    """The plan of sending in two levels: groups of neighbours first, then one rank of each other group.
 
     >>> levels = Levels.of(10)
     >>> levels.groups
@@ -55,19 +55,19 @@ class Levels:
         return next(group for group in self.groups if rank in group)
 
     def beyond(self, rank: int) -> list[int]:
-        """Whose sums `rank` gets in the second level, one of each other group."""
+        """The ranks whose sums `rank` gets in the second level, one of each other group."""
         place, own = rank - self.mine(rank).start, self.mine(rank)
         return [group[place % len(group)] for group in self.groups if group is not own]
 
     def followers(self, rank: int) -> list[int]:
-        """Who gets `rank`'s sums in the second level."""
+        """The ranks that get `rank`'s sums in the second level."""
         ranks = range(self.groups[-1].stop)
         return [other for other in ranks if other not in self.mine(rank) and rank in self.beyond(other)]
 
 
 @dataclass(frozen=True)
 class Brought:
-    """What has to be added up, by table and in the order of ranks; divided already where `divided`.
+    """The rows to add up, by table and in the order of ranks; divided already if `divided`.
 
     sizes       bytes that each rank brought at first
     hop_bytes   as of `Heads`
@@ -81,7 +81,7 @@ class Brought:
 
 @dataclass(frozen=True)
 class Heads:
-    """What ranks say before they send.
+    """The headers that ranks send before their rows.
 
     sizes       bytes that each is about to send
     sums        of these, by which damage is found
@@ -153,7 +153,7 @@ def _swap(
 
 
 def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> Heads:
-    """What all ranks are about to send.
+    """The headers of all ranks about what each is about to send.
 
     `Doubt("mixed")`, on every rank, where marks differ. Raises `DynamixError` for a header that is damaged.
     """
@@ -179,7 +179,7 @@ def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> Heads:
 def send_to(
     payload: Tensor, wire: Messages, heads: Heads, *, to: Sequence[int], of: Sequence[int]
 ) -> dict[int, Tensor]:
-    """By rank, what those of `of` sent, and the own `payload`; raises `DynamixError` for what was damaged."""
+    """The rows by rank that those of `of` sent, and the own `payload`; raises `DynamixError` for what was damaged."""
     ranks, own, empty = range(wire.workers), wire.rank, payload.new_empty(0)
     wanted = [heads.sizes[rank] if rank in of and rank != own else 0 for rank in ranks]
     if heads.ring and len(to) == len(of) == wire.workers:

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class CompressionState:
-    """What `compression_hook` holds. Constructing it is a collective call, with the same arguments on every rank.
+    """The state of `compression_hook`. Constructing it is a collective call, with the same arguments on every rank.
 
     mode           "auto" predicts and measures per bucket, and picks; "gather" sends what is not zero from all to all;
                    "blocks" an index, then each rank adds up its share of the union's values for all; "dense" is a
@@ -239,7 +239,7 @@ class CompressionState:
             _log.warning("ranks disagreed about bucket %d, so it went dense: %s", line.exchange.index, count)
 
     def _reroute(self) -> None:
-        """Between two backward passes nothing is under way, so all ranks do this at the same step."""
+        """Nothing is under way between two backward passes, so all ranks do this at the same step."""
         self._rerouted = False
         for line in self._lines.values():
             if line.chooser is not None:

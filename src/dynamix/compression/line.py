@@ -1,4 +1,4 @@
-"""What a state holds of one bucket, and of the sparse gradients of one backward pass."""
+"""The state of one bucket, and of the sparse gradients of one backward pass."""
 
 from __future__ import annotations
 

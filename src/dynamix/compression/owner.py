@@ -13,7 +13,7 @@ _FIX = "make one CompressionState for each model, in the same order on every ran
 
 
 class Owner:
-    """Whose gradients a state reduces: the model it was given, else that of the first backward pass."""
+    """Decides whose gradients a state reduces: those of the model it was given, else of the first backward pass."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = None if model is None else weakref.ref(model)

@@ -38,7 +38,7 @@ def backend_on(group: dist.ProcessGroup, device: str) -> str | None:
 
 
 def paths_of(home: dist.ProcessGroup, timeout: timedelta | None) -> dict[str, Path]:
-    """By type of device, all those that `home` serves here. A collective call."""
+    """The paths that `home` serves here, by type of device. A collective call."""
     found = {}
     for device in ("cpu", "cuda"):
         backend = backend_on(home, device)

@@ -44,7 +44,7 @@ class Index:
 
     @classmethod
     def of(cls, items: Tensor, span: int) -> Index:
-        """Of int64 (k,), ascending, none twice, below `span`."""
+        """The index of int64 (k,), ascending, none twice, below `span`."""
         count, kind = items.numel(), _index_type(span)
         if count > _FEW:
             ends = (items[1:] - items[:-1] != 1).nonzero().squeeze(1)
@@ -68,7 +68,7 @@ class Index:
 
 
 def index_bytes(items: Tensor, span: int) -> int:
-    """What the index of `items` takes on the wire."""
+    """The bytes of the index of `items` on the wire."""
     return Index.of(items, span).bytes.numel()
 
 

@@ -24,7 +24,7 @@ STAYS = 0.75  # the same, to leave blocks: what a hop is worth is measured rough
 
 @dataclass
 class RowsExchange:
-    """What one rank remembers of one set of tables. Ranks call `add_up` in step, with the same tables."""
+    """One rank's memory of one set of tables. Ranks call `add_up` in step, with the same tables."""
 
     in_blocks: frozenset[int] = frozenset()
     exchanges: int = 0
@@ -104,7 +104,7 @@ class RowsExchange:
         return dict(zip(places, added.sums, strict=True))
 
     def _choose(self, place: int, union: Rows, index: Sequence[int], own: Sequence[int], hop_bytes: int) -> None:
-        """From bytes that all ranks know alike."""
+        """Choose from bytes that all ranks know alike."""
         workers, hops = len(own), 2 * (hop_bytes or HOP_BYTES)
         gathered = (workers - 1) * max(own)
         blocks = (workers - 1) * max(index) + 2 * (workers - 1) / workers * union.values.nbytes + hops

@@ -57,7 +57,7 @@ def _sealed(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _swap(messages: Sequence[Tensor], sizes: Sequence[int], wire: Messages) -> list[Tensor]:
-    """What each rank sent here, the own message among them. Raises `DynamixError` for what was damaged."""
+    """The messages that each rank sent here, the own message among them. Raises `DynamixError` for what was damaged."""
     own, empty = wire.rank, messages[0].new_empty(0)
     sent = [empty if rank == own else message for rank, message in enumerate(messages)]
     came = wire.swap(sent, [0 if rank == own else size for rank, size in enumerate(sizes)])
@@ -69,7 +69,7 @@ def _swap(messages: Sequence[Tensor], sizes: Sequence[int], wire: Messages) -> l
 
 
 def damaged(rank: int) -> DynamixError:
-    """What `rank` sent is not what came."""
+    """The error for a message of `rank` that came damaged."""
     return DynamixError(f"what rank {rank} sent was damaged on its way: nothing of it is applied")
 
 

@@ -30,5 +30,5 @@ class Sent:
     hops: int
 
     def seconds(self, *, byte_s: float, hop_s: float) -> float:
-        """At so many seconds a byte and a hop."""
+        """The time at so many seconds a byte and a hop."""
         return self.bytes * byte_s + self.hops * hop_s

@@ -1,4 +1,4 @@
-"""What a way sends: bytes through the busiest link direction, and messages in sequence ("hops"), by a model.
+"""The traffic of a way: bytes through the busiest link direction, and messages in sequence ("hops"), by a model.
 
 Hosts have a link each to one switch, full duplex. An all-reduce is gloo's ring: 2 (W-1)/W of its buffer through every
 link, in 2 (W-1) hops. Messages from all to all take one hop. A small maximum goes from all to all.
@@ -14,7 +14,7 @@ HEADER_BYTES = 40  # of a gather or blocks, to every other rank
 
 
 def traffic(way: str, spread: Spread) -> Sent:
-    """What one exchange by `way` takes, a way of the registry.
+    """The traffic of one exchange by `way`, a way of the registry.
 
     >>> spread = Spread([1000] * 4, union_bytes=4000, dense_bytes=100_000)
     >>> traffic("dense", spread)
@@ -40,7 +40,7 @@ def blocked(spread: Spread) -> Sent:
 
 
 def gathered(spread: Spread) -> Sent:
-    """From all to all, in one level or in two."""
+    """The traffic of a gather from all to all, in one level or in two."""
     sizes, workers = spread.sizes, len(spread.sizes)
     header = HEADER_BYTES * (workers - 1)
     flat = max((workers - 1) * max(sizes), sum(sizes) - min(sizes))

@@ -6,7 +6,7 @@ first `CompressionState` is made, and adds its ways:
     def register(ways: Registry) -> None:
         ways.add(Way("mine", traffic=my_traffic, exchange=my_exchange, candidate=True))
 
-What does not import is left out, and said once. A name that is there already is not given away.
+A way that does not import is left out, and that is said once. A name that is there already is not given away.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class NetworkLink(Protocol):
         """Whether the process group forms the sums at present."""
 
     def wire(self, reserve: Wire) -> Wire:
-        """What sums the next bucket."""
+        """The way that sums the next bucket."""
 
     def lost(self) -> None:
         """All ranks know that it is lost."""
@@ -115,7 +115,7 @@ class Registry:
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """What `auto` tries over a process group, beside a dense exchange."""
+        """The ways that `auto` tries over a process group, beside a dense exchange."""
         return tuple(name for name in self.names if self._ways[name].candidate)
 
     def with_those_of(self, register: Register) -> Registry:

@@ -1,4 +1,5 @@
-"""What crosses ranks: maximum, union, sum and mean of buffers, and messages; over a process group or between threads.
+"""Collectives over ranks: maximum, union, sum and mean of buffers, and messages; over a process group or between
+threads.
 
 Whoever adds and ORs buffers can stand here: a process group, an aggregator in the network, or `LocalWire` in tests.
 """

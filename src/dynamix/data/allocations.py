@@ -17,7 +17,7 @@ class Allocations:
     """Which allocation is in force in which round, a counter over the whole job that never resets.
 
     `sizes` (W,), samples of a round per rank, hold from round 0. All ranks hold equal ledgers, so all cut the same
-    batches without talking. Where ranks may meet in two ways an allocation says which: with a `piece` each rank steps
+    batches without talking. If ranks may meet in two ways, an allocation says which: with a `piece` each rank steps
     apart, on so many samples a step; with 0 their gradients meet. A round is an optimizer step.
 
     >>> ledger = Allocations([32, 32])
@@ -44,8 +44,9 @@ class Allocations:
     def schedule(self, from_step: int, sizes: ArrayLike, piece: int = 0) -> None:
         """Put `sizes` (W,) in force from round `from_step`; scheduling the same round again replaces.
 
-        What is equal to those already in force there change nothing, and `since` then names the older round. Raises
-        `ConfigError` for another W, for negative or all-zero sizes, and for a round before the last entry.
+        Allocations that are equal to those already in force there change nothing, and `since` then names the older
+        round. Raises `ConfigError` for another W, for negative or all-zero sizes, and for a round before the last
+        entry.
         """
         fresh = _checked(sizes)
         if fresh.size != self.workers:

@@ -32,8 +32,8 @@ class ComputedOrder:
     """A permutation of `range(size)` that follows from a seed and an epoch; without a seed the numbers as they lie.
 
     A Feistel network: a position is two digits in a base near the square root of `size`, and each round adds to one
-    digit a mixture of the other. What leaves the range goes round again until it is inside (cycle walking; Black and
-    Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    digit a mixture of the other. An index that leaves the range goes round again until it is inside (cycle walking;
+    Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
     >>> sorted(ComputedOrder(10, 3, 0)[0:10].tolist()), ComputedOrder(10)[2:5].tolist()
     ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4])

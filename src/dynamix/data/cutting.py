@@ -25,10 +25,10 @@ def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints
     A tail below half a step halves what is left with the step before it, in the proportions of `sizes`: a step of a few
     samples, mostly noise to batch norm and the gradient, would undo many others. (Not with the first step of an epoch:
     where it is the only one of the usual sizes, windows are made of it.) A remainder under 2 A joins the step before it
-    where a rank has room. Where none has room for what A does not divide, a tail is halved, if both halves can be cut.
-    What is less than a step goes to as many ranks as can have 2 samples per micro-step (those with the largest sizes,
-    ties to the lower rank). Where bounds make all this impossible (a cap below A + 1, say), the samples left over fill
-    the last micro-step of several ranks, and a rank may get 1 sample.
+    where a rank has room. If no rank has room for what A does not divide, a tail is halved, if both halves can be cut.
+    A rest of less than a step goes to as many ranks as can have 2 samples per micro-step (those with the largest sizes,
+    ties to the lower rank). If bounds make all this impossible (a cap below A + 1, say), the samples left over fill the
+    last micro-step of several ranks, and a rank may get 1 sample.
 
     >>> none, cap = np.array([1, 1, 1]), np.array([64, 64, 64])
     >>> next_group(100, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()
@@ -156,7 +156,7 @@ def _split(each: int, extra: int, sizes: Ints, low: Ints, high: Ints, least: int
 
 
 def _squeeze(each: int, extra: int, sizes: Ints, accumulate: int, low: Ints, high: Ints) -> Ints:
-    """What the bounds allow when no clean split exists: at least one sample, the rest for another group."""
+    """The cut that the bounds allow if no clean split exists: at least one sample, the rest for another group."""
     each = min(each, int(sizes.sum()))
     base = _split(each, 0, sizes, low, high) or _split(each, 0, sizes, low, high, least=1)
     counts = np.zeros_like(sizes) if base is None else base[0]

@@ -1,4 +1,4 @@
-"""What of an epoch's rounds is issued to the loop, and what of that the loop has consumed."""
+"""Issues an epoch's rounds to the loop, and counts what the loop has consumed of them."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ Batch = TypeVar("Batch")
 
 
 class Consumption:
-    """Where a rank's loop stands in the data, and the batches that it has yet to consume.
+    """The loop's place in the data on one rank, and the batches that it has yet to consume.
 
     `issued` returns to `consumed` when an iteration begins anew: batches that an abandoned iterator prefetched are
     lost, and their samples are issued again.
@@ -137,7 +137,7 @@ class Consumption:
 
 
 class Issuable(Consumption, ABC):
-    """What an `Issuer` issues: a source says how its rounds are planned, and how a piece's samples are read."""
+    """A source that an `Issuer` issues: it says how its rounds are planned, and how a piece's samples are read."""
 
     rank: int
     accumulate: int
@@ -274,7 +274,7 @@ class Issuer:
         raise UsageError(f"{why}, so that their samples would be dealt twice: {fix}")
 
     def batches(self, number: int) -> Iterator[Any]:
-        """What this rank is to load in iteration `number`, batch after batch until the epoch ends."""
+        """The batches that this rank loads in iteration `number`, one after another until the epoch ends."""
         while True:
             before = self.ahead
             if (plan := self._issue(number)) is None:

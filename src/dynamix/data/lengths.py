@@ -1,4 +1,4 @@
-"""What samples cost: by it a round is cut between the ranks, so that long samples do not make a worker late."""
+"""Costs of samples: a round is cut between the ranks by cost, so that long samples do not make a worker late."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRIES = 4  # cuts of a padded round, of which the best is taken: more bring not
 
 
 class SampleCosts:
-    """What each of n samples costs: tokens, frames, anything that adds up.
+    """The cost of each of n samples: tokens, frames, anything that adds up.
 
     costs      (n,) above 0
     mean       of a sample
@@ -100,7 +100,7 @@ class CutRound(NamedTuple):
 
 
 def _ends(costs: Floats, shares: Ints) -> Ints:
-    """Where each rank's stretch (W,) ends, so that costs (N,) divide as nearly as may be in proportion to `shares`."""
+    """The ends of each rank's stretch (W,): costs (N,) divide as nearly as may be in proportion to `shares`."""
     upto, wanted = np.cumsum(costs), np.cumsum(shares)
     targets = upto[-1] * (wanted / wanted[-1])
     at = np.minimum(np.searchsorted(upto, targets), costs.size - 1)
@@ -177,7 +177,8 @@ def _checked(lengths: Any, samples: int) -> Floats:
 def costs_by_length(
     lengths: Lengths | None, padded: bool, samples: int, *, apart: bool, fixed: bool
 ) -> SampleCosts | None:
-    """What `Controller.batch_sampler` was told of lengths. Raises `ConfigError` for what does not go together.
+    """The costs that the `lengths` of `Controller.batch_sampler` stand for. Raises `ConfigError` for what does not go
+    together.
 
     apart   workers may step apart
     fixed   the global batch stays what it is

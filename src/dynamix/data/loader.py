@@ -35,7 +35,7 @@ _KEPT = (
 class Loader(DataLoader[Any]):
     """A `DataLoader` over a `BatchSampler`; `set_epoch` is the sampler's, as frameworks look for it on both.
 
-    Without a generator of the user's, what the loader's processes draw follows from the seed and the epoch. The global
+    If the user gives no generator, what the loader's processes draw follows from the seed and the epoch. The global
     random state then does not depend on where an epoch was begun, and a resumed job draws as before.
     """
 
@@ -149,7 +149,7 @@ def _order_of(drawn: Any, samples: int) -> LoaderOrder | None:
 
 
 def _first(size: int, samples: int) -> Indices | None:
-    """What a sampler made for `size` samples takes of a data set."""
+    """The samples that a sampler made for `size` samples takes of a data set."""
     return None if size == samples else np.arange(size)
 
 

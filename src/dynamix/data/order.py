@@ -1,4 +1,4 @@
-"""What samplers and streams share: how they are asked for batches, and what they say of the epoch."""
+"""The base of samplers and streams: how they are asked for batches, and what they say of the epoch."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from dynamix.window import Ints
 
 
 class OrderOptions(TypedDict, total=False):
-    """What every source of batches takes by name; `SampleOrder` says what each is."""
+    """Options that every source of batches takes by name; `SampleOrder` says what each is."""
 
     rank: Required[int]
     world_size: Required[int]
@@ -184,7 +184,7 @@ class SampleOrder(Issuable):
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What must be alike on all ranks: which samples, in which order, and how far. Plain values by name."""
+        """Facts that must be alike on all ranks: which samples, in which order, and how far. Plain values by name."""
 
     def _position_state(self) -> dict[str, Any]:
         """The last finished optimizer step: gradients accumulated for an unfinished one are not saved, so its

@@ -19,7 +19,8 @@ class Meeting(Protocol):
 
 
 class SourceOwner(Protocol):
-    """What a source tells, and asks, while it issues batches. It is called by the source only, never calls back.
+    """The owner that a source tells, and asks, while it issues batches. It is called by the source only, never calls
+    back.
 
     A round is begun under the `lock`, and only below the `horizon`: so whoever holds the lock knows which rounds were
     begun, and no other may be changed by what is decided on them.

@@ -1,4 +1,4 @@
-"""What is done next: a round as all ranks plan it, its micro-steps, one rank's pieces, where the next one begins."""
+"""Plans: a round as all ranks plan it, its micro-steps, one rank's pieces, and the place where the next one begins."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Group:
 
 
 class Round(NamedTuple):
-    """What every rank does between two optimizer steps of all, or two meetings over parameters; alike on all ranks.
+    """The work of every rank between two optimizer steps of all, or two meetings over parameters; alike on all ranks.
 
     index     rounds since the job began
     epoch     epoch it belongs to
@@ -87,7 +87,7 @@ class Round(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What every rank does in one micro-step of a round; identical on all ranks.
+    """The work of every rank in one micro-step of a round; identical on all ranks.
 
     round     that it belongs to
     micro     0 to A - 1 within the round
@@ -152,7 +152,7 @@ class Piece(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where the next micro-step begins. `group` and `round` are those under way, None between rounds."""
+    """The place where the next micro-step begins. `group` and `round` are those under way, None between rounds."""
 
     epoch: int
     position: int
@@ -167,8 +167,8 @@ class Cursor(NamedTuple):
 def pieces_of(share: int, most: int) -> list[int]:
     """`share` samples in pieces of `most`, and before them what is left, in halves and quarters of it: few shapes.
 
-    What neither makes is a piece of its own; where it would be a single sample, which batch norm cannot normalise, the
-    piece after it gives one up. The last piece is the largest: what has accumulated is scaled to its weight.
+    The rest is a piece of its own; if that would be a single sample, which batch norm cannot normalise, the piece after
+    it gives one up. The last piece is the largest: what has accumulated is scaled to its weight.
 
     >>> pieces_of(32, 8), pieces_of(30, 8), pieces_of(13, 8), pieces_of(17, 8), pieces_of(7, 4), pieces_of(0, 8)
     ([8, 8, 8, 8], [2, 4, 8, 8, 8], [5, 8], [2, 7, 8], [3, 4], [0])

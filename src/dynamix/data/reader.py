@@ -1,4 +1,4 @@
-"""What reads a sampler: a `DataLoader`'s iterator, from which one can tell how many batches the loop has received."""
+"""Reads a sampler: a `DataLoader`'s iterator, from which one can tell how many batches the loop has received."""
 
 import sys
 import weakref

@@ -51,7 +51,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     """Batches of unequal size per rank, every sample of an epoch exactly once.
 
     One permutation per epoch, as `torch.utils.data.DistributedSampler` draws it (a generator seeded with seed + epoch).
-    From `LARGE` samples on it is a `ComputedOrder` of seed and epoch, which takes no memory.
+    A data set of `LARGE` samples or more is ordered by a `ComputedOrder` of seed and epoch, which takes no memory.
     Micro-step t takes its next B_t entries and rank i the slice that begins at sum of b_j, j < i, so the order of
     samples does not depend on how they are split, and a position is one integer. All ranks take the same number of
     steps; `cutting.next_group` says how an epoch ends. A rank with a share of zero gets a placeholder of 2 real
@@ -152,8 +152,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     def shares(self) -> list[list[int]]:
         """Indices that every rank takes in the micro-step being consumed now, empty for a share of zero.
 
-        What the ranks of a job load, for one process that plays all of them. Raises `UsageError` with regions, whose
-        order is not the union batch's.
+        The samples that the ranks of a job load, for one process that plays all of them. Raises `UsageError` with
+        regions, whose order is not the union batch's.
         """
         if self.partition != "stream":
             raise UsageError('shares() needs partition="stream": with regions no two ranks read one order')
@@ -163,7 +163,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         return [order[end - count : end].tolist() for end, count in zip(ends, plan.counts, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where consumption stands, plain numbers and lists; the same on all ranks, at the last optimizer step."""
+        """The loop's place in the data, plain numbers and lists; the same on all ranks, at the last optimizer step."""
         return self._position_state() | {
             "dataset_size": self.dataset_size,
             "seed": self.seed,

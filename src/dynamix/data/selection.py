@@ -19,7 +19,7 @@ SELECTED = ("indices", "weights")  # what a state says of a selection, by checks
 
 
 class Selection:
-    """What an epoch's positions stand for. Without `weights` they are a permutation of the subset.
+    """The samples that an epoch's positions stand for. The positions without `weights` are a permutation of the subset.
 
     samples       of the data set
     indices       of the subset, each once; None: all of the data set

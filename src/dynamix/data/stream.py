@@ -37,10 +37,10 @@ class Stream(SampleOrder):
         this rank keeps its slice. Guarantee: each sample exactly once over all ranks, in an order that does not depend
         on the split; resumes at any world size. Price: each rank reads everything, and holds 1.5 steps of all ranks.
     sharded=True    Each rank iterates a stream of its own (a shard). Guarantee: each sample of each stream exactly
-        once; the order across ranks depends on the allocations; resumes at the same world size only. What each rank can
-        give is agreed one optimizer step ahead by an asynchronous sum, so iterating is a collective. A rank that
-        ran dry gets placeholders (its last samples) until all are dry. A rank whose size more than doubles at once
-        gives what it has read ahead for one step, and the leftover of a tail stays with its rank.
+        once; the order across ranks depends on the allocations; resumes at the same world size only.
+        The ranks agree one optimizer step ahead, by an asynchronous sum, what each can give: a collective.
+        A rank that ran dry gets placeholders (its last samples) until all are dry. A rank whose size more than doubles
+        at once gives what it has read ahead for one step, and the leftover of a tail stays with its rank.
 
     iterable      yields samples; `set_epoch`, and `state_dict` with `load_state_dict`, are used where it has them
     collate_fn    list of samples -> batch
@@ -86,7 +86,7 @@ class Stream(SampleOrder):
         return plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Where consumption stands; sharded or stateful iterables make it this rank's own."""
+        """The loop's place in the data; sharded or stateful iterables make it this rank's own."""
         source = self._source.state_at(self._own(self._saved)) if self._source.started else None
         return self._position_state() | {
             "sharded": self.sharded,

@@ -1,1 +1,1 @@
-"""What a run writes down while it goes on."""
+"""The records that a run writes while it goes on."""

@@ -21,10 +21,10 @@ _log = logging.getLogger("dynamix")
 class BackgroundLog:
     """`EventLog` for a job that trains: `write` returns at once, a thread appends the lines in order.
 
-    What cannot be written (disk full, no permission, no such value in JSON) is dropped, counted in `dropped` and said
-    once in the log. Every later line is tried again, and the first one that gets through carries `dropped`, the count
-    so far. A file or folder that was removed is made again. A file of more than `MOST_BYTES` is thinned. The thread
-    starts with the first line.
+    A record that cannot be written (disk full, no permission, no such value in JSON) is dropped, counted in `dropped`
+    and said once in the log. Every later line is tried again, and the first one that gets through carries `dropped`,
+    the count so far. A file or folder that was removed is made again. A file of more than `MOST_BYTES` is thinned. The
+    thread starts with the first line.
 
     >>> log = BackgroundLog("/proc/no/such/folder/events.jsonl")
     >>> log.write(window_index=0)
@@ -116,7 +116,7 @@ class BackgroundLog:
 
 
 def background_log(path: str | os.PathLike[str] | None) -> BackgroundLog | None:
-    """Where a job's events go: `path`, else the file that DYNAMIX_EVENTS names, else nowhere. As `require_events`."""
+    """A job's events: in `path`, else in the file that DYNAMIX_EVENTS names, else nowhere. As `require_events`."""
     chosen = path if path is not None else os.environ.get(EVENTS_VARIABLE)
     if not chosen:
         return None

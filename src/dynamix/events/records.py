@@ -121,7 +121,7 @@ def cut_unfinished(path: Path) -> None:
 def thin(path: Path, most_bytes: int) -> None:
     """Drop lines of a file that is longer than `most_bytes`, so that about three quarters of that are left at most.
 
-    The newest half of `most_bytes` stays as it is, and so do lines that begin a run. Of the others every second one
+    The newest half of `most_bytes` stays as it is, and so do lines that begin a run. Every second one of the others
     goes; of a file that is longer still, as many as it takes. The first line says in `thinned` how often that was done.
     """
     path = path.resolve()  # a link stays one

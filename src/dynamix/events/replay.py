@@ -1,4 +1,4 @@
-"""What an earlier run was answered at the end of its windows, read from its events file, for a run that repeats it."""
+"""Reads an earlier run's answers at the end of its windows from its events file, for a run that repeats it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def recorded(path: str | os.PathLike[str], workers: int) -> dict[int, dict[str, 
 
 
 def _unfit(index: Any, answer: dict[str, Any]) -> str:
-    """What is wrong with a recorded answer; empty if nothing is."""
+    """The faults of a recorded answer; empty if it has none."""
     if type(index) is not int or index < 0:
         return f"window_index={index!r} is no whole number"
     if answer.get("decision") not in ("new", "keep", "late", "failed"):

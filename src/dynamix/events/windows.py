@@ -30,7 +30,7 @@ def window_record(window: Window) -> dict[str, Any]:
     """JSON of a window of one cluster. Above 64 workers its per-worker fields are packed.
 
     `packed` is base64 of zlib of half floats (fields, W), all high bytes first, each field multiplied by 2^`shift`;
-    `sizes` the same of little-endian 64-bit batch sizes. What is 2^25 times smaller than the largest of its field
+    `sizes` the same of little-endian 64-bit batch sizes. A value 2^25 times smaller than the largest of its field
     becomes 0, infinities stay. Above 2,048 workers the low bytes of `packed` follow the zlib stream as they are.
     """
     if window.workers <= PACKED_ABOVE:
@@ -121,5 +121,5 @@ def _planes(text: str, length: int, itemsize: int) -> np.ndarray[Any, Any]:
 
 
 def _values(planes: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
-    """What `_planes` (itemsize, ...) hold, (...)."""
+    """The values in `_planes` (itemsize, ...), (...)."""
     return np.ascontiguousarray(np.moveaxis(planes[::-1], 0, -1)).view(kind)[..., 0]

@@ -1,4 +1,4 @@
-"""What steering Transformers' Trainer takes: its plain loader, its loss, the end of epochs, its checkpoints."""
+"""Steers Transformers' Trainer: its plain loader, its loss, the end of epochs, its checkpoints."""
 
 import math
 from collections.abc import Callable
@@ -180,7 +180,7 @@ class Steered:
         return self._own["create_scheduler"](num_training_steps=self._nominal, **given)
 
     def begin(self, controller: Controller) -> None:
-        """Training begins, or goes on. Where the global batch moves, the schedule counts samples from now on."""
+        """Training begins, or goes on. If the global batch moves, the schedule counts samples from now on."""
         trainer = self.trainer
         if self._moves and not isinstance(trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             controller.scheduler(getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler))

@@ -1,4 +1,5 @@
-"""What all adapters do: a controller from settings and what the framework knows, and batches it takes as they come."""
+"""The work of all adapters: a controller from settings and what the framework knows, and batches it takes as they
+come."""
 
 import math
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def require_kept_loader(often: int) -> None:
 
 
 def several_loaders(framework: str) -> UsageError:
-    """What to raise where a framework brings one more training loader."""
+    """The error to raise if a framework brings one more training loader."""
     why = f"{framework} has several training loaders, and batches of one alone are dealt and weighted"
     return UsageError(f"{why}: give it one loader, of a data set whose samples have a part of each")
 

@@ -24,7 +24,7 @@ class BalanceCallback(Callback):
         trainer = Trainer(strategy="ddp", callbacks=[BalanceCallback(dynamix.Settings("lb_bsp"))])
 
     The training loader's batches are the controller's, whatever sampler Lightning would take. Checkpoints hold the
-    place in the epoch. Batches per optimizer step are `accumulate_grad_batches`. With a moving global batch the loader
+    place in the epoch. Batches per optimizer step are `accumulate_grad_batches`. If the global batch moves, the loader
     has no length, as an `IterableDataset` has none. With `max_epochs=-1` and `controller.budget(...)`, called in the
     module's `on_train_start`, the fit ends when the budget is spent. `options` are those of `Controller.wrap`. Raises
     `UsageError` for several training loaders, such as a dict of them.

@@ -26,13 +26,13 @@ _UNKNOWN = -1.0  # samples of a replica that has trained nothing so far
 
 
 class ReplicaShares:
-    """What a replica trains next, where there is no process group of all of them: fault-tolerant training.
+    """Decides what a replica trains next if no process group holds all of them: fault-tolerant training.
 
-    Every replica holds one, with the same arguments. In `meet` they tell each other what they trained and how long it
+    Every replica holds one, with the same arguments. They tell each other in `meet` what they trained and how long it
     took; each then asks its own policy the same question. The global batch stays what it is, however many replicas
-    there are. What `deal` gives counts as trained once `done` says that it was committed: a round that failed is dealt
-    again, to whoever is there then. So each sample comes once an epoch, and all replicas hold the same state after a
-    round that all committed. One that was not there loads it from another.
+    there are. The samples that `deal` gives count as trained once `done` says that they were committed: a round that
+    failed is dealt again, to the replicas that are there then. So each sample comes once an epoch, and all replicas
+    hold the same state after a round that all committed. One that was not there loads it from another.
 
     samples      in the data set
     batch_size   samples of a round, all replicas together
@@ -134,7 +134,7 @@ class ReplicaShares:
         return picked
 
     def pieces(self, micro_batch: int) -> list[list[int]]:
-        """What `deal` gives, in lists of at most `micro_batch`; none before this replica has met others."""
+        """The samples that `deal` gives, in lists of at most `micro_batch`; none before this replica has met others."""
         share = [] if self.rank is None else self.deal()
         sizes = pieces_of(len(share), micro_batch) if share else []
         ends = np.cumsum(sizes).tolist()
@@ -168,7 +168,7 @@ class ReplicaShares:
         self._kept = self._state()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was committed, and how many samples the round under way has: the same on all replicas."""
+        """The samples that were committed, and how many the round under way has: the same on all replicas."""
         return copy.deepcopy(self._kept) | {"dealt": self._dealt}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ class WeightedManager:
 
 
 class _Work:
-    """Of an all-reduce: has a future also where a replica was lost, which the hook of torchft 0.2's DDP relies on."""
+    """An all-reduce. It has a future also if a replica was lost: the hook of torchft 0.2's DDP relies on it."""
 
     def __init__(self, manager: Any, work: Any, tensor: torch.Tensor) -> None:
         self._manager, self._work, self._tensor = manager, work, tensor

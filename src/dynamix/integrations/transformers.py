@@ -20,8 +20,8 @@ class TrainerBalance(TrainerCallback):
         trainer.train()
 
     Losses that are divided by `num_items_in_batch` carry their weights, by tokens; others are weighted by samples.
-    Checkpoints hold the place in the epoch, so `ignore_data_skip` is set. Where the global batch moves, epochs end and
-    the learning rate is scheduled by samples. `options` are those of `Controller.wrap`.
+    Checkpoints hold the place in the epoch, so `ignore_data_skip` is set. If the global batch moves, epochs end and the
+    learning rate is scheduled by samples. `options` are those of `Controller.wrap`.
     """
 
     controller: Controller

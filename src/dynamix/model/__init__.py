@@ -1,4 +1,4 @@
-"""What a job would do under any allocation: costs, exchange, noise, and the best split."""
+"""Predicts a job under any allocation: costs, exchange, noise, and the best split."""
 
 from dynamix.model.jobmodel import JobModel
 from dynamix.model.outcome import log_goodput

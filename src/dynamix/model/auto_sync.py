@@ -45,17 +45,17 @@ class AutoSync(SyncSchedule):
 
     That holds for few workers. A rate that suits the gradient of all is too high for one worker's where that is much
     noisier: with a noise scale phi, and steps of T samples by W workers, its square is (T + W phi) / (T + phi) times as
-    large. What is beyond `BEARS` is taken off what samples teach apart. Where phi is unknown, it is taken for large.
+    large. The part beyond `BEARS` is taken off what samples teach apart. An unknown phi is taken for large.
 
-    What either way promises is counted at the batch that suits it best among those near the one in force: samples a
-    second, over what a sample teaches less there (`NoiseByBatch`). Where the batch is fixed that is samples a second.
+    The gain of each way is counted at the batch that suits it best among those near the one in force: samples a second,
+    over what a sample teaches less there (`NoiseByBatch`). If the batch is fixed, that is samples a second.
 
     Speeds are those of pieces. Over gradients they follow from the fitted costs of every worker: a slow worker's small
     share has the fixed cost of a whole pass, so it looks slower there than it is apart, and a fast one looks faster.
 
-    Only one way's exchange is seen at a time. Of the other it is foreseen from this one's: a meeting moves `payload`
-    times the bytes of a gradient, and nothing hides it; of a gradient's exchange `hidden_s` goes on while workers
-    compute. What is hidden is learned when workers have met both ways, and is nothing before that.
+    Only one way's exchange is seen at a time. The other way's exchange is predicted from this one's: a meeting moves
+    `payload` times the bytes of a gradient, and nothing hides it; of a gradient's exchange `hidden_s` goes on while
+    workers compute. The hidden part is learned when workers have met both ways, and is nothing before that.
 
     A learning rate that gradients of all workers bear may be too high for a worker's own. So where the loss rises while
     workers step apart, gradients meet again, and rounds apart must promise twice as much as before to be tried again.
@@ -104,7 +104,7 @@ class AutoSync(SyncSchedule):
         vars(self).update(vars(AutoSync(self.workers, self.epoch)))
 
     def apart_bounds(self, piece: int, most: float = NO_LIMIT) -> Bounds:
-        """Of rounds apart, of `most` samples: whole pieces, one at least, so that everybody's speed is seen."""
+        """The bounds of rounds apart, of `most` samples: whole pieces, one at least, so that each speed is seen."""
         each = np.full(self.workers, piece, dtype=np.int64)
         high = 8 * int(MOST) * each  # of the fastest of unlike workers
         least = LEAST_STEPS * int(each.sum())
@@ -119,8 +119,8 @@ class AutoSync(SyncSchedule):
     def as_step(self, window: Window, piece: int) -> Window:
         """Take in `window`; of rounds apart, in pieces of `piece`, it is returned as one of steps of all workers.
 
-        Of such a step every worker has a share instead of its pieces, so that it computes in one pass: fixed costs are
-        in its time once.
+        Converts local steps to one synchronous step: every worker has a share instead of its pieces and computes in one
+        pass, so fixed costs count once.
         """
         each, timed = _of_pieces(window, piece), samples_a_second(window) is not None
         if timed:
@@ -200,7 +200,7 @@ class AutoSync(SyncSchedule):
     def _compare(
         self, window: Window, bounds: Bounds, speeds: Floats, piece: int, exchanges: Pair, pace: float
     ) -> None:
-        """What either way promises: samples of the base batch a second, at the batch that suits it best.
+        """The progress of each way: samples of the base batch a second, at the batch that suits it best.
 
         pace   samples a second apart, in pieces of `piece`
         """
@@ -222,7 +222,7 @@ class AutoSync(SyncSchedule):
         self.parameters = pace * float(taught[-1] * apart.max() / apart[-1])
 
     def _taught_apart(self, totals: Floats, known: bool) -> Floats:
-        """What a sample teaches in steps apart over what it teaches where gradients meet, for steps of `totals`."""
+        """The learning of a sample in steps apart, over that of one where gradients meet, for steps of `totals`."""
         noisier = np.full(totals.shape, float(self.workers))
         if known:
             phi = float(np.exp(self._noise.level))

@@ -27,7 +27,7 @@ NO_LEAN: Floats = np.zeros(1)
 
 
 class Reading(NamedTuple):
-    """What one window says of every worker, (..., W); 1 s where `seen` is false.
+    """One window's measurement of every worker, (..., W); 1 s if `seen` is false.
 
     seconds  busy seconds of a step; `own` their relative variance within the window, `steps` (..., 1) in it
     size     log samples, of mean cost where costs are known
@@ -150,7 +150,7 @@ class WorkerCosts:
         return dataclasses.replace(merged(newer, new, self), weights=weights)
 
     def lean_to(self, offset: Floats, firmly: float) -> WorkerCosts:
-        """From the next window on, believe offsets near `offset` (..., 1 or W), in base batches, so `firmly`."""
+        """Believe, from the next window on, offsets near `offset` (..., 1 or W), in base batches, so `firmly`."""
         near = np.log1p(offset)[..., None]
         beyond = np.broadcast_to(np.square(near), (*near.shape[:-1], len(POWERS)))  # a power has no offset
         lean = firmly * np.concatenate([np.square(np.log1p(OFFSETS) - near), beyond], -1)
@@ -303,7 +303,7 @@ class WorkerCosts:
 
 
 def prior_loss() -> Floats:
-    """What speaks against each candidate (G,) beforehand."""
+    """The prior loss of each candidate (G,)."""
     return np.concatenate([np.log(1.0 + OFFSETS / PRIOR), np.full(len(POWERS), 2.0)])
 
 
@@ -313,7 +313,7 @@ def even_share(window: Window) -> Floats:
 
 
 def samples_by_candidate(even: Floats, batch: Floats | Ints) -> Floats:
-    """What seconds are proportional to by each candidate, (..., W, G): b + offset, or a power of b."""
+    """The measure to which each candidate's seconds are proportional, (..., W, G): b + offset, or a power of b."""
     unit = even[..., None, None]
     size = np.asarray(batch, np.float64)[..., None, :]
     by_candidate = np.empty((*size.shape[:-2], PLAIN + len(POWERS), size.shape[-1]))

@@ -1,4 +1,4 @@
-"""What a job model does not know, as equally likely worlds: numbers drawn once, the same for every question."""
+"""The unknowns of a job model, as equally likely worlds: numbers drawn once, the same for every question."""
 
 from __future__ import annotations
 

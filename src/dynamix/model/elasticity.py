@@ -82,7 +82,7 @@ class LocalElasticity:
         return np.asarray(after.swapaxes(-1, -2))
 
     def excess(self, unit: Floats, alpha: Floats, beta: Floats) -> Floats:
-        """What was learned beyond the elasticity of the line alpha + beta b, (..., W, K); 0 where nothing was."""
+        """The learned part beyond the elasticity of the line alpha + beta b, (..., W, K); 0 if nothing was learned."""
         samples = laid_out((beta * unit)[..., None, :] * np.exp(CENTRES)[:, None]).swapaxes(-1, -2)
         samples /= np.maximum(alpha[..., None] + samples, 1e-30)
         squares, products = self.moments

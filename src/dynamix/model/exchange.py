@@ -90,8 +90,8 @@ class Exchange:
 
 
 def _prior(ratio: Floats) -> Floats:
-    """What speaks against each exponent (..., G) after one window, whose step took `ratio` (..., 1) of computing.
+    """The prior loss of each exponent (..., G) after one window, whose step took `ratio` (..., 1) of computing.
 
-    Where little is exposed a large exponent needs an exchange of just the right length: d log e / d log exposed.
+    If little is exposed, a large exponent needs an exchange of just the right length: d log e / d log exposed.
     """
     return np.asarray(-np.log((ratio - 1.0) * ratio ** (OVERLAPS - 1.0) / (ratio**OVERLAPS - 1.0)))

@@ -1,4 +1,4 @@
-"""What a job would do under any allocation, fitted online from its windows.
+"""Predicts a job under any allocation, fitted online from its windows.
 
 `Goodput` answers with the allocation that this model finds best, the guard compares what it predicts with what was
 reached, and the learned policy corrects its answer.
@@ -36,8 +36,8 @@ GROUND = 0.1  # nats that windows must have told of fixed costs
 class JobModel:
     """Step time and progress of a job as functions of its sizes, for windows of shape (..., W).
 
-    Immutable: `update` returns the model after a window. Sizes are samples per round and worker, totals their
-    sums. What it says is of the situation in the last window.
+    Immutable: `update` returns the model after a window. Sizes are samples per round and worker, totals their sums. Its
+    predictions are for the situation in the last window.
 
     costs     what each worker takes for a batch
     exchange  how long gradients travel, and how far that hides behind computing
@@ -72,7 +72,7 @@ class JobModel:
         """The model after `window`.
 
         A window whose `step` is not above the last one's is ignored, each cluster for itself; one that names no step
-        never is. With another number of workers costs begin anew, and what is known of the job as a whole stays.
+        never is. If the number of workers changes, costs begin anew, and what is known of the job as a whole stays.
         """
         newer = self._newer(window)
         if not newer.any():
@@ -125,8 +125,8 @@ class JobModel:
         beside     (..., W) None: the sizes in force
         quantile   None: the median; else the speedup that is exceeded with the probability 1 - `quantile`
 
-        Both are asked of the same worlds: what slows both alike is no uncertainty of it. Where nothing was measured
-        that tells fixed from growing costs (`grounded`), the quantiles lie far apart.
+        Both are asked of the same worlds: what slows both alike is no uncertainty of it. If nothing was measured that
+        tells fixed from growing costs (`grounded`), the quantiles lie far apart.
         """
         self._require_a_window()
         each, other = np.asarray(sizes, np.float64), self.sizes if beside is None else np.asarray(beside, np.float64)
@@ -170,7 +170,8 @@ class JobModel:
     def best(self, bounds: Bounds) -> Floats:
         """Real sizes (..., W) within `bounds` of highest expected goodput, by the lines of `step_s`.
 
-        Without a noise scale the global batch stays and only shares move; where nothing was measured all sizes stay.
+        If the noise scale is unknown, the global batch stays and only shares move; if nothing was measured, all sizes
+        stay.
         """
         self._require_a_window()
         alpha, beta = self.line

@@ -1,4 +1,4 @@
-"""What a window says of a job before anything is fitted: seconds, the base batch, the noise scale."""
+"""Figures of a job before anything is fitted: seconds, the base batch, the noise scale."""
 
 import functools
 import operator

@@ -79,7 +79,7 @@ class RoundSize(LocalSteps):
     def within(self, bounds: Bounds, window: Window) -> Bounds:
         """`bounds` that allow one size of the round only: the best after `window`, of one job, shape (W,).
 
-        Where nothing is measured it is the size in force. Workers take whole pieces: among sizes of about the right
+        If nothing is measured, it is the size in force. Workers take whole pieces: among sizes of about the right
         number of steps, or of few, the one is chosen of which most samples a second are to be expected. An epoch of few
         rounds ends with a short one, whose meeting counts whole, so sizes that fill the epoch's rounds are among them.
         """
@@ -127,7 +127,7 @@ class RoundSize(LocalSteps):
 
 
 def samples_a_second(window: Window) -> Floats | None:
-    """Of every worker (W,) while it computes, the mean where one was not measured; None where none was."""
+    """The speed of every worker (W,) while it computes, the mean for one that was not measured; None if none was."""
     speeds = window.worked / busy_seconds(window)
     known = np.isfinite(speeds)
     return np.where(known, speeds, speeds[known].mean()) if known.any() else None

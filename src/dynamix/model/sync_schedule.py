@@ -11,7 +11,7 @@ Ask = Callable[[Window, Bounds], Ints]  # a policy: sizes (W,) within bounds, af
 
 
 class Conditions(NamedTuple):
-    """What is known beside a window.
+    """The conditions of a round that no window holds.
 
     piece     of its rounds
     payload   bytes that a meeting over parameters moves, over those of a gradient
@@ -44,7 +44,7 @@ class SyncSchedule:
         return ask(window, bounds), 0
 
     def bounds_of(self, piece: int, bounds: Bounds) -> Bounds:
-        """What rounds of such a `piece` are kept within, in a job of `bounds`."""
+        """The bounds of rounds of such a `piece`, in a job of `bounds`."""
         return bounds
 
     def local(self, piece: int) -> tuple[bool, int]:

@@ -1,4 +1,4 @@
-"""Who holds the job back, in which part, and who waits: figures of the joined steps, without a model."""
+"""Finds who holds the job back, in which part, and who waits: figures of the joined steps, without a model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was seen. Seconds a step, means over the kept steps; arrays are by present rank.
+    """The findings about an observed job. Seconds a step, means over the kept steps; arrays are by present rank.
 
     verdict    "rank" (one is slow), "network" (the exchange takes long), "changing" (the slowest rank changes), "even"
     parts      seconds by part: `SHOWN`
@@ -73,7 +73,7 @@ class Findings:
 
     @property
     def part(self) -> str | None:
-        """What the verdict names: a part, "network", or None."""
+        """The part that the verdict names: a part, "network", or None."""
         if self.verdict == "rank" and self.slow is not None:
             return self.slow.part
         return "network" if self.verdict == "network" else None

@@ -1,4 +1,4 @@
-"""What could be gained, as `JobModel` predicts it from the observed windows: ranges on each rung of the ladder."""
+"""Predicts gains from the observed windows by `JobModel`: ranges on each rung of the ladder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Gains:
-    """What all ranks could gain on each rung of the ladder, and what is not known.
+    """The gains of all ranks on each rung of the ladder, and what is not known.
 
     balance   with the same global batch, by moving shares to `sizes`
     adapt     with twice the global batch, shares moved
@@ -71,7 +71,7 @@ class Gains:
 
 @dataclass(frozen=True)
 class Pays:
-    """What fewer workers would reach, what balance would, and what to begin with.
+    """The speed of fewer workers, the speed under balance, and what to begin with.
 
     alone      the fastest worker by itself, in steps of its own batch: no exchange, and what a step costs beside its
                samples once for each of them; `rank` says which
@@ -93,7 +93,7 @@ class Pays:
 
 
 def best_rung(pays: Pays, gains: Gains, *, leave: bool, can_meet: bool) -> str | None:
-    """In doubt the lower rung. The batch and the way of meeting change what is learned, so less sure is not enough."""
+    """If in doubt, the lower rung: the batch and the way of meeting change what is learned."""
     if pays.balance is None:
         return None
     balanced = max(pays.balance.median, 1.0)
@@ -162,7 +162,7 @@ def _gain(model: JobModel, sizes: np.ndarray, now: np.ndarray) -> Gain | None:
 
 
 def _meet(model: JobModel, window: Window) -> tuple[Gain | None, float]:
-    """By meeting over parameters: pieces of today's batches, as many to each worker as its speed allows."""
+    """The gain of meeting over parameters: pieces of today's batches, as many to each worker as its speed allows."""
     speeds, meeting_s = samples_a_second(window), float(exposed_seconds(window))
     if speeds is None or not np.isfinite(meeting_s):
         return None, float("nan")

@@ -126,7 +126,7 @@ class Observer:
         self._state = _AFTER
 
     def mark_of_backward(self, part: int) -> None:
-        """What passed since the last mark, in the backward pass that runs."""
+        """Mark the time since the last mark, in the backward pass that runs."""
         if self._state == _BACKWARD and self.recorder is not None:
             self.recorder.mark(part)
 
@@ -169,7 +169,7 @@ class Observer:
                 self._file.close()
 
     def forked(self) -> None:
-        """In a child that a fork made: what its parent has observed is its parent's."""
+        """Called in a child that a fork made: what its parent has observed is its parent's."""
         self.recorder, self._file, self._state = None, None, _IDLE
 
     # -- inputs and outputs
@@ -203,7 +203,7 @@ watch: Observer | None = None  # of this process
 
 
 def start(torch: Any, folder: str) -> Observer:
-    """Observe this process from now on, to `folder`. What cannot be hooked, in another torch, ends observing alone."""
+    """Observe this process from now on, to `folder`. If a torch has no such hook, observing alone ends."""
     global watch
     try:
         most = int(os.environ.get(MOST_VARIABLE, MOST_STEPS))
@@ -284,7 +284,7 @@ def optimizers(torch: Any, watch: Observer) -> None:
 
 
 def loaders(module: Any, watch: Observer) -> None:
-    """What is waited for in `DataLoader`s, whoever calls them."""
+    """Time the waits in `DataLoader`s, whoever calls them."""
     iterator = module._BaseDataLoaderIter
     following = iterator.__next__
     loaded = never_fatal(watch, watch.loaded)

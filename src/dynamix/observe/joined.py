@@ -82,7 +82,7 @@ def attempts_in(folder: Path) -> list[int]:
 
 
 def join(folder: Path) -> Joined:
-    """What the ranks have written so far, since the job last started. Raises `StateError` where there is nothing."""
+    """The steps that the ranks have written since the job last started. Raises `StateError` if there are none."""
     attempts = attempts_in(folder)
     if not attempts:
         why = "no rank has trained a model under DistributedDataParallel or fully_shard there, or none has ended a step"

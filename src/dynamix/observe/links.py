@@ -1,4 +1,4 @@
-"""What this rank's connections to other ranks carry, for finding the slow one."""
+"""Measures this rank's connections to other ranks, for finding the slow one."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Stoppable(Protocol):
-    """What observes as long as it is `on`."""
+    """Observes as long as it is `on`."""
 
     on: bool
 

@@ -16,7 +16,7 @@ STRETCHES = 10  # of the steps: a range covers what most of them say
 
 
 def weigh(job: Joined, found: Findings, gains: Gains) -> Pays:
-    """What fewer workers would reach beside what all of them could gain, and the best of all."""
+    """Compare what fewer workers would reach with what all of them could gain, and find the best of all."""
     slow = found.slow
     alone = _alone(job)
     without = None if slow is None else _without(job, job.ranks.index(slow.rank))

@@ -1,4 +1,4 @@
-"""What a rank writes while it is observed: `rankN.steps`, rows of 32-bit floats, and `rankN.json`, what they are."""
+"""Writes a rank's observations: `rankN.steps`, rows of 32-bit floats, and `rankN.json`, what they are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAITING = 100  # writes that may wait for a slow file system, about one in two s
 class RankFile:
     """A rank's two files, which a thread writes: a file system that hangs holds no step up.
 
-    What cannot be written is said once and given up: observing never ends a job.
+    A file that cannot be written is given up, with one message: observing never ends a job.
     """
 
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ class StepRecorder:
         self._rows = array("f")
 
     def mark(self, part: int) -> None:
-        """What passed since the last mark was `part`."""
+        """Name the part that passed since the last mark."""
         if len(self._parts) < _MOST_MARKS:
             self._parts.append(part)
             self._marks.append(self._now())
@@ -81,7 +81,7 @@ class StepRecorder:
 
     @property
     def passes(self) -> int:
-        """Of the open step."""
+        """The passes of the open step."""
         return self._passes
 
     def take(self) -> array[float]:

@@ -61,7 +61,7 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
 
 
 def cluster() -> str:
-    """What the job runs on, as results name it."""
+    """The hardware on which the job runs, as results name it."""
     return "emulator" if any(variable in os.environ for variable in _OF_EMULATIONS) else "cluster"
 
 
@@ -123,7 +123,7 @@ def observe(
     out       run folder, new or empty; None: under `runs`
     every_s   say what was seen so far as often as that; None: at the end only
 
-    Where the command trained nothing that can be observed, that is said, and `text` is empty.
+    If the command trained nothing that can be observed, that is said, and `text` is empty.
     """
     if not command:
         raise ConfigError("command", "", "a program and its arguments", "dynamix observe -- torchrun ... train.py")

@@ -130,7 +130,7 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
 
 
 def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[str]:
-    """What each rung promises, and for which slowness."""
+    """The promise of each rung, and for which slowness."""
     told, holds, slow = [], _holds(found.slow, found.verdict), found.slow
     if pays.alone is not None:
         fits = " if the model fits it," if job.facts[0].get("stack") == "FSDP2" else ""

@@ -1,6 +1,6 @@
 """Policies that take turns in one job, so that its windows say how many times as fast each of them is as the first.
 
-With a fixed global batch a policy moves shares alone: whoever's turn it is, the job trains the same mathematics.
+A policy moves shares alone while the global batch is fixed: whoever's turn it is, the job trains the same mathematics.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Alternating:
         self._sizes = {name: [int(size) for size in turns["sizes"][name]] for name in self.policies if turns["sizes"]}
 
     def _turn(self) -> tuple[str, int, int]:
-        """Of the window now open: whose it is, its block, and which one of the turn it is."""
+        """The policy, the block and the place in the turn of the window now open."""
         turn, of_turn = divmod(self._windows, TURN)
         block, place = divmod(turn, len(self.policies))
         order = random.Random(f"{self._seed} {block}").sample(list(self.policies), len(self.policies))

@@ -74,7 +74,7 @@ def _class(kind: str) -> Any:
 
 
 def retrain(kind: str) -> str:
-    """What to do about a file of this kind that this version cannot use."""
+    """The advice for a file of this kind that this version cannot use."""
     return f"{_AGAIN}, or train one for this version with `dynamix policy train --policy {trained_as(kind)}`"
 
 
@@ -168,7 +168,7 @@ def _description(path: str | Path) -> dict[str, Any]:
 
 
 def _check_network(about: dict[str, Any], features: Sequence[str], sidecar: Path) -> None:
-    """What is used unseen must be possible: this version's features, a network of a size that was ever trained."""
+    """Refuse other features than this version's, and a network of a size that was never trained."""
     fix = retrain(about["kind"])
     if about.get("feature_schema") != FEATURE_SCHEMA:
         raise PolicyFileError("feature_schema", about.get("feature_schema"), f"{FEATURE_SCHEMA} in {sidecar}", fix)

@@ -23,7 +23,7 @@ class Goodput:
     """Our strongest rule without learning: Cannikin's choice on estimates that follow a cluster that changes.
 
     Sizes are those of highest goodput that `JobModel` expects, with equal finishing times; beyond what training has met
-    they grow only by `GROWTH` a step. Without a noise scale the global batch stays and only shares move.
+    they grow only by `GROWTH` a step. If the noise scale is unknown, the global batch stays and only shares move.
 
     >>> policy, sizes = Goodput(), np.array([64, 64])
     >>> for _ in range(4):

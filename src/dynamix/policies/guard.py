@@ -33,7 +33,7 @@ _LARGEST = 2.0**40  # samples; more is no batch size but a fault
 
 @dataclass(frozen=True, slots=True)
 class GuardState:
-    """What a guard knows after a decision: arrays (...), one value for each cluster.
+    """A guard's memory after a decision: arrays (...), one value for each cluster.
 
     `Guard` steps from one state to the next and writes to none.
     """
@@ -79,9 +79,9 @@ class Guard:
     patience  log goodput, summed, that it may lose before the rule takes over
 
     So by the model it loses at most about `patience` at first, half of it at every later try, of which there are log2
-    of the number of windows, and `margin` beyond. What the model cannot see the guard does not see either. Works on
-    windows of any leading shape, each cluster for itself; a policy that raises fails for all of them. A policy that may
-    do anything else than answer is not held.
+    of the number of windows, and `margin` beyond. The guard does not see what the model cannot see. Works on windows of
+    any leading shape, each cluster for itself; a policy that raises fails for all of them. A policy that may do
+    anything else than answer is not held.
 
     >>> class Backwards:
     ...     def decide(self, window, bounds): return window.batch_size[..., ::-1]

@@ -98,7 +98,7 @@ def shipped_file(name: str) -> Path | None:
 
 
 def allowed_names(others: Mapping[str, OtherFactory] | None = None) -> str:
-    """What may be written for a policy, for messages and help texts."""
+    """The names that may be written for a policy, for messages and help texts."""
     added = [form for name in others or () for form in (name, f"{name}:NUMBER")]
     forms = "guarded:NAME, FILE.safetensors, MODULE:CLASS, FILE.py:CLASS"
     return ", ".join([*policy_names(), "static:SIZE", *added, forms])
@@ -129,7 +129,7 @@ def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -
 
 
 def _meant(name: str, others: Mapping[str, OtherFactory] | None = None) -> str:
-    """What to write in place of a `name` that is none, word by word."""
+    """The advice for a `name` that is none, word by word."""
     if name.endswith(".safetensor"):
         return f"did you mean {name + 's'!r}?"
     known = [*policy_names(), *_WRAPPERS, *(others or ())]
@@ -142,7 +142,7 @@ def _meant(name: str, others: Mapping[str, OtherFactory] | None = None) -> str:
 
 
 def _beside(path: Path) -> str:
-    """What to write in place of the path of a file that does not exist: a file beside it, or a policy's name."""
+    """The advice for a path of a file that does not exist: a file beside it, or a policy's name."""
     if path.stem in policy_names():
         return f"did you mean {path.stem!r}?"
     there = [file.name for file in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
@@ -208,7 +208,7 @@ def _base_policy(name: PolicyName, others: Mapping[str, OtherFactory], options: 
 
 
 def _factory(name: str) -> Callable[..., Any]:
-    """What makes the policy of a plain name."""
+    """The factory of the policy of a plain name."""
     if name in _BUILT_IN:
         return _named(_BUILT_IN[name])
     entry = plug_ins(POLICIES, _BUILT_IN)[name]
@@ -230,7 +230,7 @@ def _named(place: str) -> Callable[..., Policy]:
 
 
 def _own_policy(name: PolicyName) -> Policy:
-    """What the call of a user's class gives. Errors of the user's own code are left as they are."""
+    """The policy that the call of a user's class gives. Errors of the user's own code are left as they are."""
     module = _module_of_file(name) if name.base.endswith(".py") else _module(name)
     factory = getattr(module, str(name.attribute), None)
     if not callable(factory):

@@ -1,4 +1,4 @@
-"""What a policy may offer besides `decide`: optional methods, which a policy that wraps another passes on to it.
+"""Optional methods of a policy besides `decide`, which a policy that wraps another passes on to it.
 
     report()            -> dict   what the events file says of a window, by event key. Where it takes an argument
                                   `asked`: whether the policy decided on this window, or was busy with an earlier one
@@ -60,7 +60,7 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
 
 
 def own_part(policy: Policy, state: Any) -> Any:
-    """What `policy` takes of a state that it may not have saved, such as that of several in turns; None: nothing.
+    """The part for `policy` of a state that it may not have saved, such as that of several in turns; None: nothing.
 
     A comparison goes on with its own, and begins anew after another job. A policy goes on with its part of one.
     """
@@ -72,7 +72,7 @@ def own_part(policy: Policy, state: Any) -> Any:
 
 
 def unfit(policy: Policy, state: Any, error: Exception) -> StateError:
-    """What to say of a saved state that `policy` does not take: whose it is, and what to write."""
+    """The message about a saved state that `policy` does not take: whose it is, and what to write."""
     anew = "controller.load_state_dict(state, policy=False)"
     if isinstance(state, dict):
         mine, theirs = (names_by_state(unguarded(of)) for of in (policy.state_dict(), state))

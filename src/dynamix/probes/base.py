@@ -1,4 +1,4 @@
-"""What a probe is, and which of them this machine can feed."""
+"""The interface of a probe, and the probes that this machine can feed."""
 
 from typing import Protocol, runtime_checkable
 

@@ -187,7 +187,7 @@ def _memory_used(folder: Path) -> float:
 
 
 def _number(folder: Path, *names: str, otherwise: float) -> float:
-    """What the first file that is there says, version 2's before version 1's."""
+    """The number in the first file that is there, version 2's before version 1's."""
     try:
         return float(next(filter(None, (_read(folder, name) for name in names)), ""))
     except ValueError:

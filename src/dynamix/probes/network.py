@@ -1,4 +1,4 @@
-"""What this worker's connections to other workers carry, from the kernel's own account of each socket (TCP_INFO).
+"""Measures this worker's connections to other workers, from the kernel's own account of each socket (TCP_INFO).
 
 Works without root. `getsockopt` reads from the descriptor as it is; nothing is duplicated, so no socket can be closed
 by accident or kept open past its owner's close.
@@ -38,7 +38,7 @@ class Connection:
     rtt_s: float
 
     def since(self, earlier: Connection | None) -> Connection:
-        """What was added after `earlier`; everything when the connection is new."""
+        """The counts added after `earlier`; everything if the connection is new."""
         if earlier is None:
             return self
         sent, received = self.sent_bytes - earlier.sent_bytes, self.received_bytes - earlier.received_bytes
@@ -130,7 +130,7 @@ def open_connections() -> dict[int, tuple[int, Connection]]:
 
 
 def parse_tcp_info(info: bytes) -> Connection | None:
-    """The counts in the kernel's answer; None unless established. What an older kernel leaves off is zero."""
+    """The counts in the kernel's answer; None unless established. A field that an older kernel leaves off is zero."""
     state, rtt_us, retransmits, acked, received = _TCP_INFO.unpack_from(info.ljust(_TCP_INFO.size, b"\0"))
     if state != _ESTABLISHED:
         return None
@@ -163,7 +163,7 @@ def _end(address: bytes) -> str:
 
 
 def master_port() -> int:
-    """Where the rendezvous store listens; -1 where the environment does not say."""
+    """The port of the rendezvous store; -1 if the environment does not say."""
     try:
         return int(os.environ.get("MASTER_PORT", "-1"))
     except ValueError:

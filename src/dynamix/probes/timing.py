@@ -1,4 +1,4 @@
-"""Where one worker's step time goes: computing, communicating, waiting for data.
+"""Splits one worker's step time: computing, communicating, waiting for data.
 
 The clock is the CPU's, or CUDA events on a CUDA device. Events are recorded where the work is enqueued and read steps
 later, only once they have completed: nothing here ever synchronises a device.
@@ -83,8 +83,8 @@ class CudaClock:
 class StepTimes:
     """One optimizer step of one worker, in seconds; NaN where not measured. Micro-steps are summed.
 
-    compute   forward start to last local gradient ready, plus the optimizer's update after the last reduction. Without
-              a communication hook: forward start to the end of the step. Less the exchange of buffers
+    compute   forward start to last local gradient ready, plus the optimizer's update after the last reduction, less
+              the exchange of buffers. Without a communication hook: forward start to the end of the step
     comm      last local gradient ready to the end of the last reduction: this worker's wait and the transfer together.
               And the exchange of buffers before the forward pass, the same way
     data      end of the previous step to forward start
@@ -124,8 +124,8 @@ class StepTimer:
     """Times the optimizer steps of one worker. One per controller; `clock` follows from `device`.
 
     The calls of a step, in order: `forward_started`, `gradients_ready` for every bucket, `reduced` for every bucket
-    (from any thread, on any CUDA stream), `step_done`. With accumulation `micro_done` ends every micro-step but the
-    last. Missing calls make the times that depend on them NaN. `first_step` is the index of the first record.
+    (from any thread, on any CUDA stream), `step_done`. If batches accumulate, `micro_done` ends every micro-step but
+    the last. Missing calls make the times that depend on them NaN. `first_step` is the index of the first record.
 
     >>> timer = StepTimer(torch.device("cpu"))
     >>> for _ in range(2):
@@ -175,8 +175,8 @@ class StepTimer:
         self._micro.reduced.append(self._now())
 
     def interrupted(self) -> None:
-        """Something that is no part of training happened: evaluation, a checkpoint. Between steps it makes this
-        step's `data` NaN, within a step its `compute`; `total` either way."""
+        """Something that is no part of training happened: evaluation, a checkpoint. A pause between steps makes this
+        step's `data` NaN, one within a step its `compute`; `total` either way."""
         if self._micro.start is None:
             self._micro.data_known = False
         else:
@@ -199,7 +199,7 @@ class StepTimer:
     def take(self, *, discard: bool = False) -> list[StepTimes]:
         """Records closed since the last call, in order, as far as the device has got; the rest comes with a later call.
 
-        With `discard` all are dropped, also those the device has not finished, and the answer is empty.
+        If `discard` is set, all are dropped, also those the device has not finished, and the answer is empty.
         """
         taken: list[StepTimes] = []
         while self._closed:
@@ -266,8 +266,8 @@ def attribute_wait(comm: ArrayLike) -> tuple[Floats, Floats]:
     A reduction ends for everybody at about the same time, so the last worker to arrive sees the transfer alone:
     transfer(t) = min_j comm_j(t) and wait_i(t) = comm_i(t) - transfer(t). Returns their means over the steps, `wait`
     (W,) and `transfer` (W,), the latter the same for all; NaN where no step is left. Step by step, because everybody
-    waits where the straggler changes, although nobody is slow on average. With several workers a step that only one of
-    them measured is left out. Raises `ConfigError` unless `comm` is 2-D.
+    waits where the straggler changes, although nobody is slow on average. A step that only one of several workers
+    measured is left out. Raises `ConfigError` unless `comm` is 2-D.
 
     >>> wait, transfer = attribute_wait([[0.010, 0.030], [0.030, 0.010]])     # the straggler changes
     >>> wait.round(3).tolist(), transfer.round(3).tolist()

@@ -1,1 +1,1 @@
-"""What a training job holds: the controller, and what the ranks do together behind it."""
+"""The parts of a training job: the controller, and what the ranks do together behind it."""

@@ -120,13 +120,13 @@ class JobConfig:
 
     @property
     def loop_batches(self) -> dict[str, int]:
-        """What the loop's batches may be at the start, by the argument's name."""
+        """The sizes that the loop's batches may have at the start, by the argument's name."""
         piece = {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
         return {"batch_size": self.batch_size, **piece}
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What every rank must have been given alike, plain values by name."""
+        """Facts that every rank must have been given alike, plain values by name."""
         same = ("accumulate", "interval", "guard", "lr_rule", "rate_for", "global_batch", "meet")
         return {
             "policy": self.policy if isinstance(self.policy, str) else type(self.policy).__name__,
@@ -140,7 +140,7 @@ class JobConfig:
         }
 
     def sync_schedule(self) -> SyncSchedule:
-        """What chooses how workers meet; it learns: one for a job."""
+        """Chooses how workers meet. It learns: make one for a job."""
         if self.meet != "parameters":
             return AutoSync(self.workers) if self.meet == "auto" else SyncSchedule()
         return (LocalSteps if self.fixed else RoundSize)(self.micro_batch or 0)
@@ -201,7 +201,7 @@ class JobConfig:
     def _sizes(self) -> tuple[Bounds, Ints]:
         """`bounds` and `start`. `batch_size`, sizes of a worker and `quantum` are of a micro-batch, totals of a round.
 
-        With `micro_batch` all are of a round; without a `quantum` sizes are then such that its pieces have few shapes.
+        With `micro_batch` all sizes are of a round; without a `quantum` its pieces then have few shapes.
         """
         limits, pieces = self.limits, self.accumulate
         quantum, least, most = limits.quantum, 1, 8 * self.batch_size
@@ -292,7 +292,7 @@ def from_outside(given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` arguments of a job, with what the environment says in place of the script: for comparing without an edit.
 
     DYNAMIX_POLICY=static turns off all that moves: sizes, also those of a saved state, the global batch, the choice of
-    meetings, the pace, a guard that could take over, a replay. What another variable says then holds all the same.
+    meetings, the pace, a guard that could take over, a replay. Another variable still applies.
 
     >>> from_outside({"policy": "dynamix", "meet": "gradients"})
     {'policy': 'dynamix', 'meet': 'gradients'}
@@ -310,7 +310,7 @@ def from_outside(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _off(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the arguments is otherwise where nothing moves. Local steps stay, if the script always takes them."""
+    """The arguments that differ if nothing moves. Local steps stay, if the script always takes them."""
     off: dict[str, Any] = {"global_batch": "fixed", "guard": None, "replay": None}
     off |= {"meet": "gradients"} if given.get("meet") == "auto" else {}
     return off | ({"interval": JobConfig.interval} if given.get("interval") == "auto" else {})
@@ -326,7 +326,7 @@ def policy_of(policy: str | Policy) -> Policy:
 
 
 def grain(batch_size: int, micro_batch: int) -> int:
-    """What shares are multiples of: whole pieces where a worker has 8 or more, else quarters of one.
+    """Shares are multiples of this: whole pieces if a worker has 8 or more, else quarters of one.
 
     >>> grain(256, 32), grain(64, 32), grain(64, 10)
     (32, 8, 5)

@@ -41,7 +41,7 @@ class Controller(Feeding, ControllerStatus):
     """Gives every worker its own batch size while a job trains.
 
     A collective call: every rank of `process_group` constructs it with the same arguments (checked). Without an
-    initialised process group it serves one process, and adapts its batch size where `global_batch` is "adaptive".
+    initialised process group it serves one process, and adapts its batch size if `global_batch` is "adaptive".
 
         controller = dynamix.Controller(policy="dynamix", batch_size=128)
         sampler = controller.batch_sampler(dataset, seed=0)
@@ -172,7 +172,8 @@ class Controller(Feeding, ControllerStatus):
     ) -> Model:
         """Connect a model and its optimizer; returns the same model. Call it after DDP or `fully_shard`.
 
-        What `torch.compile`, Fabric or Accelerate put around a DDP module or an optimizer is looked through.
+        A DDP module or an optimizer may be wrapped by `torch.compile`, Fabric or Accelerate: the wrapper is looked
+        through.
 
         Once for each model that the loop trains on these batches, each with an optimizer of its own (a generator and a
         discriminator, say; docs/several-models.md), and once more for every further optimizer of one model. The noise
@@ -213,8 +214,9 @@ class Controller(Feeding, ControllerStatus):
 
         Collective. `step_fn(batch)` must run the forward and backward passes of a step, without the optimizer's, on a
         batch of any size in the structure of `example`: some samples, repeated as needed. It runs on no rank together
-        with another and leaves no trace. Where running out would kill, what larger batches take is foreseen from
-        smaller ones. `margin` is the part of the largest that is left free, for what training does besides.
+        with another and leaves no trace. If running out of memory would kill the process, the needs of larger batches
+        are predicted from smaller ones. `margin` is the part of the largest that is left free, for what training does
+        besides.
 
         Returns the caps (W,), samples per micro-batch, which are in `bounds` now; ranks that can hold less begin with
         less, the others take over. With `Controller(micro_batch=...)` they bound each rank's pieces, not its share.
@@ -317,7 +319,7 @@ class Controller(Feeding, ControllerStatus):
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Everything to go on from here: call it where `checkpoint_due`. Includes the sampler and this rank's RNG.
 
-        At most 1 MB at 1,024 workers. The keys are always the same, and all values are what
+        It has at most 1 MB at 1,024 workers. The keys are always the same, and all values are what
         `torch.load(weights_only=True)` and `torch.distributed.checkpoint` take: the controller is `Stateful`. Asked by
         the latter, it gives the first rank's state with every rank's own part in it, by a collective call.
 
@@ -347,8 +349,8 @@ class Controller(Feeding, ControllerStatus):
         policy   False: the policy begins anew, and only the rest is taken
 
         The state is checked as a whole first: raises `StateError`, and changes nothing, where it is damaged, was
-        changed, is of another version or does not fit this job. Where your policy, hook's state or scheduler raises
-        while it loads its part, the error names it, and all are put back as they were.
+        changed, is of another version or does not fit this job. If your policy, hook's state or scheduler raises while
+        it loads its part, the error names it, and all are put back as they were.
         """
         with self._job.ranks.setting_up():
             self._job.load_state_dict(state, policy=policy)

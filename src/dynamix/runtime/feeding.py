@@ -150,8 +150,8 @@ class Feeding:
                     if controller.stopping:
                         break
 
-        With a fixed global batch that is these samples. Those of a larger batch teach less, so the job then trains on
-        more (`dynamix.runtime.rate.budget.Budget`). `stopping` is true once the budget is spent, and schedules of
+        If the global batch is fixed, that is these samples. Those of a larger batch teach less, so the job then trains
+        on more (`dynamix.runtime.rate.budget.Budget`). `stopping` is true once the budget is spent, and schedules of
         `scheduler` count as it does. Call it once the sampler, loader or stream is made, before training.
 
         count   "progress": what samples teach; "samples": samples as they are

@@ -1,4 +1,5 @@
-"""What a rank does behind its `Controller`: parts that measure, decide, weigh and average, and the events they hear."""
+"""The part of a `Controller` behind its interface: parts that measure, decide, weigh and average, and the events they
+hear."""
 
 from __future__ import annotations
 
@@ -125,7 +126,7 @@ class TrainingJob:
     # ------------------------------------------------------------ what it is given
 
     def of_source(self) -> dict[str, Any]:
-        """What a sampler or stream of this job is made with."""
+        """The arguments with which a sampler or stream of this job is made."""
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
         facts, bounds = self.facts, self.facts.in_pieces()
@@ -223,7 +224,7 @@ class TrainingJob:
         recorder.timer.forward_started()
 
     def _before_optimizer(self, model: Sync, optimizer: Optimizer, *, first: bool) -> None:
-        """An optimizer of `model` is about to step. Of the `first` one gradients that meet no others are measured."""
+        """An optimizer of `model` is about to step. For one of the `first`, its own gradients are measured."""
         piece = None if self.source is None else self.source.current
         model.before_optimizer(piece)
         if piece is not None and piece.round.apart:
@@ -277,7 +278,7 @@ class TrainingJob:
         self.stopping = self.ranks.stop_after(self.progress.steps) or spent
 
     def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float]:
-        """What a window's row says of the exchange: see `WindowCloser`."""
+        """The part of a window's row about the exchange: see `WindowCloser`."""
         crossed = sum(model.crossed for model in self.models)
         return crossed, payload() if payload else self.boundary.payload
 
@@ -289,7 +290,7 @@ class TrainingJob:
         self.ranks.wait_for_all(what)
 
     def gather(self, told: Any, what: str) -> list[Any]:
-        """What every rank tells, in the order of ranks: plain objects. A collective call, named `what`."""
+        """The objects of every rank, in the order of ranks: plain objects. A collective call, named `what`."""
         self.windows.settle()
         return self.ranks.gather(told, what)
 

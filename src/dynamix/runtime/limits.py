@@ -1,4 +1,4 @@
-"""What batch sizes may be: the limits that a user sets, and the checks of sizes that name what to write."""
+"""Bounds of batch sizes: the limits that a user sets, and the checks of sizes that name what to write."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Each = int | Sequence[int] | None  # of every worker
 
 @dataclass(frozen=True)
 class Limits:
-    """What batch sizes may be, for `Controller(limits=...)`. That checks them: `ConfigError` for what is impossible.
+    """Bounds of batch sizes, for `Controller(limits=...)`. That checks them: `ConfigError` for what is impossible.
 
-    Sizes of a worker are samples per micro-batch. With `Controller(micro_batch=...)` they are samples per round, what
+    Sizes of a worker are samples per micro-batch. With `Controller(micro_batch=...)` they are samples per round, which
     lies between two optimizer steps.
 
     min_batch_size, max_batch_size   of a worker; one number, or one per rank; None: 1 and 8 * batch_size. A worker for

@@ -1,4 +1,4 @@
-"""What one rank can tell of a job at any time, as numbers for a logger. No collective, no device waits."""
+"""Numbers of a job that one rank knows at any time, for a logger. No collective, no device waits."""
 
 from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.rate.rates import Rates

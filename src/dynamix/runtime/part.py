@@ -1,4 +1,4 @@
-"""What a job is made of: parts, which hear what happens to its rounds, and own their state.
+"""The parts of a job: they hear what happens to its rounds, and own their state.
 
 And the checks by which a part's state names the first value that is none it could hold.
 """
@@ -16,7 +16,7 @@ MOST = 2**53  # of a counter
 
 
 class Observation(NamedTuple):
-    """What the loop told of a batch that is done.
+    """The loop's report of a batch that is done.
 
     loss, logits, target   as `Controller.step` got them
     count                  samples that the mean loss is over, as the loop says; None: it does not

@@ -39,7 +39,7 @@ def _put(state: dict[str, Any], python: Any, numpy: Any, cpu: torch.Generator) -
 
 
 class RandomState(Part):
-    """This process's, as a part of its job. What was loaded is put back later, by `go_on`: iterators draw seeds."""
+    """This process's, as a part of its job. A loaded state is put back later, by `go_on`: iterators draw seeds."""
 
     name, own = "rng", True
     loaded: dict[str, Any] | None = None

@@ -27,7 +27,7 @@ def adascale(scale: float, noise: float, signal: float, *, base_batch: float, st
 
     S = tr(Sigma) / B0 is the variance of the mean gradient of a base batch, G2 = |G|^2. The gain equals s times the
     statistical efficiency of B against B0: s where noise dominates, 1 where it does not matter. Estimates below zero
-    count as zero. With nothing known it is the least it could be, min(1, s).
+    count as zero. If nothing is known, the gain is the least it could be, min(1, s).
 
     >>> [adascale(4.0, noise=noise, signal=100.0, base_batch=64) for noise in (0.0, 6400.0)]  # the second: S = G2
     [1.0, 1.6]
@@ -39,7 +39,8 @@ def adascale(scale: float, noise: float, signal: float, *, base_batch: float, st
 
 
 def efficiency(total: float, base_batch: float, noise: float, signal: float) -> float:
-    """What a sample of a step of `total` teaches, over one of a step of `base_batch`: AdaScale's gain over the scale.
+    """The learning of a sample of a step of `total`, over that of a step of `base_batch`: AdaScale's gain over the
+    scale.
 
     1 if the noise is not known.
 

@@ -11,10 +11,10 @@ from dynamix.runtime.controller import Controller
 
 
 class Settings:
-    """What a `Controller` is to be made with, where the ranks' process group does not exist yet.
+    """Settings for a `Controller` that is made later, while the ranks' process group does not exist yet.
 
-    Takes the arguments of `Controller`. What a framework knows by itself (batch_size, accumulate, process_group) may be
-    left out: `bind` fills it in. It can be pickled if its arguments can.
+    Takes the arguments of `Controller`. Settings that a framework knows by itself (batch_size, accumulate,
+    process_group) may be left out: `bind` fills them in. It can be pickled if its arguments can.
 
         settings = dynamix.Settings("lb_bsp", interval=5)    # before init_process_group, or in the launching process
         controller = settings.bind(batch_size=32)            # on every rank, once the process group exists

@@ -1,4 +1,4 @@
-"""What a training loop may ask its controller at any time: facts, which cost nothing and wait for nobody."""
+"""Read-only properties of a controller, for a training loop: they cost nothing and wait for nobody."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dynamix.window import Bounds, Ints
 
 
 class ControllerStatus:
-    """Where a job stands, as its `Controller` tells."""
+    """The state of a job, as its `Controller` tells."""
 
     _job: TrainingJob
     overhead_s: float  # seconds in all calls of `step`
 
     @property
     def bounds(self) -> Bounds:
-        """What batch sizes are kept within, samples per round: as given, narrowed by the data set and `find_limits`."""
+        """The bounds of batch sizes, samples per round: as given, narrowed by the data set and `find_limits`."""
         return self._job.facts.bounds
 
     @property
@@ -42,7 +42,7 @@ class ControllerStatus:
         Ask on all ranks after every `step()`. Steps are counted since it was last true, from the start or the load of a
         state on; where workers step apart, those of a worker in the mean. Each `every` has a count of its own. Asked
         again before the next `step()`, it answers the same. No collective call. At a meeting all ranks are here, so a
-        loop may also evaluate, talk to the other ranks, or end where this is true.
+        loop may also evaluate, talk to the other ranks, or end if this is true.
 
         Raises `ConfigError` where `every` is not a whole number of 1 or more.
         """

@@ -1,4 +1,4 @@
-"""What policies with a network share: their inputs as rows, and the pooled state of all workers."""
+"""The base of policies with a network: their inputs as rows, and the pooled state of all workers."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class LearnedPolicy:
         self._answer: Ints | None = None  # the newest
 
     def fit_model(self, window: Window) -> JobModel:
-        """Take in `window` ahead of `decide`; the job model after it. With other workers all begins anew."""
+        """Take in `window` ahead of `decide`; the job model after it. If the workers change, all begins anew."""
         if self.memory.is_of_others(window):
             self.memory = ResidualMemory()
             self.fitted.forget()

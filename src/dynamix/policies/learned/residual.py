@@ -1,4 +1,4 @@
-"""What the learned policy knows besides the window: the goodput rule it corrects, and how that rule did of late."""
+"""The learned policy's inputs beside the window: the goodput rule it corrects, and how that rule did of late."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _WORKER = (
 
 
 class Foretold(NamedTuple):
-    """What a job model said of the next window: lines (..., W), `JobModel.stretch` (...), and the exchange."""
+    """A job model's forecast of the next window: lines (..., W), `JobModel.stretch` (...), and the exchange."""
 
     alpha: Floats
     beta: Floats

@@ -1,5 +1,5 @@
-"""What a worker makes of the traces that all have left: when they could all finish together, and which load teaches
-most a second.
+"""A worker's conclusions from the traces that all have left: when they could all finish together, and which load
+teaches most a second.
 
 All who read the same field come to the same answer, but for what they remember; how far they differ the field tells too
 (`aim`).
@@ -46,7 +46,7 @@ class Smell:
         """When all could finish together at mean loads (..., K), in steps; `load` may have one dimension more than the
         figures.
 
-        Where every size is at a bound, the last one's time at the present load, in proportion.
+        If every size is at a bound, the last one's time at the present load, in proportion.
         """
         present, offset, speed, last = self.load, self.offset, self.speed, self.last
         if load.ndim > speed.ndim:

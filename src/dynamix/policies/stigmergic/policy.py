@@ -77,10 +77,10 @@ RANGES: dict[str, tuple[float, float]] = {f.name: f.metadata["range"] for f in d
 
 
 class StigmergicPolicy:
-    """The rule. In a job of several ranks each holds one and decides for itself (`runtime.decide.peer_channel`).
+    """The rule. If a job has several ranks, each holds one and decides for itself (`runtime.decide.peer_channel`).
 
     `decide` plays all W workers of a cluster, or of C clusters, in one process: for simulators and jobs of one rank.
-    What it does per worker does not depend on W.
+    Its work per worker does not depend on W.
 
     parameters   None: those set by hand; `pretrained()` has the learned ones
     shared       False: every worker has a field of its own, so nobody sees another's traces (an ablation)
@@ -177,7 +177,7 @@ class StigmergicPolicy:
         return np.asarray(np.where(own.size > 0, sizes, bounds.low), dtype=np.int64)
 
     def moved(self, before: Floats, load: Floats, sizes: Ints) -> Floats:
-        """What workers of this `load` leave in the field about their way from size `before` to `sizes`, (..., W, 16).
+        """The traces that workers of this `load` leave about their way from size `before` to `sizes`, (..., W, 16).
 
         Only what they did beyond the move that all made alike: moves towards the pace cancel to first order, and this
         is what is left of their sum.

@@ -1,4 +1,4 @@
-"""What a worker knows by itself after a window, and what it leaves of that in the shared field.
+"""A worker's own view of a window, and the traces that it leaves of it in the shared field.
 
 Sixteen traces (`TRACES`), read as means over `present`, or over `late`, `heavy`, `heard` and `aiming` where only some
 know something. So nobody needs to know who left what, and who leaves no more is forgotten. Loads are counted in even
@@ -69,7 +69,7 @@ class Own:
     def of(cls, window: Window) -> Own:
         """All workers of `window`, each as it would know itself.
 
-        Where gradient norms were not measured (the simulator has none) each worker's part of the noise is what the
+        If gradient norms were not measured (the simulator has none), each worker's part of the noise is what the
         window's noise scale says.
         """
         size = window.batch_size.astype(np.float64)

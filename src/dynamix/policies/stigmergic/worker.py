@@ -1,4 +1,4 @@
-"""What one worker of a stigmergic job remembers of itself: its costs, its last step, its wish."""
+"""One worker's memory in a stigmergic job: its costs, its last step, its wish."""
 
 from dataclasses import dataclass
 from typing import Any

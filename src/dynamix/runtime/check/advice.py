@@ -1,4 +1,4 @@
-"""What to write in a loop, in the words of errors."""
+"""Advice on what to write in a loop, in the words of errors."""
 
 STEP = "call controller.step() once for every batch, at the end of the loop's body and before any `continue`"
 ACCUMULATE = (

@@ -15,7 +15,7 @@ _FIX = (
 
 
 def samples_lost(mine: int, found: int, loss: Any) -> str | None:
-    """What is wrong with a batch of `mine` samples whose passes had `found` rows, fewer; None if nothing is.
+    """The message about a batch of `mine` samples whose passes had `found` rows, fewer; None if nothing is wrong.
 
     The same part of every batch may train. A loss whose graph is known may be of `mine` rows all the same: a loop that
     trains on unlike inputs only, and repeats what they gave.

@@ -29,7 +29,7 @@ READ = 8  # batches that came as long as dealt, and none longer: then the first 
 
 
 class Turns:
-    """Of one loop; counters only.
+    """The turns of one loop; counters only.
 
     grown   batches received when more were waiting than at the epoch's beginning, and what that may mean
     """
@@ -113,7 +113,7 @@ class Turns:
     def piece_done(self, piece: Piece, loss: Any, *, counted: bool) -> Told | None:
         """`controller.step()`: the batch in hand is done. Raise if it reached the model as fewer samples than dealt.
 
-        What is to be told of samples that were trained beside it; None: nothing.
+        Returns the message about samples that were trained beside it; None: nothing is wrong.
 
         counted   somebody says what its loss is over
         """
@@ -138,7 +138,7 @@ class Turns:
 
 @dataclass(eq=False)
 class LoopCheck(Loop, Part):
-    """What the loop has done since the last `step()`, and whether that is right."""
+    """Records what the loop has done since the last `step()`, and judges whether that is right."""
 
     def __post_init__(self) -> None:
         self._checks: list[ModelCheck] = []
@@ -162,7 +162,7 @@ class LoopCheck(Loop, Part):
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """Where an error is raised inside, the models that were connected there are looked at no more."""
+        """If an error is raised inside, the models that were connected there are watched no more."""
         known = len(self._checks)
         try:
             yield
@@ -194,7 +194,7 @@ class LoopCheck(Loop, Part):
     # ------------------------------------------------------------ in the order of a step
 
     def cut_short(self) -> str | None:
-        """What is wrong with an epoch that ends here; None if nothing is."""
+        """The message about an epoch that ends here; None if nothing is wrong."""
         left = 0 if self.source is None else self.source.cut_short
         return SHORT.format(left) if left else None
 
@@ -241,7 +241,7 @@ class LoopCheck(Loop, Part):
 
 
 def _length(inputs: Iterable[Any]) -> int | None:
-    """Of the first tensor's first dimension; a model may take a dict of tensors."""
+    """The length of the first tensor's first dimension; a model may take a dict of tensors."""
     for value in inputs:
         if isinstance(value, Tensor):
             return len(value) if value.dim() else None

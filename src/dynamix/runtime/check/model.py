@@ -1,4 +1,4 @@
-"""What a loop has done with one connected model since its last `controller.step()`."""
+"""Records what a loop has done with one connected model since its last `controller.step()`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dynamix.runtime.sync.shards import Shards, is_fully_sharded
 
 @dataclass(eq=False)
 class Loop:
-    """Where a training loop is: the batch in hand, and what was done with it by any of its models.
+    """The state of a training loop: the batch in hand, and what each of its models has done with it.
 
     recorder     is muted while passes are discarded (warm-up, the search for limits)
     fail_with    gets the error, tells others, and returns it to be raised
@@ -52,7 +52,7 @@ class Loop:
     group: int = 0
 
     def samples_in_hand(self) -> int | None:
-        """Of the batch in hand, if there is one."""
+        """The samples of the batch in hand, if there is one."""
         return None if self.source is None or self.source.current is None else self.source.current.samples
 
     def fail(self, message: str) -> NoReturn:
@@ -95,12 +95,12 @@ class Loop:
         return 0
 
     def growth(self) -> str | None:
-        """What it may mean that more batches wait than at the epoch's beginning; None if no more do."""
+        """The likely reason why more batches wait than at the epoch's beginning; None if no more do."""
         return None
 
 
 class Held(Enum):
-    """What backward passes have left in `.grad` since the optimizer's last step."""
+    """The gradients that backward passes have left in `.grad` since the optimizer's last step."""
 
     NOTHING = auto()
     LOCAL = auto()  # some of it has not crossed ranks
@@ -110,8 +110,8 @@ class Held(Enum):
 class ModelCheck:
     """One connected model and one optimizer of it, whose step ends an update. A batch may have any number of updates.
 
-    Nor are the passes of an update counted. Of what has crossed ranks already, a further reduction takes a mean over
-    like values, so that several passes give the sum of their unions' gradients.
+    Nor are the passes of an update counted. A further reduction takes a mean over like values of what has crossed ranks
+    already, so several passes give the sum of their unions' gradients.
 
     reduces    whether its gradients cross ranks in DDP's hook, or in FSDP2's reduce-scatter
     shards     what FSDP2 holds of it, which then says where gradients are

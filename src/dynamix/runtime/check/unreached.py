@@ -21,14 +21,14 @@ IN_BACKWARD = (
 
 
 def replaced(model: nn.Module) -> str | None:
-    """What is wrong where DDP reduces parameters that its module has no more; None if it does not."""
+    """The message if DDP reduces parameters that its module no longer has; None if it does not."""
     reduced: list[nn.Parameter] = getattr(model, "_module_parameters", [])
     own = {id(p) for p in model.parameters()}
     return _REPLACED if any(p.requires_grad and id(p) not in own for p in reduced) else None
 
 
 def unreached(model: Any) -> str | None:
-    """What is wrong where gradients are there and DDP has not reduced them for want of others; None if none lacks."""
+    """The message if gradients exist that DDP has not reduced because others are missing; None if none is missing."""
     if (why := replaced(model)) is not None or model.find_unused_parameters:
         return why
     reduced = {id(p) for p in model._module_parameters}

@@ -47,8 +47,8 @@ class Unreduced:
     def look(self, parameters: list[nn.Parameter]) -> str | None:
         """The optimizer is about to step these: what is wrong with them, None if nothing is.
 
-        Of the steps since they have changed, the first, second, fourth and so on are compared, each when the next one
-        begins: one may get its first gradient late. A collective call then, which asks the device.
+        After a change, the first, second, fourth step and so on are compared, each when the next one begins: one may
+        get its first gradient late. A collective call then, which asks the device.
         """
         wrong = self._compare() if self._before else None
         if len(parameters) != len(self._parameters) or any(map(operator.is_not, parameters, self._parameters)):

@@ -23,7 +23,7 @@ _watching: list[Any] = []
 
 
 class GradientPasses:
-    """In which backward pass the gradients of connected models were made last, as far as that must be known.
+    """Says in which backward pass the gradients of connected models were made last, as far as that must be known.
 
     An optimizer that steps inside of a backward pass, in a hook of a parameter or of a module, may apply what DDP has
     not reduced yet. Not every one is wrong: a gradient may be of an earlier pass. So hooks of our own note in which

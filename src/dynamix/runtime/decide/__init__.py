@@ -1,1 +1,1 @@
-"""From a closed window to the next allocation: agreed on, decided, and put in force."""
+"""The way from a closed window to the next allocation: it is agreed on, decided, and put in force."""

@@ -39,7 +39,7 @@ _log = logging.getLogger("dynamix")
 
 
 class DecisionChannel(ABC):
-    """What windows are sent to and answered by, one at a time, over the group of `ranks`.
+    """Takes windows and answers them, one at a time, over the group of `ranks`.
 
     It has a thread of its own, so that no training step waits for what decides. The thread begins with the first work.
 
@@ -63,7 +63,7 @@ class DecisionChannel(ABC):
 
     @property
     def group(self) -> ControlGroup:
-        """What carries messages. Raises `ValueError` once the channel is closed."""
+        """The group that carries messages. Raises `ValueError` once the channel is closed."""
         if self._closed or self.ranks.group is None:
             raise ValueError("the channel was closed")
         return self.ranks.group
@@ -97,7 +97,7 @@ class DecisionChannel(ABC):
 
 
 class InPlace(DecisionChannel):
-    """Of a process without other ranks: `decider` decides when a window is sent."""
+    """The channel of a process without other ranks: `decider` decides when a window is sent."""
 
     def __init__(self, ranks: Ranks, decider: Decider) -> None:
         super().__init__(ranks, "")
@@ -160,7 +160,7 @@ class _Round:
         self.work: Work | None = None
 
     def run(self) -> None:
-        """In the deciding thread."""
+        """Runs in the deciding thread."""
         channel, decider = self.channel, self.decider
         try:
             self.gather.wait()
@@ -207,7 +207,7 @@ class _Round:
 
 
 def write_down(write: Callable[[], None]) -> None:
-    """What follows a decision: the answer is out, and training goes on by it, whatever becomes of this."""
+    """Work that follows a decision: the answer is out already, and training goes on by it whatever happens here."""
     try:
         write()
     except Exception:

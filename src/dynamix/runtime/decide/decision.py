@@ -125,7 +125,7 @@ class Decider:
         self.events.write(**of, **told, **at, **about)
 
     def assemble(self, rows: Floats, closing: ClosedWindow) -> Window:
-        """What the policy sees of the gathered rows (W, n). It also keeps up the noise scale."""
+        """The window that the policy sees, from the gathered rows (W, n). It also keeps up the noise scale."""
         # A worker's own steps move against its own noise, so gradients that follow each other agree too little. That is
         # good enough to be shown, not to move a batch by.
         tells = not closing.piece or self.job.fixed
@@ -166,7 +166,7 @@ _ALIKE = {
 
 
 def out_of_turn(rows: Floats) -> str | None:
-    """What ranks did by a window's end that others did not, by its rows (W, n); None if nothing.
+    """Names what only some ranks did by a window's end, from its rows (W, n); None if nothing.
 
     >>> rows = np.zeros((2, len(ROW)))
     >>> rows[1, ROW.index("epoch")] = 3

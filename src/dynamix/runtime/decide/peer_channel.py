@@ -69,7 +69,7 @@ class _Choice:
 
 
 class PeerChannel(DecisionChannel):
-    """Of ranks that each decide for themselves: one exchange at a time over the controller's groups.
+    """The channel of ranks that each decide for themselves: one exchange at a time over the controller's groups.
 
     share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale
                   everywhere. The rule never sees it
@@ -103,7 +103,7 @@ class PeerChannel(DecisionChannel):
         return message
 
     def _take_part(self, choice: _Choice) -> None:
-        """In the rank's own thread. A rank whose rule fails takes part all the same, and says so in place of a size."""
+        """Runs in the rank's own thread. A rank whose rule fails takes part, and says so in place of a size."""
         size, failed = _FAILED, list[Exception]()
         try:
             try:
@@ -134,7 +134,7 @@ class PeerChannel(DecisionChannel):
         return self.group.all_gather(mine, choice.every)
 
     def observe(self, row: Floats, closing: ClosedWindow) -> tuple[Own, Sense, Floats]:
-        """What this rank makes of its window, and the traces (16,) that it leaves of it."""
+        """Takes in this rank's window, and returns the traces (16,) that it leaves of it."""
         own = own_window(row, closing, rank=self.ranks.rank, job=self.job)
         known, total = dict(zip(ROW, row, strict=False)), float(closing.sizes.sum())
         batch = known["count"] / known["weight"] if known["count"] > 0 and known["weight"] > 0 else total
@@ -144,7 +144,7 @@ class PeerChannel(DecisionChannel):
         return own, sense, left[0]
 
     def exchange(self, left: Floats) -> tuple[Floats, Floats]:
-        """What all ranks leave of this window, and what they left of their way after the one before, (16,) each."""
+        """The traces that all ranks leave of this window, and those of their way after the one before, (16,) each."""
         policy, n = self.policy, len(TRACES)
         way = policy.way if policy.way.shape == left.shape else np.zeros(n)
         mine, total = torch.from_numpy(np.concatenate([left, way])), torch.zeros(2 * n, dtype=torch.float64)
@@ -181,7 +181,7 @@ class PeerChannel(DecisionChannel):
 
 
 def own_window(row: Floats, closing: ClosedWindow, *, rank: int, job: JobFacts) -> Own:
-    """What a rank knows by itself of the window it just closed, as arrays of shape (1,)."""
+    """The window that this rank just closed, as it alone knows it: arrays of shape (1,)."""
     known = dict(zip(ROW, row, strict=False))
     comm = row[len(ROW) :]
     seen = comm[np.isfinite(comm)]

@@ -241,5 +241,5 @@ class WindowCloser(Part):
         self.channel.drain()
 
     def alike(self) -> dict[str, Any]:
-        """What every rank must hold alike, by name."""
+        """Facts that every rank must hold alike, by name."""
         return {"batch sizes": self.allocations.from_on(self.next_round), "batch size apart": self.piece_apart}

@@ -1,1 +1,1 @@
-"""What every rank of a job holds alike, and how ranks see that they do."""
+"""Facts that every rank of a job holds alike, and how ranks check that they do."""

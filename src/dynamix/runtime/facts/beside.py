@@ -34,7 +34,7 @@ _OTHERS = (
 
 
 class Beside:
-    """Of one loop: what the passes of a batch had that were not of its samples.
+    """Counts, for one loop, what the passes of a batch had that were not its samples.
 
     count   of such samples, in the batches before
     seen    whether a pass of the batch in hand may have had some
@@ -101,7 +101,7 @@ class Beside:
 
 
 def wrong(told: Floats) -> str | None:
-    """What is wrong where ranks tell (W, 4) of samples beside their shares, which differ; None if nothing.
+    """The message if ranks report (W, 4) different samples beside their shares; None if they do not.
 
     >>> import numpy as np
     >>> wrong(np.array([[7, 4, 0.1, 0.1], [7, 4, 0.2, 0.3]]))[:39]
@@ -116,7 +116,7 @@ def wrong(told: Floats) -> str | None:
 
 
 def _figure(rows: Tensor) -> Tensor:
-    """Between -1 and 1, of some elements; NaN if all are zeros. Stays on their device."""
+    """A figure between -1 and 1, of some elements; NaN if all are zeros. Stays on their device."""
     flat = rows.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // READ)][:READ].float()
     return (some[::2].sum() - some[1::2].sum()) / some.abs().sum()

@@ -28,7 +28,7 @@ HEAD = 7  # numbers of a message before its sizes
 
 
 class Kind(enum.IntEnum):
-    """What a message says. LATE and FAILED keep the allocation; FAILED ends the job on every rank."""
+    """The kinds of messages. LATE and FAILED keep the allocation; FAILED ends the job on every rank."""
 
     KEEP = 0
     NEW = 1
@@ -77,7 +77,7 @@ class ClosedWindow:
 
 
 class JobFacts:
-    """What every rank of the job of `config` holds; it changes only at moments on which the ranks agree.
+    """Facts that every rank of the job of `config` holds. They change only at moments on which the ranks agree.
 
     bounds       what batch sizes are kept within, samples per round, on a grid that pieces divide
     base_batch   samples per round of all workers at the start (B0)
@@ -132,7 +132,7 @@ class JobFacts:
         self.bounds = bounds
 
     def decide_per_epoch(self) -> None:
-        """From now on windows are epochs: nothing is issued under an old allocation after one closed."""
+        """Make windows epochs from now on: nothing is issued under an old allocation after one closed."""
         self.per_epoch, self.slack = True, 0
 
     def require_right(self) -> None:
@@ -142,7 +142,7 @@ class JobFacts:
             raise UsageError(wrong)
 
     def facts_alike(self) -> dict[str, Any]:
-        """What every rank must hold alike, by name."""
+        """Facts that every rank must hold alike, by name."""
         bounds = self.bounds
         known: dict[str, Any] = {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
         known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
@@ -161,7 +161,7 @@ class JobFacts:
         self.sync_schedule.limit_to(samples)
 
     def facts(self, closing: ClosedWindow) -> dict[str, float]:
-        """What a `Window` says of the job itself, by field."""
+        """The fields of a `Window` that describe the job itself."""
         own = {"micro_batches": self.accumulate, "base_batch": self.base_batch}
         return own | {"age": closing.age, "step": closing.step}
 

@@ -147,7 +147,7 @@ def nodes_before(node: Any) -> list[Any]:
 
 
 def shapes_of(node: Any, least: int) -> list[tuple[int, ...]]:
-    """Of the tensors that an operation made, of those that have more than `least` elements."""
+    """The shapes of the tensors that an operation made, of those that have more than `least` elements."""
     return [tuple(of.shape) for of in node._input_metadata if prod(of.shape) > least]
 
 

@@ -97,12 +97,12 @@ class Parting:
         self._beside = told if self._told < _WINDOWS else None
 
     def _figures(self, told: Told) -> list[float]:
-        """Of the samples beside those that were dealt. Waits for their device."""
+        """Figures of the samples beside those that were dealt. Waits for their device."""
         self._beside, self._told = None, self._told + 1
         return [float(value) for value in told]
 
     def row(self, place: Mapping[str, int]) -> list[float]:
-        """What a window's row says: digests, of which step and which elements a sample is, and the elements.
+        """The part of a window's row that tells: digests, the step and elements of a sample, and the elements.
 
         place    counters of optimizer steps, samples and so on, by name
         """
@@ -136,7 +136,7 @@ class Parting:
         return told + [math.nan] * (len(HELD) - len(told))
 
     def facts(self, place: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, float]]:
-        """What digests are of, plain values by name; and how near some of them must be."""
+        """The facts behind the digests, plain values by name; and how near some of them must be."""
         optimizers = self._optimizers
         sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         facts, near, self._on_device = {**place, GROUPS: sizes}, dict[str, float](), []
@@ -154,7 +154,7 @@ class Parting:
         return facts, near
 
     def _plain(self, value: Any) -> Any:
-        """What a setting is compared by; None for what cannot be."""
+        """The value by which a setting is compared; None for what cannot be."""
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.device.type not in ("cpu", "cuda"):
                 return None
@@ -171,7 +171,7 @@ class Parting:
     # ------------------------------------------------------------ of all ranks
 
     def look(self, told: Floats) -> None:
-        """Take what all ranks' rows say, (W, n), into account. In the order of windows."""
+        """Take what all ranks' rows say, (W, n), into account. Windows come in order."""
         if told[0, 4] == told[0, 4] and (why := beside.wrong(told[:, 4:8])) is not None:  # seldom a number
             self.wrong = why
             return
@@ -197,8 +197,8 @@ class Drift:
     """How far the sampled elements of ranks are apart, over what a window moves.
 
     Differences are counted from some windows ago, since a long job adds up last bits; and so is the most that a window
-    has moved, since a rate may fall to nothing. What devices make of last bits is left out: so much of an element's
-    precision for every optimizer step.
+    has moved, since a rate may fall to nothing. Differences in the last bits, which devices make, are ignored: so much
+    of an element's precision for every optimizer step.
     """
 
     def __init__(self) -> None:
@@ -273,7 +273,7 @@ def _whole(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def digest_of(values: Sequence[Any]) -> float:
-    """Of plain values, their floats to seven digits: 48 bits, which float64 holds exactly.
+    """A digest of plain values, their floats to seven digits: 48 bits, which float64 holds exactly.
 
     >>> digest_of([0.1, 3, (0.9, "b")]) == digest_of([0.1 + 1e-16, 3, (0.9, "b")]) != digest_of([0.1, 4, (0.9, "b")])
     True

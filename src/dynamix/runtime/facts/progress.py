@@ -1,4 +1,4 @@
-"""Where a job stands, in numbers that every rank agrees on."""
+"""The progress of a job, in numbers that every rank agrees on."""
 
 import math
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""What one rank observes of its steps: the open window, loss and accuracy, the noise scale."""
+"""Measurements of one rank's steps: the open window, loss and accuracy, the noise scale."""

@@ -49,7 +49,7 @@ class PairNoise:
         self._batch: object = None
 
     def observe(self, parameters: list[nn.Parameter], samples: int, batch: object) -> None:
-        """Gradients of so many samples, of `batch`, are there. Of its several updates the first counts."""
+        """Gradients of so many samples, of `batch`, are there. If it makes several updates, the first counts."""
         if batch is self._batch:
             return
         self._batch = batch

@@ -27,7 +27,8 @@ _FIX = {
 
 
 class Reader:
-    """Reads what `Controller.step` is given. What it cannot read is None, counted in `unread`, and warned of once.
+    """Reads what `Controller.step` is given. A value that it cannot read is None, counted in `unread`, and warned of
+    once.
 
     loss      a number, a tensor (the mean where it has several elements), or what has a field `loss`
     logits    a tensor; a dict, model output or tuple that holds one. Classes in dimension 1, (B, C) and (B, C, ...), or
@@ -137,7 +138,7 @@ def _tensor(given: Any, names: Sequence[str]) -> Tensor:
 
 
 def _class_dimensions(logits: Tensor) -> list[int]:
-    """Where the classes may be: the last dimension, or 1."""
+    """The dimensions that may hold the classes: the last, or 1."""
     last = logits.dim() - 1
     return [last, 1] if last > 1 else [last] if last >= 0 else []
 
@@ -169,7 +170,7 @@ def _every(dimension: int, step: int) -> tuple[slice, ...]:
 
 
 def _share_right(logits: Tensor, target: Tensor, classes: int) -> Value:
-    """Of class indices."""
+    """The share that is right, of class indices."""
     known = type(logits) is type(target) is Tensor and logits.dtype in (torch.float32, torch.float64)
     if known and logits.is_cpu and target.is_cpu and target.dtype is torch.int64:
         # NumPy looks at them without torch's cost per call.
@@ -182,7 +183,7 @@ def _share_right(logits: Tensor, target: Tensor, classes: int) -> Value:
 
 
 def _share_right_of_soft(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Of probabilities or one-hot rows, and the share of rows that are such; NaN where some are neither that nor 0."""
+    """The share that is right of probabilities or one-hot rows, and the share of such rows; NaN if some are neither."""
     logits, target, _ = _sampled(logits, target, classes)
     target = target.to(torch.float32)
     total = target.sum(classes)
@@ -194,7 +195,7 @@ def _share_right_of_soft(logits: Tensor, target: Tensor, classes: int) -> tuple[
 
 
 def _by_loss(logits: Tensor, target: Tensor, loss: Value | None) -> Value:
-    """Where both the last dimension and dimension 1 could hold the classes: the last, unless the loss says 1."""
+    """If both the last dimension and dimension 1 could hold the classes: the last, unless the loss says 1."""
     last, first = (_sampled(logits, target, d) for d in (logits.dim() - 1, 1))
     if loss is None:
         return _share_right(*last)

@@ -1,4 +1,4 @@
-"""What one rank records of its steps, and how it becomes a row."""
+"""Records of one rank's steps, and how they become a row."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class Recorder(Part):
 
 
 class WindowTimes:
-    """Of the window now open, and of the last steps before it, since a pause is told by those.
+    """The times of the window now open, and of the last steps before it, since those tell a pause.
 
     pauses   steps that were left out so far: this worker, or one that it had to wait for, paused in them
     """
@@ -259,7 +259,7 @@ class WindowTimes:
         self._steps.clear()
 
     def close(self) -> dict[str, list[float]]:
-        """By name, seconds of each step, and what was dealt; all NaN in a step that holds a pause. The window ends."""
+        """End the window: the seconds of each step, by name, and what was dealt; all NaN in a step with a pause."""
         whole_s: list[float] = []  # everything in them that is training
         found: dict[str, list[float]] = {name: [] for name in ("compute", "comm", "data", "samples", "work")}
         for times in self._steps:
@@ -283,7 +283,7 @@ class WindowTimes:
 class Newest:
     """The newest values of a device that are on the host, for which nobody waits; with what is to be known of them.
 
-    From a CUDA device one copy is under way at a time; the values of a CPU are here at once.
+    One copy from a CUDA device is under way at a time; the values of a CPU are here at once.
 
     here   both; before any have arrived, what is to be known then
     """
@@ -342,8 +342,8 @@ def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> 
 
     Under DDP the k-th reduction takes x_k = R_{k-1} + l_k, what all ranks have reduced so far and this rank's new
     gradient, and gives R_k. The last R is g. The ranks' scatter is that of the x, so |g_i|^2 is estimated without bias
-    by |R_last|^2 + (reductions / those seen) * sum (|x_k|^2 - |R_k|^2); with one reduction it is |x_1|^2 itself. Where
-    the loss carries the weight only x_1 tells l, since R has another weight; `local` then holds it alone.
+    by |R_last|^2 + (reductions / those seen) * sum (|x_k|^2 - |R_k|^2); with one reduction it is |x_1|^2 itself. If the
+    loss carries the weight, only x_1 tells l, since R has another weight; `local` then holds it alone.
     """
     of_step: dict[str, Value] = {}
     if reduced:

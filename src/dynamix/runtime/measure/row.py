@@ -1,4 +1,4 @@
-"""What a rank says of a window: the row that it sends, and how the rows of W ranks become a `Window`."""
+"""A rank's report of a window: the row that it sends, and how the rows of W ranks become a `Window`."""
 
 from typing import Any
 

@@ -67,7 +67,7 @@ def _repeated(batch: Any, samples: int, size: int) -> Any:
 
 
 def _attributes(batch: Any) -> dict[str, Any]:
-    """What an object holds by name: all fields of one that is made of fields, tensors of any other."""
+    """The values that an object holds, by name: all fields of one that is made of fields, tensors of any other."""
     if isinstance(batch, type):
         return {}
     if dataclasses.is_dataclass(batch):

@@ -1,4 +1,4 @@
-"""What an out-of-memory in the user's own loop says before the job ends: nothing is tried again there."""
+"""The message of an out-of-memory error in the user's own loop, before the job ends: nothing is tried again there."""
 
 import weakref
 from collections.abc import Callable

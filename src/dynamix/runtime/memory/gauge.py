@@ -97,7 +97,7 @@ class Gauge:
         return float(min(rooms))
 
     def growth_bytes(self, size: int) -> float:
-        """What a batch of `size` is expected to take beyond what is held now; NaN before any was seen."""
+        """The memory that a batch of `size` is expected to take beyond what is held now; NaN before any was seen."""
         if not self.points:
             return math.nan
         last, taken = self.points[-1]
@@ -113,7 +113,7 @@ class Gauge:
 
     @contextmanager
     def measure(self, size: int) -> Iterator[None]:
-        """What is done inside with a batch of `size` is remembered, if it ends well. Slow.
+        """Remember what a batch of `size` takes inside, if it ends well. Slow.
 
         Inside, no module begins its forward pass beyond the limit: `MemoryError` instead of being killed.
         """

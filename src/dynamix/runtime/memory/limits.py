@@ -65,7 +65,7 @@ class Search:
 
 
 class Memory:
-    """What a controller does about memory, for the model that was connected first. Its methods are collective.
+    """A controller's care for memory, for the model that was connected first. Its methods are collective.
 
     To find what fits, ranks try in step and those that are done try their largest again, so that ranks which share a
     device or a control group find what fits beside the others. Gradients, buffers and random state are put back.

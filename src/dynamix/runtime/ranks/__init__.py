@@ -1,1 +1,1 @@
-"""What the ranks of a job know of each other: groups, errors, who is alive, whether all are alike."""
+"""The ranks of a job and their view of each other: groups, errors, who is alive, whether all are alike."""

@@ -129,12 +129,12 @@ def _spans(ranks: list[int]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """What JSON cannot write: arrays as lists, anything else as its text."""
+    """A form that JSON can write: arrays as lists, anything else as its text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic | torch.Tensor) else str(value)
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """What optimizers are made of, plain values by name; of each of them one.
+    """The settings of each optimizer, plain values by name.
 
     >>> settings_of([torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)])["optimizers: lr"]
     [0.1]
@@ -154,7 +154,8 @@ def _argument(value: Any) -> Any:
 
 @torch.no_grad()
 def sketches_of(model: DistributedDataParallel, number: int) -> dict[str, list[float]]:
-    """What tells models apart, by their parameters' names; of those that DDP sends to all ranks. Asks the device.
+    """Sketches that tell models apart by their parameters' names, for those that DDP sends to all ranks. Asks the
+    device.
 
     number   of the model, from 0
     """
@@ -182,7 +183,7 @@ def sums(parameter: torch.Tensor) -> bool:
 
 
 def hook_settings(state: Any) -> dict[str, Any]:
-    """What PowerSGD was told, plain values by name; states of other hooks may well differ by rank."""
+    """The settings of PowerSGD, plain values by name; states of other hooks may well differ by rank."""
     if not all(hasattr(state, name) for name in (*_OF_POWERSGD, "rng")):
         return {}
     return {name: getattr(state, name) for name in _OF_POWERSGD} | {"random_seed": int(state.rng.get_state()[1][0])}

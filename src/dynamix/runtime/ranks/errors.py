@@ -13,7 +13,7 @@ _KINDS: dict[str, type[DynamixError]] = {kind.__name__: kind for kind in (StateE
 
 
 class JobErrors:
-    """What one rank tells the others of its errors and of what it waits for, and what it has heard of theirs.
+    """Tells other ranks of this one's errors and of what it waits for, and holds what they told.
 
     ended        what ends the job, once this rank knows
     all_know     whether all ranks do
@@ -68,7 +68,7 @@ class JobErrors:
 
     @property
     def beside(self) -> str | None:
-        """What is wrong if another rank goes on waiting for what this one has not come to."""
+        """The message if another rank goes on waiting for what this one has not come to; None if all is well."""
         number, whats = self._heard["agree"]
         if number <= self.agreements:
             return None
@@ -81,12 +81,12 @@ class JobErrors:
     # ------------------------------------------------------------ for the watch
 
     def beat(self) -> dict[str, Any]:
-        """What this rank tells the first."""
+        """This rank's message to the first rank."""
         agree, setup = [self.agreements, self._agreement], [self._setup_errors, self._setup_error]
         return {"end": self._own, "knows": self.ended is not None, "agree": agree, "setup": setup}
 
     def lead(self, beats: Mapping[int, Mapping[str, Any]], here: set[int]) -> dict[str, Any]:
-        """What the first rank tells all, from the `beats` of those that have begun; `here` are those that live."""
+        """The first rank's message to all, from the `beats` of those that have begun; `here` are those that live."""
         ends = [self._heard["end"], *(beat["end"] for beat in beats.values())]
         most = max(beat["agree"][0] for beat in beats.values())
         setups = [beat["setup"] for beat in beats.values() if beat["setup"][1]]

@@ -68,7 +68,7 @@ def chained(steps: Callable[P, Iterator[Work]]) -> Callable[P, Work]:
 
 
 def _begun(work: Any) -> Work:
-    """Of an asynchronous collective. Its tensors live as long as it takes."""
+    """A handle of an asynchronous collective. Its tensors live as long as it takes."""
     future: Work = work.get_future()
     return future
 
@@ -76,8 +76,8 @@ def _begun(work: Any) -> Work:
 class ControlGroup:
     """Messages to the first rank and back, over a gloo group of the ranks with these global numbers, in order.
 
-    Between `send` or `collect` and the end of their answer nothing else may be begun. All tensors are on the CPU. What
-    a method returns raises from `wait` when a rank is lost, at the latest after the group's timeout; `Ranks.wait` gives
+    After `send` or `collect` nothing else may begin until their answer has ended. All tensors are on the CPU. What a
+    method returns raises from `wait` when a rank is lost, at the latest after the group's timeout; `Ranks.wait` gives
     it up where another rank ends the job.
     """
 
@@ -186,7 +186,7 @@ class HierarchicalGroup(ControlGroup):
         return self._room.release() + (self._heads.release() if self._heads is not None else [])
 
     def _neighbours(self, row: Tensor) -> Tensor:
-        """Where this room's rows go, (seats, n); those of seats that nobody has stay 0."""
+        """The slots of this room's rows, (seats, n); those of empty seats stay 0."""
         return row.new_zeros(self._seats, len(row))
 
 

@@ -40,7 +40,7 @@ def remembered(known: Mapping[str, float], workers: Sequence[str], sizes: Ints) 
 
     sizes   (W,) of the workers that are here now
 
-    Of those that are away the newest `MOST_AWAY` are kept.
+    The newest `MOST_AWAY` of those that are away are kept.
 
     >>> remembered({"a/0": 1.0, "b/0": 3.0}, ["a/0", "c/0"], np.array([20, 20]))
     {'b/0': 60.0, 'a/0': 20.0, 'c/0': 20.0}

@@ -63,7 +63,7 @@ class Silence:
 
 
 class Liveness:
-    """What one rank tells the others of itself, and what it has heard of them.
+    """Tells other ranks that this one lives, and holds what they told.
 
     beats  of this rank so far
     word   this rank's last one
@@ -94,7 +94,7 @@ class Liveness:
         return self._others | self._first
 
     def lost(self, error: BaseException, what: str) -> WorkerLostError:
-        """What to raise where a collective, which was for `what`, has failed with `error`, as far as it is known."""
+        """The error to raise if a collective, which was for `what`, has failed with `error`."""
         silent, left = self.silent, dict(self.left)
         # Who ended because of another is no news, where that one is known.
         left = {r: word for r, word in left.items() if not word.startswith("WorkerLostError")} or left
@@ -108,14 +108,14 @@ class Liveness:
     # ------------------------------------------------------------ for the watch
 
     def beat(self) -> dict[str, Any]:
-        """What this rank tells the first."""
+        """This rank's message to the first rank."""
         self.beats += 1
         if self.rank not in self._hosts:
             self._hosts[self.rank] = own_host()
         return {"n": self.beats, "host": self._hosts[self.rank], "left": self.word, "aware": 0 in self.left}
 
     def lead(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> dict[str, Any]:
-        """What the first rank tells all, from the `beats` of those that have begun."""
+        """The first rank's message to all, from the `beats` of those that have begun."""
         numbers = {rank: beats[rank]["n"] if rank in beats else 0 for rank in range(self.workers)}
         heard = {
             rank: self._heard.setdefault(rank, Silence()).after(now, n, most=2 * BEAT_S) for rank, n in numbers.items()
@@ -165,7 +165,7 @@ class Liveness:
 
 
 def first_line(error: BaseException) -> str:
-    """Without where in torch's sources it was raised."""
+    """The first line, without the place in torch's sources that raised it."""
     line = re.sub(r"^.*?\[/\S+\] ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
     return line.split(". This is typically")[0][:200]
 

@@ -43,7 +43,7 @@ class Ranks:
 
     @property
     def lost(self) -> WorkerLostError | None:
-        """What was raised for a rank that is lost."""
+        """The error that was raised for a lost rank."""
         return self._watch.lost
 
     # ------------------------------------------------------------ waits
@@ -97,7 +97,7 @@ class Ranks:
             raise
 
     def explain(self, error: BaseException, what: str) -> WorkerLostError:
-        """What to raise where a collective, which was for `what`, has failed with `error`."""
+        """The error to raise if a collective, which was for `what`, has failed with `error`."""
         return self._watch.explain(error, what)
 
     # ------------------------------------------------------------ what all call
@@ -139,7 +139,7 @@ class Ranks:
         require_same(facts, self.rows, "The ranks differ in what they are about to train", FIXES)
 
     def forget_agreement(self) -> None:
-        """What the ranks hold may differ from now on, until they `agree` again; nobody is asked after the end."""
+        """From now on the ranks may hold unlike things, until they `agree` again; nobody is asked after the end."""
         self.agreed = self.group is None
 
     def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None:

@@ -1,7 +1,8 @@
-"""Where ranks that are about to make one process group meet: in the job's store, where what they mean can be compared.
+"""Rendezvous of ranks that are about to make one process group: they compare, in the job's store, which group each is
+about to make.
 
-Making a group blocks until all of its ranks come to make the same one. Where one of them makes another group, that
-would be for the timeout, half an hour, and without a word why.
+Making a group blocks until all of its ranks come to make the same one. Otherwise, if one of them made another group,
+they would wait for the timeout, half an hour, without a word why.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def meet(group: dist.ProcessGroup, *, timeout_s: float) -> None:
 def beside(call: Callable[[], Result], look: Callable[[], None]) -> Result:
     """`call()` in a thread of its own, which is left behind where `look`, called now and then, raises.
 
-    What torch does with a store it does without a timeout that anybody could set.
+    A connection of its own to the store: torch's own calls wait without a timeout that anybody could set.
     """
     result = Future[Result]()
 
@@ -77,7 +78,7 @@ def beside(call: Callable[[], Result], look: Callable[[], None]) -> Result:
 def refuse(why: str, *, store: Any = None, lost: int = 0) -> None:
     """Tell those that wait for this rank that it will not come.
 
-    Where the store ends with this process, it waits for them to read that, but for `lost` ranks, `LINGER_S` at most.
+    If the store ends with this process, it waits for them to read that, except for `lost` ranks, `LINGER_S` at most.
     """
     store = store if store is not None else job_store()
     deadline = time.monotonic() + (LINGER_S if held_here(store) else 0.0)

@@ -1,8 +1,8 @@
 """How ranks agree on the step after which all of them stop: proposed, answered, settled, off the step path.
 
 The first rank proposes a step that nobody should have reached, every rank answers whether it was still before it, and
-when all were, the step is sure. One that was not makes it propose a later one. Who has said yes and arrives there
-before it is sure waits; nobody else ever does.
+when all were, the step is sure. One that was not makes it propose a later one. A rank that has said yes and arrives
+there before it is sure waits; nobody else ever does.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Stopping:
         return False
 
     def beat(self) -> dict[str, Any]:
-        """What this rank tells the first."""
+        """This rank's message to the first rank."""
         return {"steps": self.steps, "wants": self.wanted, "answer": self._answer}
 
     def proposal(self) -> tuple[int, int | None, bool]:
-        """What the first rank tells all."""
+        """The first rank's message to all."""
         return self._round, self._at, self._sure
 
     def follow(self, proposal: Sequence[Any]) -> None:

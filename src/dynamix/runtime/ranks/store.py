@@ -1,7 +1,7 @@
 """The job's key-value store, in which its ranks meet, and whether it is still there.
 
 torchrun keeps it in a process of its own. Under srun, mpirun and mp.spawn it is in rank 0's process, and ends with it.
-Who then makes another connection to it would try that for the store's timeout, half an hour.
+A process that then makes another connection to it would try that for the store's timeout, half an hour.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Call:
 
 
 class ThreadWire:
-    """What the ranks of one process share in place of sockets and a store.
+    """The memory that the ranks of one process share in place of sockets and a store.
 
     Calls of a kind are matched by order, as gloo's are. One that needs a rank which has left fails, also where it comes
     later.
@@ -83,7 +83,7 @@ class ThreadWire:
     # ------------------------------------------------------------ in place of sockets
 
     def join(self, kind: str, number: int, sources: int, rank: int, part: Any) -> Call:
-        """What `rank` gives (None: nothing) to the call of this kind with this `number`."""
+        """Take what `rank` gives (None: nothing) to the call of this kind with this `number`."""
         with self._lock:
             call = self._open.setdefault((kind, number), Call(sources))
             call.come(rank, part)
@@ -102,7 +102,7 @@ class ThreadWire:
     # ------------------------------------------------------------ in place of a thread for each rank's watch
 
     def beat(self, every_s: float = 0.0) -> None:
-        """What each rank has to tell, all others know then; not again within `every_s`."""
+        """Tell all others what each rank has to tell; not again within `every_s`."""
         with self.beating:
             if time.monotonic() < self._beaten + every_s:
                 return
@@ -113,7 +113,7 @@ class ThreadWire:
             self._beaten = time.monotonic()
 
     def beat_until(self, known: Callable[[], bool]) -> None:
-        """At most until all were told and have answered."""
+        """Ends at the latest when all were told and have answered."""
         for _ in range(3):
             with self.beating:
                 if known():
@@ -140,7 +140,7 @@ class ThreadWatch(RankWatch):
         self._until(lambda: not self.stopping.under_way)
 
     def told(self) -> DynamixError | None:
-        """Who ends the job, or fails before training, goes on only once all know."""
+        """A rank that ends the job, or fails before training, goes on only once all know."""
         return self.errors.ended or self.errors.setup_error
 
     def leave(self, word: str = CLOSED, *, linger: bool = False) -> None:
@@ -205,7 +205,7 @@ def _copy(to: Tensor, value: Tensor) -> None:
 
 
 def in_threads(main: Callable[[Ranks], T], workers: int) -> list[T]:
-    """What `main(ranks)` returns on each of so many ranks, by rank; every rank has a thread of its own.
+    """The values that `main(ranks)` returns on each rank, by rank; every rank has a thread of its own.
 
     Raises what was raised first, once all threads have ended: the others then wait for nothing.
 

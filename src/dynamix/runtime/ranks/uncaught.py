@@ -1,4 +1,4 @@
-"""What an error that nobody catches leaves behind: a note for its reader, a word for the other ranks."""
+"""Handles errors that nobody catches: a note for the reader, a message to the other ranks."""
 
 import sys
 import weakref
@@ -13,7 +13,7 @@ _before: list[Callable[[type[BaseException], BaseException, TracebackType | None
 def tell_of_uncaught(listener: Listener) -> None:
     """As long as the owner of this method lives, call it before an error that nobody caught is printed.
 
-    Who came last is told first.
+    The hook that came last is called first.
     """
     _listeners.append(weakref.WeakMethod(listener, _listeners.remove))
     if not _before:

@@ -2,7 +2,7 @@
 
 Every rank writes one key: that it lives, whether it ends the job and why, what it waits for, whether it wishes to stop,
 its last word. The first rank reads them all and writes one view, which the others read: three requests a second and
-rank, whatever the world size. Who waits for others looks at what was read, never at the store.
+rank, whatever the world size. A rank that waits for others looks at what was read, never at the store.
 
 One thread talks to the store. Another counts what it hears, because a store on a host that hangs never answers, and its
 clients have no timeout.
@@ -114,7 +114,7 @@ class RankWatch:
         self._setting_up = False
 
     def told(self) -> DynamixError | None:
-        """Where a collective has failed: what another rank has ended the job with, or raised before training."""
+        """The error with which another rank has ended the job, or that it raised before training."""
         seen = self.alive.news
         self._until(lambda: self.errors.ended is not None or self.alive.news > seen + 1, ANSWER_S)
         return self.errors.ended or self.errors.setup_error
@@ -139,7 +139,7 @@ class RankWatch:
         self._until(lambda: self.alive.beats > said + 1, ANSWER_S)
 
     def explain(self, error: BaseException, what: str) -> WorkerLostError:
-        """What to raise where a collective has failed with `error`: as soon as it is known which rank it was.
+        """The error to raise if a collective has failed with `error`: as soon as it is known which rank it was.
 
         Waits for that `VERDICT_S` at most; what cannot be known is not said.
         """
@@ -228,7 +228,7 @@ class RankWatch:
         self.alive.listen(self.clock())
 
     def _view(self) -> str:
-        """What the first rank tells all."""
+        """The first rank's message to all."""
         store, now = self._store, self.clock()
         keys = {rank: f"{self._prefix}/{rank}" for rank in range(self.workers)}
         if len(self._begun) < self.workers:

@@ -57,16 +57,16 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """What was trained on so far, in samples of the budget."""
+        """The samples of the budget that are spent so far."""
         return self._progress.learned if self.count == "progress" else float(self._progress.samples)
 
     def within(self, taught: float, *, spent: bool) -> float:
-        """What a round `taught`, or what of it is the budget's: a cosine rises again past its end. `spent`: in it."""
+        """The part of what a round `taught` that the budget has left: a cosine rises again past its end."""
         return min(taught, max(self.samples - self.spent + taught * spent, 0.0))
 
     @property
     def part(self) -> float:
-        """What is spent of it, 0 to 1."""
+        """The spent part of it, 0 to 1."""
         return min(self.spent / self.samples, 1.0)
 
     @property

@@ -18,7 +18,7 @@ from dynamix.runtime.rules import AUTO, efficiency
 
 
 class Rates(Part):
-    """Of all optimizers of a controller.
+    """The learning rates of all optimizers of a controller.
 
     lr_rule, rate_for   as of `Controller`
     budget    how much the job is to learn; None: nobody said
@@ -64,13 +64,13 @@ class Rates(Part):
         return self.budget
 
     def alike(self) -> dict[str, Any]:
-        """What every rank must hold alike, by name."""
+        """Facts that every rank must hold alike, by name."""
         budget = None if self.budget is None else (self.budget.samples, self.budget.count)
         nominal = [schedule.nominal_batch_size for schedule in self.schedules]
         return {"schedules": nominal, "budget": budget, **settings_of(self.optimizers)}
 
     def efficiency(self, done: Round) -> float:
-        """What a sample of a round taught, over one of a round at the start; an epoch's tail as the steps before."""
+        """The learning of a sample of a round, over one at the start; an epoch's tail counts as the steps before."""
         if done.piece or done.regular:
             self._total = done.at_once if done.piece else done.samples
         return efficiency(self._total, self.job.at_once, *self.progress.noise_at(done.index))
@@ -88,7 +88,7 @@ class Rates(Part):
     def follow(self, coming: Round, samples: int = 0) -> None:
         """Let the rates fit the global batch of a round; an epoch's tail has that of the steps before.
 
-        Where workers step apart they follow the steps that are taken at the same time, and the `samples` of this
+        If workers step apart, rates follow the steps that are taken at the same time, and the `samples` of this
         worker's: those of a part of a piece are a smaller step.
         """
         if self.watched is not None:
@@ -134,7 +134,7 @@ class Rates(Part):
             self.watched.round_done(done)
 
     def _counted(self, of: Round, *, spent: bool = False) -> float:
-        """What schedules count of a round; `spent`: the budget has counted it already."""
+        """The samples that schedules count of a round; `spent`: the budget has counted it already."""
         if self.budget is None:
             return of.samples
         in_progress = self.budget.count == "progress" and not self.job.fixed

@@ -1,1 +1,1 @@
-"""What a checkpoint holds, how it is packed, checked as a whole, and loaded."""
+"""Checkpoints: what they hold, how they are packed, checked as a whole, and loaded."""

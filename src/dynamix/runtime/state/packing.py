@@ -66,14 +66,14 @@ def _written(value: Any) -> Packed:
 
 
 class _Kept(NamedTuple):
-    """What is beside the text, not copied."""
+    """Values beside the text, not copied."""
 
     tensors: list[Tensor]
     objects: list[Any]
 
 
 def _plain(value: Any, kept: _Kept, deep: int) -> Any:
-    """What JSON knows of `value`; the rest goes into `kept`."""
+    """The part of `value` that JSON can hold; the rest goes into `kept`."""
     if type(value) in _KNOWN or isinstance(value, str):
         return value
     if isinstance(value, (float, np.floating)):

@@ -1,4 +1,5 @@
-"""Where a job is, and how another one goes on from there: its place in the data, and its division among workers."""
+"""The position of a job, and how another job goes on from there: its place in the data, and its division among
+workers."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class SourceState(Part):
         self._waiting: dict[str, Any] | None = None
 
     def feed(self, source: BatchSampler | Stream) -> None:
-        """From now on `source` deals the samples. It goes on where a loaded state was."""
+        """Let `source` deal the samples from now on. It goes on where a loaded state was."""
         if self._waiting is not None:
             source.check_state(self._waiting)
             source.go_on(self._waiting)
@@ -115,7 +116,7 @@ def _require_place(state: Any) -> None:
 
 
 def _require_cuts(state: dict[str, Any], cuts: Any, taken: int) -> None:
-    """Of the epoch's order, by jobs of other sizes and by regions: within the data set, and taken as far as said."""
+    """Refuse cuts of the epoch's order that leave the data set, or that were not taken as far as said."""
     size, position, regions = state["dataset_size"], state["position"], state["regions"]
     if not size > 0 or position > size or state["finished"] != (position == size):
         said = f"position={position}, finished={state['finished']}"
@@ -138,7 +139,7 @@ def _require_cuts(state: dict[str, Any], cuts: Any, taken: int) -> None:
 
 
 class Resumed(NamedTuple):
-    """What a job goes on with.
+    """The values that a job goes on with.
 
     same     the workers are those that saved the state, as far as that is known: each has its own measurements
     opens    the round from which measurements count
@@ -202,9 +203,9 @@ class Division(Part):
     def resumed(self, saved: Mapping[str, Any]) -> Resumed:
         """How this job goes on from a `saved` state. Raises `ConfigError` where a fixed global batch is out of bounds.
 
-        It has the saved ledger, within the bounds of today. With other workers the global batch is kept: those whose
-        hosts were there before have the shares that they had, new ones the mean of these. Where workers step apart,
-        what they train at the same time is kept too.
+        It has the saved ledger, within the bounds of today. With other workers the global batch is kept: workers whose
+        hosts were there before have the shares that they had, new ones the mean of these. If workers step apart, the
+        samples that they train at the same time are kept too.
         """
         job, workers, before = self.job, self.workers, saved["world_size"]
         bounds, names = job.bounds_from(saved["base_batch"]), saved["hosts"]["names"]

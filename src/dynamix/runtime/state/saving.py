@@ -1,8 +1,8 @@
 """The one schema of a controller's state: how it is written, checked as a whole, and loaded.
 
 Everything counts rounds and samples per round. Keys are the same in every state, whatever the job is made of; parts
-whose structure varies are packed (`packing`): `ranks` holds, by rank, what is a rank's own. In a gathered state that is
-also `policy`, where every rank decides for itself. A state is checked completely before any of it is applied.
+whose structure varies are packed (`packing`): `ranks` holds, by rank, what is a rank's own. A gathered state has
+`policy` too, if every rank decides for itself. A state is checked completely before any of it is applied.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _NEAR = 8  # frames between `torch.distributed.checkpoint` and here, at most
 def asked_by_distributed_checkpoint() -> bool:
     """Whether `torch.distributed.checkpoint` is asking all ranks for their states.
 
-    Of a value that several ranks have under one name it keeps that of any of them, a different one for each value. So
-    what it is given must be the same on all ranks. It passes nothing on that says so, and a rank that goes on must know
-    all names: the parts of ranks cannot have names of their own, of which more ranks would look for more.
+    If several ranks have a value under one name, it keeps that of any of them, a different one for each value. So what
+    it is given must be the same on all ranks. It passes nothing on that says so, and a rank that goes on must know all
+    names: the parts of ranks cannot have names of their own, of which more ranks would look for more.
     """
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
     asks = [frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint") for frame in frames[:_NEAR]]
@@ -151,7 +151,7 @@ def _mine(division: Division, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(state: Any, names: Iterable[str]) -> dict[str, Any]:
-    """What `_written` gave, unpacked. Raises `StateError` for what it did not give."""
+    """The values that `_written` gave, unpacked. Raises `StateError` for what it did not give."""
     if not isinstance(state, Mapping):
         raise StateError(f"the controller's state is {type(state).__name__}, not a dict. {FIX}")
     _require_schema(state)

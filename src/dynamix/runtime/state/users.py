@@ -1,4 +1,4 @@
-"""What a checkpoint holds of objects of the user's: a policy, hooks' states, schedules.
+"""The part of a checkpoint that holds the user's objects: a policy, hooks' states, schedules.
 
 They may raise while they load. Then all of them are put back. A policy's state is tried on a copy before it gets it.
 """
@@ -92,7 +92,7 @@ def _kind(value: Any) -> type:
 
 
 def load_atomically(takings: Sequence[Taking]) -> None:
-    """Let each load its part, in order. Where one raises, all are put back as they were.
+    """Let each load its part, in order. If one raises, all are put back as they were.
 
     Raises `StateError`, which names the one that raised.
     """
@@ -131,7 +131,7 @@ def _whose(owner: Any) -> str:
 
 
 class Remembered(NamedTuple):
-    """What a policy remembers; `here`: of these workers, so that it may go on with all of it."""
+    """The memory of a policy; `here`: of these workers, so that it may go on with all of it."""
 
     state: Any
     here: bool
@@ -145,7 +145,7 @@ class Remembered(NamedTuple):
 
 
 class PolicyState(Part):
-    """Of the policy of a job; `load_state_dict` and `check` get it as `Remembered`."""
+    """The state of a job's policy; `load_state_dict` and `check` get it as `Remembered`."""
 
     name = "policy"
 

@@ -46,7 +46,7 @@ def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup
 
 
 class Workers:
-    """Those that meet, over `group`; None: one alone. What is begun is waited for together.
+    """Those that meet, over `group`; None: one alone. Collectives that were begun are waited for together.
 
     ranks    how to wait for them
     on_cpus  a group made for this, which takes tensors on CPUs; None: `group` takes them, too
@@ -69,7 +69,7 @@ class Workers:
             self._under_way.append(dist.all_reduce(flat, op, group=group, async_op=True))
 
     def gather(self, mine: Any) -> list[Any]:
-        """What every worker has, in the order of ranks: plain objects. Not for every meeting."""
+        """The objects of every worker, in the order of ranks: plain objects. Not for every meeting."""
         if self.group is None:
             return [mine]
         found = [None] * self.count
@@ -182,7 +182,7 @@ class Sums:
         return float(self._packed[0][1][-1].item())
 
     def sums(self) -> list[Tensor]:
-        """Of each tensor, once they have arrived; in float32 at least."""
+        """The sum of each tensor, once they have arrived; in float32 at least."""
         found: dict[int, Tensor] = {}
         for bucket, flat in self._packed:
             total = flat[:-1].to(torch.promote_types(flat.dtype, torch.float32))

@@ -82,7 +82,7 @@ class DDPGradients(Hooked):
 
     @torch.no_grad()
     def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
-        """What all ranks have reduced already, in a loop that leaves `no_sync` out, has the union's weight."""
+        """If a loop leaves `no_sync` out, what all ranks have reduced already has the union's weight."""
         micro, counts, reductions = piece.plan.micro, piece.round.counts, self.hook.reductions
         if applied is None and reductions and (counts != counts[0]).any():
             if reductions != micro + 1:

@@ -75,7 +75,7 @@ def weighted(inner_hook: Hook, *, count: Callable[[], tuple[float, float]]) -> H
 
 
 class Check(Protocol):
-    """Who is told of every synchronised backward pass, and may raise: the controller's check of the loop."""
+    """Hears of every synchronised backward pass, and may raise: the controller's check of the loop."""
 
     def fail(self, message: str) -> NoReturn: ...
     def covers(self, parameters: list[Tensor]) -> None: ...
@@ -85,7 +85,7 @@ class Check(Protocol):
 
 @dataclass(frozen=True)
 class Around:
-    """What a connected model is given of its job.
+    """The job's services for a connected model.
 
     group     the data-parallel one; None: one process alone
     recorder  receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
@@ -183,7 +183,7 @@ class GradientHook(Part):
         return future
 
     def _arrived(self) -> None:
-        """At the end of backward. Raises what another rank ends the job with; `WorkerLostError` where one is lost."""
+        """Called at the end of backward. Raises another rank's error; `WorkerLostError` if one is lost."""
         futures, self._under_way = self._under_way, []
         for future in futures:
             self.ranks.wait(future, ADDED)

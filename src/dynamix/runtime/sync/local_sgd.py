@@ -41,7 +41,7 @@ def attach_apart(model: nn.Module, options: Options, around: Around) -> Sync:
 
 
 def averaging_of(model: nn.Module, options: Options, around: Around, *, at_times: bool = False) -> ParameterAveraging:
-    """What makes the workers' models one; they begin as the first rank's. A collective call."""
+    """The averaging that makes the workers' models one; they begin as the first rank's. A collective call."""
     group, ranks = around.group, around.ranks
     several = group is not None and ranks.workers > 1
     # Meetings are begun in a group of their own, where no collective of the loop's can be taken for one of theirs.

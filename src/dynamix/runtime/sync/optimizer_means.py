@@ -1,4 +1,4 @@
-"""What an optimizer remembers, averaged over workers that stepped apart: moments, and the numbers beside them."""
+"""Averages optimizers' state over workers that stepped apart: moments, and the numbers beside them."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ class Entry:
 
 
 class GroupMemory:
-    """What an optimizer keeps in its groups, beside what it was given (schedule-free, Prodigy): numbers and tensors.
+    """The values that an optimizer keeps in its groups, beside what it was given (schedule-free, Prodigy): numbers and
+    tensors.
 
-    An argument of the optimizer, as a learning rate is, belongs to the loop. What else has changed since this was made
-    is the optimizer's memory.
+    An argument of the optimizer, as a learning rate is, belongs to the loop. Everything else that has changed since
+    this was made is the optimizer's memory.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -56,7 +57,7 @@ class GroupMemory:
         self._began = [copy.deepcopy(self._told(group)) for group in optimizer.param_groups]
 
     def of(self, number: int, group: dict[str, Any], known: set[str]) -> dict[str, Any]:
-        """What is to be averaged of group `number`; `known` to be so from other workers."""
+        """The values to average of group `number`; `known`: other workers have them."""
         began = self._began[number] if number < len(self._began) else {}
         told = self._told(group)
         return {name: v for name, v in told.items() if name in known or name not in began or _unlike(began[name], v)}
@@ -81,8 +82,8 @@ class OptimizerMeans:
     """The state of one or several optimizers, and their groups' memory, on its way to its mean over workers.
 
     A worker that has an entry not yet (it has taken no step, or the parameter had no gradient on it) sends nothing for
-    it, and is given the mean of those that have it. What there is to average is compared at every meeting, so that all
-    send alike.
+    it, and is given the mean of those that have it. The ranks compare at every meeting what there is to average, so
+    that all send alike.
 
     optimizers   and what each keeps in its groups
     """
@@ -129,7 +130,7 @@ class OptimizerMeans:
                 self._put(self._memory(entry.place, told), entry, mean)
 
     def _own(self) -> dict[Entry, Any]:
-        """What is to be averaged. Raises `UsageError` for what has no mean."""
+        """This worker's values to average. Raises `UsageError` for what has no mean."""
         found: dict[Entry, Any] = {}
         for place, (optimizer, number, parameter) in enumerate(self._places):
             if parameter is None:
@@ -152,7 +153,7 @@ class OptimizerMeans:
         return torch.zeros(entry.shape or (), dtype=dtype, device=device)
 
     def _device(self, place: int) -> torch.device:
-        """Of the parameter, or of the group's first one."""
+        """The device of the parameter, or of the group's first one."""
         optimizer, number, parameter = self._places[place]
         parameters = optimizer.param_groups[number]["params"] if parameter is None else [parameter]
         return parameters[0].device if parameters else torch.device("cpu")
@@ -201,7 +202,7 @@ def _told(entry: Entry, value: Any) -> float:
 
 
 def without_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Of a placeholder there is nothing to apply, and without gradients no optimizer changes anything.
+    """A placeholder has nothing to apply, and no optimizer changes anything without gradients.
 
     Returns what `optimizer.step` is to be called with, where a closure would make gradients anew.
     """

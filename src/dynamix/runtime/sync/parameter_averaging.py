@@ -238,8 +238,8 @@ class ParameterAveraging(Part):
             broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ranks)
 
     def _take_along(self, moved: dict[str, bool]) -> None:
-        """What is not trained and was `moved` on some rank travels from now on: this time whole, as there is no copy of
-        what it was. Raises `UsageError` for what has no mean."""
+        """A tensor that is not trained and was `moved` on some rank travels from now on: this time whole, as there is
+        no copy of what it was. Raises `UsageError` for what has no mean."""
         if not moved:
             return
         flags = torch.tensor([*moved.values()], dtype=torch.float64)
@@ -255,7 +255,7 @@ class ParameterAveraging(Part):
             tensor.copy_(mean)
 
     def _described(self) -> list[str]:
-        """What this rank sends, in words."""
+        """A description of what this rank sends."""
         named = {id(t): name for name, t in (*self.model.named_parameters(), *self.model.named_buffers())}
         counters = (t for t in self._replaceable().values() if not has_mean(t))
         sent = [*(anchor.tensor for anchor in self._anchors), *counters]
@@ -265,7 +265,7 @@ class ParameterAveraging(Part):
         return [*words, "no scaler's scale" if self._scale() is None else "a scaler's scale"]
 
     def _move(self, moves: list[Tensor]) -> None:
-        """From the anchors by the mean `moves`, or as the outer optimizer makes of them."""
+        """Move the parameters from the reference weights by the mean `moves`, or by the outer optimizer's step."""
         outer = self._outer
         for anchor, move in zip(self._anchors, moves, strict=True):
             if outer is None or not anchor.is_trained:
@@ -301,7 +301,7 @@ class ParameterAveraging(Part):
         return self.workers.close()
 
     def facts(self) -> dict[str, Any]:
-        """What must be alike on all ranks, by name."""
+        """Facts that must be alike on all ranks, by name."""
         outer = self._outer and f"{type(self._outer).__name__} {self._outer.defaults}"
         how = {"optimizer_state": self.how.optimizer_state, "wire": self.how.wire}
         return how | {"outer": outer, "scaler": self.scaler is not None}

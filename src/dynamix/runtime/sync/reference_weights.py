@@ -1,4 +1,5 @@
-"""What the moves of workers that step apart are counted from: a tensor of the model as it was at the last meeting."""
+"""Reference weights: a copy of each tensor of the model as of the last meeting. Workers that step apart count their
+moves from it."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class ReferenceWeights:
         return self.tensor.detach().to(wide) - self.base(wide)
 
     def base(self, dtype: torch.dtype) -> Tensor:
-        """What a move is added to: an infinite entry of a buffer (a mask, a least value so far) moves from zero."""
+        """The value to which a move is added: an infinite entry of a buffer (a mask, a least value) moves from zero."""
         value = self.value.to(dtype)
         return value if self.is_trained or value.is_complex() else value.nan_to_num(0.0, 0.0, 0.0)
 
@@ -104,8 +105,8 @@ class _Seen:
     def changed(self, tensor: Tensor, *, surely: bool = False) -> bool:
         """Whether `tensor` is another one, or known to have changed.
 
-        Where autograd counts nothing, as with `tensor.data.mul_(2)`, only entries tell. They are looked at if the
-        tensor is in other memory, or if it is to be known `surely`.
+        If autograd counts nothing, as with `tensor.data.mul_(2)`, only entries tell. They are looked at if the tensor
+        is in other memory, or if it is to be known `surely`.
         """
         if tensor is not self.tensor or tensor._version != self.version:
             return True

@@ -21,7 +21,7 @@ _WHERE = "call it at a meeting: `if controller.checkpoint_due(every=N):`, or at 
 
 
 class RoundBoundary(Part):
-    """Of one rank, which steps apart from the others in rounds whose plan says so.
+    """The boundary of rounds on one rank, which steps apart from the others in rounds whose plan says so.
 
     averagings   of all models that are connected by now
     strays       collectives of the loop's own
@@ -65,7 +65,7 @@ class RoundBoundary(Part):
         return max((averaging.payload for averaging in self.averagings), default=1.0)
 
     def alike(self) -> dict[str, Any]:
-        """What every rank must hold alike of how models are averaged, by name."""
+        """Facts about how models are averaged that every rank must hold alike, by name."""
         every = [averaging.facts() for averaging in self.averagings]
         return {f"averaging: {name}": [facts[name] for facts in every] for name in (every[0] if every else ())}
 

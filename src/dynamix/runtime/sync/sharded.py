@@ -36,8 +36,8 @@ _GIVEN_BACK = (
 class ShardedHook(GradientHook):
     """`GradientHook` for FSDP2: sees every group's gradients before they are added over ranks.
 
-    Its groups are what buckets are there. Of the reduced gradient a rank has its shard alone: the square of its norm
-    is told times the number of shards, so that the mean over ranks is the whole gradient's.
+    Its groups are what buckets are there. A rank has only its shard of the reduced gradient: it reports the square of
+    its norm times the number of shards, so that the mean over ranks is the whole gradient's.
     """
 
     def __init__(self, shards: Shards, inner: InnerHook, around: Around, check: Check, *, scaler: Any) -> None:
@@ -78,7 +78,7 @@ class ShardedHook(GradientHook):
         return work
 
     def _add_and_cut(self, output: Tensor, values: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        """What gloo's reduce-scatter does, too; but the wait for that could not be given up."""
+        """Gloo's reduce-scatter does the same, but a wait for it cannot be given up."""
         self.ranks.wait_here(dist.all_reduce(values, group=group, async_op=True), ADDED)
         output.copy_(values.view(group.size(), -1)[group.rank()].view_as(output))
         if op == dist.ReduceOp.AVG:
@@ -92,7 +92,7 @@ class ShardedHook(GradientHook):
             self._tell_norm("global_sq", values, over / math.sqrt(shards), part)
 
     def _divided(self, values: Tensor) -> int:
-        """By what FSDP has divided gradients before their sum over ranks, so that half precision does not overflow."""
+        """The number by which FSDP has divided gradients before their sum over ranks, against overflow in half."""
         workers, factor = self.group.size(), 1
         if values.dtype not in (torch.float32, torch.bfloat16):
             while workers % factor == 0 and workers / factor > factor:
@@ -131,7 +131,7 @@ class ShardedHook(GradientHook):
         self._passing = False
 
     def _unknown(self, part: int) -> None:
-        """What reduces twice in an optimizer step has no norm: nobody ever has the sum of both."""
+        """A gradient that is reduced twice in an optimizer step has no norm: nobody ever has the sum of both."""
         for name in ("local_sq", "global_sq"):
             self.recorder.add(name, torch.tensor(math.nan), part=part)
         if not self._warned:
@@ -152,7 +152,7 @@ class ShardedHook(GradientHook):
 
 
 class _Called:
-    """What FSDP2 calls for group number `part`, around what it would call: `inner`.
+    """Called by FSDP2 for group number `part`, around what it would call: `inner`.
 
     `own` is what FSDP2 calls so far. If that is of a controller, which is closed by now, what was there before counts.
     """

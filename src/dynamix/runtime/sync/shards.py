@@ -1,9 +1,10 @@
-"""What FSDP2 (`fully_shard`) holds of a model: its groups of parameters, and gradients that have not crossed ranks.
+"""The parts of a model under FSDP2 (`fully_shard`): its groups of parameters, and gradients that have not crossed
+ranks.
 
 FSDP2 gathers a group's parameters before its passes and reduces its gradients after them. Without gradient sync they
-stay on the rank, where neither `.grad` of the model's parameters nor `optimizer.zero_grad()` reaches them. So this
-module reads torch's own state. It is found by name: importing `torch.distributed.fsdp` takes a third of the time that
-`import torch` takes.
+stay on the rank, and neither `.grad` of the model's parameters nor `optimizer.zero_grad()` reaches them. So this module
+reads torch's own state. It is found by name: importing `torch.distributed.fsdp` takes a third of the time that `import
+torch` takes.
 """
 
 from collections.abc import Iterator
@@ -67,11 +68,11 @@ class Shards:
 
     @property
     def device(self) -> torch.device:
-        """Where it trains."""
+        """The device on which it trains."""
         return next((group.device for group in self.groups), torch.device("cpu"))
 
     def held(self) -> list[Any]:
-        """What FSDP2 holds of each parameter."""
+        """FSDP2's record of each parameter."""
         return [p for group in self.groups for p in group.fsdp_params]
 
     def parameters(self) -> list[nn.Parameter]:
@@ -132,7 +133,7 @@ class Shards:
                 setattr(group, name, timer.exchanging()(getattr(group, name)))
 
     def stop_timing(self) -> None:
-        """What `time_exchanges` did is undone."""
+        """Undo `time_exchanges`."""
         for group in self.groups:
             for name in _EXCHANGES:
                 group.__dict__.pop(name, None)

@@ -23,8 +23,8 @@ from dynamix.runtime.sync.sync import Sync
 class SingleWorker(Sync):
     """A model of a job with one worker, not under DDP.
 
-    Pieces of unlike sizes accumulate in the weight of the last. What that is over the round's is taken away at the end
-    of the last piece's backward pass, so that the loop clips what the optimizer applies.
+    Pieces of unlike sizes accumulate in the weight of the last. The excess over the round's mean is taken away at the
+    end of the last piece's backward pass, so that the loop clips what the optimizer applies.
     """
 
     def __init__(self, model: nn.Module, around: Around) -> None:

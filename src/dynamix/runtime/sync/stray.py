@@ -4,8 +4,8 @@ A rank may be stuck in one while another waits at the meeting. So the counters o
 batch, and meanwhile by the thread that watches the ranks. If all are stuck, in calls that do not fit each other, the
 collective ends by itself after a few seconds.
 
-At a meeting a loop may call what it likes, but all ranks the same. If a loop counts its own batches, only some ranks
-call a collective there. These are stuck in it, and the others wait for them at the next meeting.
+A loop may call what it likes at a meeting, but all ranks must call the same. If a loop counts its own batches, only
+some ranks call a collective there. These are stuck in it, and the others wait for them at the next meeting.
 
 Another thread may talk to other ranks meanwhile, as that of a checkpoint which is saved in the background does.
 """
@@ -33,7 +33,7 @@ _ALL_CALL = frozenset(dist.distributed_c10d.__all__) - {"send", "recv", "isend",
 
 
 class StrayCollectives:
-    """Of the groups that have several of the ranks of `group`; None: nothing crosses ranks."""
+    """Watches the groups that have several of the ranks of `group`; None: nothing crosses ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._ranks = [] if group is None else dist.get_process_group_ranks(group)
@@ -63,7 +63,7 @@ class StrayCollectives:
                 backend._set_default_timeout(usual)
 
     def look(self) -> UsageError | None:
-        """What is wrong if the loop has begun a collective since `begin`. Any thread may ask."""
+        """The message if the loop has begun a collective since `begin`. Any thread may ask."""
         begun, marks = self._begun(), self._marks  # in this order: the loop's thread may be at a meeting by now
         if marks is None or len(begun) != len(marks) or not any(map(int.__gt__, begun, marks)):
             return None

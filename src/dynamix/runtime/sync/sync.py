@@ -81,7 +81,7 @@ class Sync(Part):
             scale_(self.own_gradients(), now / following)
 
     def own_gradients(self) -> list[Tensor]:
-        """What has accumulated of this rank alone."""
+        """The gradients that this rank alone has accumulated."""
         return gradients_of(self.model)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What frameworks put around a model and its optimizer, taken off: weights enter in the module inside."""
+"""Takes off what frameworks put around a model and its optimizer: weights enter in the module inside."""
 
 from typing import Any
 
