@@ -1,4 +1,4 @@
-"""What is observed, and what the answer to it must satisfy.
+"""The window that is observed, and the bounds that the answer to it must satisfy.
 
 A `Window` is a struct of arrays over workers. A live job fills shape `(W,)`; a simulator fills `(C, W)` for C
 clusters at once. Policies, `features` and `project` are the same code for both, so that a policy cannot behave
@@ -132,7 +132,7 @@ class Window:
 
     @property
     def worked(self) -> Floats:
-        """What `compute` was spent on, (..., W): `work` in samples of mean cost, `batch_size` where it is not known."""
+        """The work in `compute`, (..., W): `work` in samples of mean cost, `batch_size` if it is not known."""
         known = np.isfinite(self.work) & (self.work > 0)
         return np.where(known, self.work, self.batch_size) if known.any() else self.batch_size.astype(np.float64)
 
@@ -202,7 +202,7 @@ def plain_floats(values: Floats) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What an allocation must satisfy. Sizes are samples per worker and round. Arrays are read-only.
+    """The bounds that an allocation must satisfy. Sizes are samples per worker and round. Arrays are read-only.
 
     low, high     (..., W) int64, inclusive; `low` 0 lets a policy idle a worker
     total_low, total_high   (...) int64, of the sum over workers

@@ -1,4 +1,4 @@
-"""What the extra `bench` of dynamix-lab brings, and a word where it is missing."""
+"""Checks for the extra `bench` of dynamix-lab, and says what to install if it is missing."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 functions.
 
 Every interval is at 95 % unless asked otherwise. It is Student's t below `FEW` values and a percentile bootstrap from
-there on (`scipy.stats`): few values tell too little about their own tails to be drawn from again. Where pairs come from
+there on (`scipy.stats`): few values tell too little about their own tails to be drawn from again. If pairs come from
 several scenarios, the scenarios are the values.
 """
 

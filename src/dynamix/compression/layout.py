@@ -59,7 +59,7 @@ class Layout:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[int, int]]) -> Layout:
-        """From (items, width) pairs; neighbours of width 1 become one segment. Raises `ConfigError` if one is < 1."""
+        """The layout of (items, width) pairs; widths of 1 side by side are one. Raises `ConfigError` if one is < 1."""
         merged: list[tuple[int, int]] = []
         for items, width in parts:
             if width < 1 or items < 0:

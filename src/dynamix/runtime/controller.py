@@ -40,8 +40,8 @@ Model = TypeVar("Model", bound=nn.Module)
 class Controller(Feeding, ControllerStatus):
     """Gives every worker its own batch size while a job trains.
 
-    A collective call: every rank of `process_group` constructs it with the same arguments (checked). Without an
-    initialised process group it serves one process, and adapts its batch size if `global_batch` is "adaptive".
+    A collective call: every rank of `process_group` constructs it with the same arguments (checked). If no process
+    group is initialised, it serves one process, and adapts its batch size if `global_batch` is "adaptive".
 
         controller = dynamix.Controller(policy="dynamix", batch_size=128)
         sampler = controller.batch_sampler(dataset, seed=0)
@@ -240,7 +240,8 @@ class Controller(Feeding, ControllerStatus):
                 controller.step(loss=loss)
 
         For `accumulate=A`, where the exchange of every batch but the last is saved; right, and not needed, otherwise.
-        With `micro_batch` the loss is the mean over the piece's own samples, and is never divided by their number.
+        If `micro_batch` is given, the loss is the mean over the piece's own samples, and is never divided by their
+        number.
         """
         return connecting.piece(self._job)
 

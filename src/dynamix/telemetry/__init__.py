@@ -1,4 +1,4 @@
-"""What reads what a run wrote down: pages, a live view, and exports.
+"""Reads what a run wrote: pages, a live view, and exports.
 
     from dynamix.telemetry import find_sources, write_page
 

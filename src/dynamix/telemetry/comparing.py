@@ -31,7 +31,7 @@ def comparison(
     `loss_s`: seconds to `common_samples` and `common_loss`, which every run reached that can be compared. `over_first`
     is a run's time to these over the first one's, with `low` and `high` (95 %, by the scatter of both runs' speeds, and
     by how long their losses cross the common one); `no_verdict` why there is none. `notes` are sentences on what is
-    unlike. What is unknown is None.
+    unlike. An unknown figure is None.
     """
     reasons = _reasons(views, unfit or [""] * len(views))
     fit = [view for view, why in zip(views, reasons, strict=True) if not why] or list(views)
@@ -185,7 +185,7 @@ def _ratio(row: dict[str, Any]) -> str:
 
 
 def _notes(views: Sequence[RunView], overran: Sequence[Sequence[float]]) -> list[str]:
-    """What is unlike in the runs and no reason against a verdict, and how often devices overran."""
+    """The differences between the runs that are no reason against a verdict, and how often devices overran."""
     said = []
     for view, late in zip(views, overran, strict=True):
         first = views[0]

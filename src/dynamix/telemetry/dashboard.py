@@ -104,7 +104,7 @@ class TokenRequired:
 def make_app(runs: LiveRuns, *, token: str = "") -> Starlette:
     """The server's app: the page, its data, and a stream that says when there are new ones. It only reads.
 
-    Without a token it answers to this machine's own names only, so that no page of another site can read it.
+    If no token is set, it answers to this machine's own names only, so that no page of another site can read it.
     """
     page = page_html(None, live=True)
 

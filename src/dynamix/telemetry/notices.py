@@ -1,4 +1,4 @@
-"""What happened in a run beside its decisions: guards, failures, lost lines, other ways of meeting, restarts."""
+"""Events of a run beside its decisions: guards, failures, lost lines, other ways of meeting, restarts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Notices:
             self.kept.append(Notice(at_s, window, kind, text))
 
     def of_line(self, fields: dict[str, Any], at_s: float, window: int) -> None:
-        """What one line tells."""
+        """The notices of one line."""
         decision = fields.get("decision")
         if decision == "late":
             self.note(at_s, window, "late", "The policy was not done in time; sizes stayed as they were.")

@@ -45,7 +45,7 @@ def write_page(sources: Sequence[RunSource], out: str | Path, *, title: str | No
 
 
 def page_html(data: Mapping[str, Any] | None, *, live: bool = False) -> str:
-    """The page as one file. Without data it is the dashboard's, which asks for them.
+    """The page as one file. If no data is given, the page is the dashboard's, which asks for them.
 
     live   follow what the server says is new
     """
@@ -67,7 +67,7 @@ def page_html(data: Mapping[str, Any] | None, *, live: bool = False) -> str:
 
 
 def page_data(sources: Iterable[RunSource], *, title: str | None = None) -> dict[str, Any]:
-    """What the page draws, as JSON knows it: numbers of a run in bins, sentences, tables."""
+    """The data that the page draws, as JSON: numbers of a run in bins, sentences, tables."""
     found = list(sources)
     views = [(source, view) for source in found for view in source.views.values()]
     cells = MOST_CELLS // max(len(views), 1)
@@ -183,7 +183,7 @@ def _each(view: RunView, cells: int) -> dict[str, Any]:
 
 
 def _bars(view: RunView) -> list[dict[str, Any]]:
-    """Where workers' time went: of all of a few, else of the slowest."""
+    """The parts of workers' time: of all if there are few, else of the slowest."""
     parts, each, size = view.parts(), view.seconds_per_sample, view.series.overall("size")
     order = np.argsort(-np.where(np.isfinite(each), each, -1.0), kind="stable")
     chosen = range(view.workers) if view.workers <= BARS else order[:BARS].tolist()

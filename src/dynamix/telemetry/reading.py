@@ -30,7 +30,7 @@ _KINDS = {  # what is wrong with a line -> how many lines of that kind are told
 class Recorded:
     """A line of an events file: its fields, and its window as arrays.
 
-    Of the window's numbers of workers only those in `READ` are known, and `allocation` may be missing.
+    Only those of the window's numbers of workers that are in `READ` are known, and `allocation` may be missing.
     """
 
     fields: dict[str, Any]
@@ -61,7 +61,7 @@ class EventFollower:
         self._skipping = False  # within a line that is too long
 
     def more(self, most_bytes: int | None = None) -> Iterator[Recorded]:
-        """What was written since the last call, oldest first; of a long file about the next `most_bytes` only."""
+        """The lines since the last call, oldest first; of a long file about the next `most_bytes` only."""
         self.shrunk, taken = False, 0
         try:
             with self.path.open("rb") as file:
@@ -87,7 +87,7 @@ class EventFollower:
             return 0
 
     def problems(self) -> list[str]:
-        """What is missing, as sentences; empty where everything was read."""
+        """The missing parts, as sentences; empty if everything was read."""
         said = [self._error] if self._error else []
         if self.thinned:
             said.append(f"{self.path.name} grew long, and a part of its older windows was left out")

@@ -26,7 +26,7 @@ _SHOWN = ("compute", "data", "wait", "communication", "loss", "accuracy")
 
 
 class RunView:
-    """What the lines of one run say, in bounded memory.
+    """A view of one run's lines, in bounded memory.
 
     name       what the page calls it
     workers    the most that any window had

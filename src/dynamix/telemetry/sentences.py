@@ -1,4 +1,4 @@
-"""What a run shows, in plain sentences."""
+"""Says what a run shows, in plain sentences."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _early_and_late(view: RunView) -> tuple[float | None, float | None]:
 
 
 def _waiting(view: RunView) -> str:
-    """Where the time of the whole job went."""
+    """The parts of the whole job's time."""
     parts = {name: float(np.nan_to_num(values).sum()) for name, values in view.parts().items()}
     total = sum(parts.values())
     if not total:

@@ -1,4 +1,4 @@
-"""Where runs come from: an events file, a run folder, or a folder of such folders."""
+"""Finds runs: an events file, a run folder, or a folder of such folders."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RunSource:
             return 0.0
 
     def missing(self) -> list[str]:
-        """What a reader of the page has to know is not there, as sentences."""
+        """The missing parts that a reader of the page has to know, as sentences."""
         if self.absent:
             return []
         said = self.follower.problems()
@@ -114,7 +114,7 @@ class RunSource:
         return f"it ended with exit code {code}" if type(code) is int and code else ""
 
     def _ranks_not_observed(self) -> list[str]:
-        """Of an observed job: ranks of which a part or all is not known."""
+        """The ranks of an observed job of which a part or all is not known."""
         said = []
         for name, what in (("missing", "wrote nothing"), ("unfinished", "never said that it ended: it died, or runs")):
             ranks = self.result.get(name)

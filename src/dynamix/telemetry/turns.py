@@ -1,4 +1,4 @@
-"""What policies that take turns in one job say of each other: how many times as fast each of them is as the first."""
+"""Compares policies that take turns in one job: how many times as fast each of them is as the first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ LEAST_BLOCKS = 5  # fewer say nothing of how much they scatter
 
 
 class Speed(NamedTuple):
-    """Of one policy. Those of its windows that count: `windows`, `samples` and `seconds` of all of them together.
+    """The speed of one policy. Those of its windows that count: `windows`, `samples` and `seconds` of all of them
+    together.
 
     times       as fast as the first policy
     low, high   within which that is, at 95 %; NaN for the first policy and of few windows
@@ -66,7 +67,7 @@ class PolicyTurns:
             self._blocks.setdefault(self._at, {})[about["turn"]] = samples, took
 
     def speeds(self) -> list[Speed]:
-        """Of each policy, the first one first; none before a block is whole."""
+        """The speed of each policy, the first one first; none before a block is whole."""
         whole = [block for block in self._blocks.values() if block.keys() == set(self.policies)]
         if not whole:
             return []

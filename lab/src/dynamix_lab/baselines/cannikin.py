@@ -21,8 +21,8 @@ class Cannikin:
     Cannikin (Nie et al., arXiv 2402.05302). The first window is measured as it comes (equal shares), the second with
     shares by measured speed, because two different sizes tell alpha_i from beta_i; from then on optimal splits. Its
     compute-bound case: a step is the slowest worker's computing plus the part of the exchange that nothing hides. A
-    worker whose size hardly moved counts as proportional. `forget` weighs older windows (ours: the paper's clusters
-    do not change). What is exact and what had to be chosen is in `docs/design/baselines.md`.
+    worker whose size hardly moved counts as proportional. `forget` weighs older windows (ours: the paper's clusters do
+    not change). `docs/design/baselines.md` says what is exact and what had to be chosen.
 
     >>> policy, sizes = Cannikin(), np.array([64, 64])
     >>> for _ in range(3):
@@ -74,6 +74,6 @@ class Cannikin:
 
 
 def _filled(cost: Floats, otherwise: float) -> Floats:
-    """Without NaN: the mean of the measured workers' for the others, `otherwise` where nobody was measured."""
+    """Fill NaN: the mean of the measured workers' for the others, `otherwise` if nobody was measured."""
     usual = mean_of_known(cost)[..., None]
     return np.where(np.isnan(cost), np.where(np.isnan(usual), otherwise, usual), cost)

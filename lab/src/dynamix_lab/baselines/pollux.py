@@ -19,7 +19,7 @@ class Pollux:
     Step time ((alpha + beta b)^g + exchange^g)^(1/g) fitted to the windows seen, b samples for every worker; progress
     per sample (phi + B0)/(phi + B). The best of 50 sizes, evenly spaced in log b, from the base batch up; taken only if
     its goodput is `threshold` times the present one's. As long as one size was seen, half of its time counts as fixed.
-    What is exact and what had to be chosen is in `docs/design/baselines.md`.
+    `docs/design/baselines.md` says what is exact and what had to be chosen.
 
     >>> policy, known = Pollux(), dict(compute=[0.1, 0.1], wait=0.0, communication=0.1, noise=1e4, signal=1.0)
     >>> policy.decide(Window.of([32, 32], **known), Bounds.of(2, 1, 64)).tolist()

@@ -1,4 +1,4 @@
-"""What the laboratory tells `dynamix doctor`: what it can emulate on this machine, and what of it is installed."""
+"""The laboratory's rows of `dynamix doctor`: what it can emulate on this machine, and what of it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands under `dynamix bench` share: the group, options, progress on stderr, the command line as results
+"""Shared by the commands under `dynamix bench`: the group, options, progress on stderr, the command line as results
 name it, lists as options.
 """
 

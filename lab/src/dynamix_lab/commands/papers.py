@@ -1,4 +1,4 @@
-"""What else is measured and fitted: `dynamix bench excavation`, `calibration`."""
+"""Other measurements and fits: `dynamix bench excavation`, `calibration`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dynamix policy train` and `dynamix policy evaluate`. What they work with is imported when they run."""
+"""`dynamix policy train` and `dynamix policy evaluate`. Libraries are imported when a command runs."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""What `dynamix policy evaluate` prints for people: readable in a terminal of 80 columns."""
+"""Prints `dynamix policy evaluate` for people: readable in a terminal of 80 columns."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -53,7 +53,7 @@ def main(owner: int) -> None:
 
 
 def _weigh_least() -> None:
-    """Where a session is scheduled as one (autogroup), its weight counts, not the class of its processes."""
+    """If a session is scheduled as one (autogroup), its weight counts, not the class of its processes."""
     for _ in range(20):
         try:
             Path("/proc/self/autogroup").write_text("19")

@@ -73,7 +73,7 @@ class Traffic:
         self._process = start_helper(traffic.__file__, *arguments, pass_fds=(switch, *hosts))
 
     def set_rate(self, host: int, mbit_s: float) -> None:
-        """From now on `mbit_s` in each direction; 0 for nothing."""
+        """Send `mbit_s` in each direction from now on; 0 for nothing."""
         tell_helper(self._process, f"{host} {mbit_s}", "helper that makes background traffic")
 
     def close(self) -> None:

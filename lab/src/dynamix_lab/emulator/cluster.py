@@ -137,7 +137,7 @@ class Emulation:
 
     @property
     def mechanisms(self) -> dict[str, str]:
-        """What is in force: network, cpu, link."""
+        """The mechanisms in force: network, cpu, link."""
         cpu = self._limiter.mechanism if self._devices is None else "device"
         return {"network": self._network.mechanism, "cpu": cpu, "link": self._network.link}
 
@@ -187,7 +187,7 @@ class Emulation:
         return [h.cpu for h in self.scenario.hosts] if now is None else host_speeds(self.scenario, now, self.seed)
 
     def overruns(self) -> list[DeviceSteps]:
-        """What every rank's device has done since the last `start_clock`; empty where hosts have no device."""
+        """The device steps of every rank since the last `start_clock`; empty if hosts have no device."""
         return [] if self._devices is None else self._devices.steps()
 
     def links(self) -> list[Link]:
@@ -195,7 +195,7 @@ class Emulation:
         return host_links(self.scenario, self.time_s(), self.seed)
 
     def address(self, host: int) -> str:
-        """Where the others reach a host; 127.0.0.1 for all of them on loopback."""
+        """The address at which the others reach a host; 127.0.0.1 for all of them on loopback."""
         return self._network.address(host)
 
     def plug(self, host: int, *, plugged: bool) -> None:
@@ -203,7 +203,7 @@ class Emulation:
         self._network.plug(host, plugged=plugged)
 
     def partition(self, *parts: Sequence[int]) -> None:
-        """Cut the network: hosts of one part reach each other only. Without parts the network is whole again.
+        """Cut the network: hosts of one part reach each other only. If no parts are given, the network is whole again.
 
         parts   numbers of hosts; together every host once
 
@@ -248,7 +248,7 @@ class Emulation:
 
     @property
     def switch_address(self) -> str:
-        """Where hosts reach what `launch_on_switch` started."""
+        """The address at which hosts reach what `launch_on_switch` started."""
         return self._network.switch()[1]
 
     def poll(self) -> list[int | None]:
@@ -264,7 +264,7 @@ class Emulation:
         """Waits until every rank has ended and returns their exit codes; never longer than `timeout_s`.
 
         When a rank fails, the others get `grace_s` to end by their process group's own timeout (so that it must be
-        shorter), then are terminated. What a timeout ends has a negative code.
+        shorter), then are terminated. A process that a timeout ends has a negative code.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while None in (codes := self.poll()):
@@ -290,7 +290,7 @@ class Emulation:
             rank.wait()
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
-        """What torchrun would set, and what keeps a rank on one thread and in this emulation."""
+        """The variables that torchrun would set, and those that keep a rank on one thread and in this emulation."""
         return {
             **dict.fromkeys(("RANK", "GROUP_RANK", "ROLE_RANK"), str(rank)),
             **dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(self.scenario.workers)),

@@ -84,7 +84,7 @@ def compare(
     Each row has a run folder of its own inside `out`. The script gets its path in place of `{row}` in the command, and
     as DYNAMIX_ROW: of checkpoints that rows share, one row would go on from another's. `options` are those of
     `emulate`. A row that the script cannot do is not a failure: its `available` says why. `exit_code` is the worst of
-    the others. Where the script fails at the first row before its first window, the others are not run.
+    the others. If the script fails at the first row before its first window, the others are not run.
     """
     with RunFolder("emulate", out) as folder:
         found: dict[str, dict[str, Any]] = {}

@@ -22,7 +22,7 @@ from dynamix_lab.emulator.scenario import Device
 
 @dataclass(frozen=True, slots=True)
 class DeviceSteps:
-    """What one rank's device did.
+    """The steps of one rank's device.
 
     steps      passes (a forward and its backward) with pacing in force
     overruns   those of them whose real work ended late, by more than 1 ms and 2 %
@@ -89,7 +89,7 @@ class SharedDevices:
         self._before = self._counts()
 
     def steps(self) -> list[DeviceSteps]:
-        """By host."""
+        """The steps by host."""
         pairs = zip(self._counts(), self._before, strict=True)
         return [DeviceSteps(now[0] - old[0], now[1] - old[1], now[2] - old[2]) for now, old in pairs]
 

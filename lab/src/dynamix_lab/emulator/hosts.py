@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class Network(Protocol):
-    """Where ranks live: `fd` of the namespace a rank enters (-1: none), its address and interface; states of links.
+    """A rank's network: `fd` of the namespace that it enters (-1: none), its address and interface; states of links.
 
     `switch` is the place between the hosts: namespace and address, behind no link of its own.
     """
@@ -178,7 +178,7 @@ class Namespaces:
         self._fds, self._switch, self._traffic = [], -1, None
 
     def _connect(self) -> list[int]:
-        """In the switch's namespace: the bridge, and a cable from it into every host. Returns the ports' indices."""
+        """Make the bridge in the switch's namespace, and cables into the hosts. Returns the ports' indices."""
         ports = []
         with netlink() as ip:
             ip.link("add", ifname="bridge", kind="bridge")
@@ -193,7 +193,7 @@ class Namespaces:
         return ports
 
     def _configure(self, host: int) -> int:
-        """In a host's namespace: its address. Returns its card's index."""
+        """Give a host its address, in its namespace. Returns its card's index."""
         with netlink() as ip:
             card = int(ip.link_lookup(ifname=self.interface(host))[0])
             ip.addr("add", index=card, address=self.address(host), prefixlen=_PREFIX_LENGTH)
@@ -223,7 +223,7 @@ class Namespaces:
 
 
 def _shape(state: Link) -> Link:
-    """What queues and programs make of it."""
+    """The queues and programs that make the shape."""
     return dataclasses.replace(state, background_mbit_s=0.0)
 
 

@@ -49,7 +49,7 @@ def is_abandoned(name: str) -> bool:
 
 
 def private_folder(name: str) -> Path:
-    """Where emulation `name` keeps its socket; not in the run folder, as a socket's path has at most 107 characters."""
+    """The folder of the socket of emulation `name`: a path in the run folder may exceed a socket's 107 characters."""
     folder = Path(tempfile.gettempdir()) / name
     return folder if len(str(folder)) < 96 else Path("/tmp") / name
 

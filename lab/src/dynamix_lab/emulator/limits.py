@@ -32,7 +32,7 @@ class Limiter(Protocol):
         """Puts process `pid` and its later children into `group`, out of any other."""
 
     def limit(self, group: str, cores: float | None) -> None:
-        """From now on `group` gets `cores`; infinity: all it wants, before other jobs. None lifts the limit."""
+        """Give `group` so many `cores` from now on; infinity: all it wants, before other jobs. None lifts the limit."""
 
     def close(self) -> None:
         """Lifts every limit and removes what was made. Processes must have ended."""

@@ -31,7 +31,7 @@ def add_entrance(ip: Any, index: int) -> None:
 
 
 def set_loss(ip: Any, index: int, loss: float) -> None:
-    """From now on the part `loss` of all IP packets that arrive at `index` is dropped, each by itself."""
+    """Drop the part `loss` of all IP packets that arrive at `index` from now on, each by itself."""
     how = {"name": "dynamix-loss", "parent": _INGRESS, "prio": 1, "direct_action": True}
     with _loaded(loss) as fd:
         ip.tc("replace-filter", "bpf", index, 1, fd=fd, **how)

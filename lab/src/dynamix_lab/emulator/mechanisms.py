@@ -1,4 +1,4 @@
-"""What of the emulation this machine permits, and how to enable the rest."""
+"""The parts of the emulation that this machine permits, and how to enable the rest."""
 
 import importlib.util
 import itertools

@@ -112,7 +112,7 @@ def _devices(result: Mapping[str, Any]) -> str:
 
 
 def _facts(scenario: Scenario, cluster: Emulation, command: Sequence[str], seed: int) -> dict[str, Any]:
-    """What run.json says and result.json repeats."""
+    """The facts that run.json says and result.json repeats."""
     described = scenario.model_dump(mode="json")
     return {
         **{"schema": SCHEMA, "command": "emulate", "job": list(command), "cluster": "emulator"},

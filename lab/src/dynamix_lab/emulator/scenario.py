@@ -1,4 +1,4 @@
-"""What an emulated cluster looks like and what disturbs it, as data. Its course over time is in `schedule`."""
+"""An emulated cluster and its disturbances, as data. Its course over time is in `schedule`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ _Disturbance = Annotated[Neighbour | Load, Field(discriminator="kind")]
 
 
 class Change(_Model):
-    """From `at_s` on a host (None: all of them) has these values; what is None stays as it is."""
+    """A change on a host (None: all of them) from `at_s` on; a value that is None stays as it is."""
 
     at_s: _Time
     host: _Index | None = None
@@ -159,7 +159,7 @@ class Trace(_Model):
 
 
 class Device(_Model):
-    """What a training step takes on an accelerator of relative speed 1, which every host of the scenario then has.
+    """The time of a training step on an accelerator of relative speed 1, which every host of the scenario then has.
 
     fixed_ms       of every forward and backward pass
     per_sample_ms  of each sample
@@ -201,7 +201,7 @@ class Scenario(_Model):
 
     @property
     def needs(self) -> dict[str, str]:
-        """What it asks of links ("rate", "loss", "latency", "traffic"), each with the first place that asks for it."""
+        """Its demands on links ("rate", "loss", "latency", "traffic"), each with the first place that has it."""
         found: dict[str, str] = {}
         places: list[tuple[str, Host | Change]] = [(f"hosts[{i}]", host) for i, host in enumerate(self.hosts)]
         places += [(f"schedule[{i}]", change) for i, change in enumerate(self.schedule)]
@@ -257,7 +257,7 @@ class Scenario(_Model):
         return self
 
     def _check_speeds(self) -> None:
-        """Of device hosts: `cpu` is a relative speed."""
+        """Check device hosts: `cpu` is a relative speed."""
         wrong = [(place, cpu) for place, cpu in self.cpus() if cpu > 1]
         for place, cpu in wrong[:1]:
             allowed = "at most 1: with device, cpu is a relative speed, 1 that of the device"

@@ -34,7 +34,7 @@ class Link:
 def host_speeds(scenario: Scenario, t_s: float, seed: int = 0) -> list[float]:
     """Cores each host's job has `t_s` seconds after the clock's start: exact, and a function of its arguments alone.
 
-    With a device: each host's relative speed.
+    The relative speed of each host with a device.
 
     >>> from dynamix_lab.emulator import load_scenario
     >>> host_speeds(load_scenario("even"), 3.0)

@@ -1,4 +1,4 @@
-"""What is compared on the excavation task: methods, and everything that a run depends on."""
+"""The methods that are compared on the excavation task, and everything that a run depends on."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def available() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentConfig:
-    """What is compared. `evaluation_worlds` episodes of one horizon for every number of `agents`, method and seed.
+    """The settings of a comparison. `evaluation_worlds` episodes of one horizon for every number of `agents`, method
+    and seed.
 
     large   numbers of agents on larger grounds, with a tunnel for every so many as most of `agents`; nothing is learned
             there
@@ -123,7 +124,7 @@ class ExperimentConfig:
         )
 
     def fingerprint(self, method: str) -> str:
-        """Of everything that a finished run of `method` depends on; methods and seeds may be added later."""
+        """A fingerprint of all that a finished run of `method` depends on; methods and seeds may be added later."""
         others = {"dqn", "mappo", "maddpg"} - {_SETTINGS.get(base(method))}
         others |= {"methods", "seeds", *(() if base(method) in LEARNED_GATE else ("gate",))}
         facts = {k: v for k, v in dataclasses.asdict(self).items() if k not in others}

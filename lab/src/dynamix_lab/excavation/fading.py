@@ -73,7 +73,7 @@ class FadingField:
         np.add.at(self.value.reshape(-1), (cell + self._first).reshape(-1), visits.reshape(-1))
 
     def smelt(self, cell: Ints) -> Floats:
-        """What is on cells (B, ...) of their worlds, `late` steps ago."""
+        """The traces on cells (B, ...) of their worlds, `late` steps ago."""
         now = self._past[0] if self.late and self._past else self.value
         first = self._first.reshape(-1, *([1] * (cell.ndim - 1)))
         return np.asarray(now.reshape(-1).take(cell + first))

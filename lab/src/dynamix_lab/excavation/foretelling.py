@@ -1,4 +1,4 @@
-"""What traces tell: whether somebody laden is coming, of whom an empty agent sees nothing yet.
+"""Measures what traces tell: whether somebody laden is coming, of whom an empty agent sees nothing yet.
 
 The motion is by hand. Of every empty agent at the mouth or in the tunnel it is noted what it sees, what it smells of
 the paper's traces and of typed ones, and whether somebody laden is ahead in the tunnel, out of sight but at most `FAR`

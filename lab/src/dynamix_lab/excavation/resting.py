@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 
 class Gate(Protocol):
-    """Who rests. `rest` is asked before every step of the worlds, (B, N); `after` is told that it was made."""
+    """Decides who rests. `rest` is asked before every step of the worlds, (B, N); `after` is told that it was made."""
 
     def rest(self) -> Flags: ...
 

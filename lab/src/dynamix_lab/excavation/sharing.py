@@ -1,4 +1,4 @@
-"""Who did how much: what an excavation achieved, and how unequally the work was shared."""
+"""The sharing of work: what an excavation achieved, and how unequally the work was shared."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _work(work: ArrayLike) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class WorkShares:
-    """What N agents did in each of B worlds: arrays (B, N), over `steps` steps.
+    """The work of N agents in each of B worlds: arrays (B, N), over `steps` steps.
 
     delivered    pellets brought to the nest
     collisions   moves refused because of another agent

@@ -1,4 +1,4 @@
-"""What the runs of a comparison found, over trainings: interquartile means with intervals, a table, a figure."""
+"""Summarises the runs of a comparison over trainings: interquartile means with intervals, a table, a figure."""
 
 from __future__ import annotations
 
@@ -115,6 +115,6 @@ def _measures(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _estimate(values: Sequence[float | None]) -> dict[str, float | None]:
-    """Of those that are known."""
+    """The estimate over those that are known."""
     known = [value for value in values if value is not None]
     return stratified(known).to_dict() if known else {"iqm": None, "low": None, "high": None}

@@ -102,7 +102,7 @@ def _on_larger_ground(
     worlds: int,
     seed: int,
 ) -> dict[str, Any]:
-    """With a tunnel for every `of` agents, and one nest for all."""
+    """Play with a tunnel for every `of` agents, and one nest for all."""
     tunnels = max(agents // of, 1)
     larger = dataclasses.replace(task, shape=dataclasses.replace(task.shape, tunnels=tunnels))
     shares = evaluate(act, larger, agents=agents, worlds=max(worlds // tunnels, 1), seed=seed, gate=gate)

@@ -94,7 +94,7 @@ class ExcavationConfig:
 
     @property
     def traces(self) -> slice:
-        """Where in an observation the traces are: a learner without them masks this part."""
+        """The part of an observation that holds the traces: a learner without them masks it."""
         first, around = _OWN + 3 * ((2 * self.sight + 1) ** 2 - 1), (2 * self.smell + 1) ** 2
         return slice(first, first + (len(KINDS) * around + 2 if self.signs == "typed" else around))
 
@@ -233,7 +233,7 @@ class Excavation:
         return np.asarray(self.delivered.sum(-1) >= self.config.pellets)
 
     def observe(self) -> Seen:
-        """What each agent sees, (B, N, F)."""
+        """The view of each agent, (B, N, F)."""
         seen = np.empty((*self.place.shape, self.config.features), dtype=np.float32)
         others, traces = self._known.shape[-1], self.config.traces
         seen[..., :others] = self._known[self.carrying.astype(np.int64), self.place]
@@ -248,7 +248,7 @@ class Excavation:
 
     @property
     def at_home(self) -> Flags:
-        """Who is in the nest without a pellet, (B, N)."""
+        """The agents in the nest without a pellet, (B, N)."""
         return np.asarray(self.burrow.nest[self.place] & ~self.carrying)
 
     def entries_now(self) -> Floats:
@@ -304,7 +304,7 @@ class Excavation:
         return np.concatenate([traces, mouth[..., None], self.heading[..., None]], -1)
 
     def workload(self) -> WorkShares:
-        """What was done since the last reset."""
+        """The work since the last reset."""
         return WorkShares(
             self.clock,
             self.delivered.copy(),

@@ -1,4 +1,4 @@
-"""Where a trial becomes a run: on the virtual clock, or by real processes on emulated devices."""
+"""Turns a trial into a run: on the virtual clock, or by real processes on emulated devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dynamix demo` adds to its experiment, `experiments/demo.toml`: what a person may choose, and what is told."""
+"""The demo beside its experiment, `experiments/demo.toml`: a person's choices, and what is said."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class DemoSuite(ExperimentSuite):
 
 
 def about_hosts(mechanisms: Mapping[str, str]) -> str:
-    """What hosts are made of here.
+    """A sentence on what hosts are made of here.
 
     >>> about_hosts({"network": "loopback", "cpu": "device"})
     'hosts: paced devices, meeting over loopback: no root is needed'

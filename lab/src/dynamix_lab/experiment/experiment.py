@@ -1,4 +1,4 @@
-"""What an experiment is: rows at places with seeds, on a cluster, in one or more settings. Read from a TOML file."""
+"""An experiment: rows at places with seeds, on a cluster, in one or more settings. Read from a TOML file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEDULE = dict.fromkeys(OF_BUDGET, "cosine")  # of a recipe, by setting; a cons
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a row does with a recipe for one worker: b0 samples a step, rate r0.
+    """A row: how it uses a recipe for one worker, of b0 samples a step at rate r0.
 
     name          in tables; "single" is one worker alone
     policy, lr_rule, global_batch, local, count    as in `Trial`; without `policy` and `local` it is one worker alone

@@ -17,7 +17,7 @@ MATCHES = 0.003  # of the metric: how far below another's a score may end if its
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What is read from a run.
+    """A figure that is read from a run.
 
     seconds    of its clock; if it did not arrive, those until it was ended
     arrived    whether it came where the setting asks it to
@@ -36,7 +36,7 @@ class Setting(Protocol):
         """When a run ends; `limit_s` ends it earlier."""
 
     def read(self, run: TrialRun, place: Place) -> Arrival:
-        """What it came to."""
+        """The run's figure."""
 
 
 class Finish:

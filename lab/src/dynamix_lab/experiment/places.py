@@ -1,4 +1,4 @@
-"""Where runs take place: a job, with its numbers and recipes, on a cluster. All of it is fixed before rows are run."""
+"""Places of runs: a job, with its numbers and recipes, on a cluster. All of it is fixed before rows are run."""
 
 from __future__ import annotations
 

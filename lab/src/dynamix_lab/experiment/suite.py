@@ -29,7 +29,7 @@ GIVE_UP = 2.0  # a run of the tuning ends at so many times the best one of its r
 
 @dataclass(frozen=True, slots=True)
 class TableCase:
-    """What a table compares rows in: a setting at a place, with a recipe for `batch` samples if rows have one."""
+    """A case of a table: a setting at a place, with a recipe for `batch` samples if rows have one."""
 
     setting: str
     place: Place
@@ -179,7 +179,7 @@ class ExperimentSuite(Suite):
 
 
 def read(case: TableCase, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """What is read from a run that a cell keeps."""
+    """The figures of a run that a cell keeps."""
     run = TrialRun.from_dict(kept)
     found = SETTINGS[case.setting].read(run, case.place)
     seen = {name: kept[name] for name in ("waiting", "sizes") if name in kept}
@@ -236,7 +236,7 @@ class _Impatient:
 
 
 def at_edge(trial: Trial, trials: Sequence[Trial]) -> list[str]:
-    """In what a winner is at an end of what was tried, so that a better one may lie beyond.
+    """The dimensions in which a winner is at an end of what was tried, so that a better one may lie beyond.
 
     Gives some of learning_rate, batch_size, budget (of a rate that falls) and steps (between meetings). An end is one
     among the trials of the same schedule; two values have no inside, so they do not count.

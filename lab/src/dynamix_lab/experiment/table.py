@@ -74,7 +74,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def points(case: Case, row: str, beside: Sequence[str]) -> list[float] | None:
-    """By seed, how many points a row's score is above that of the best of `beside`; None if none of them ran."""
+    """The points by which a row's score is above that of the best of `beside`, by seed; None if none of them ran."""
     known = [name for name in beside if name in case["rows"]]
     if not known:
         return None
@@ -243,7 +243,7 @@ def how_fast(row: Readings) -> list[str]:
 
 
 def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
-    """What is to be said of a place beside its table."""
+    """The notes on a place beside its table."""
     rows: Mapping[str, Readings] = case["rows"]
     able = {name: row["seconds"] for name, row in rows.items() if counts(case, name, plan["beside"])}
     kinds = {name: Trial.from_dict(row["trial"]) for name, row in rows.items()}

@@ -1,4 +1,4 @@
-"""What the times of one job on one cluster say: does distributing pay?"""
+"""The verdict of the times of one job on one cluster: does distributing pay?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Times = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What opponents alone say of a job on a cluster, before any policy of ours is looked at.
+    """The verdict of opponents alone on a job on a cluster, before any policy of ours is looked at.
 
     best_synchronous      the fastest synchronous opponent, by the geometric mean of its seconds
     over_single           its speed over the fastest worker alone

@@ -1,1 +1,1 @@
-"""What starts a job's ranks on emulated hosts and follows them to the end."""
+"""Starts a job's ranks on emulated hosts and follows them to the end."""

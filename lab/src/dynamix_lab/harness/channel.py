@@ -59,7 +59,7 @@ class JobChannel:
         return b"\n" in self._buffer
 
     def fileno(self) -> int:
-        """Of the socket, for `select`."""
+        """The file descriptor of the socket, for `select`."""
         return self._socket.fileno()
 
     def close(self) -> None:

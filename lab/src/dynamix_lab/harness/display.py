@@ -1,4 +1,4 @@
-"""What a person sees while runs go on. Everything goes to stderr."""
+"""Shows a person how runs go on. Everything goes to stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is attainable: shares decided with the scenario file in hand."""
+"""The attainable: shares decided with the scenario file in hand."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def file_name(policy: str) -> str:
 
 @dataclass
 class PolicyRun:
-    """What became of one policy with one seed. Filled while it goes on; `finished` once its last step is done."""
+    """The outcome of one policy with one seed. Filled while it goes on; `finished` once its last step is done."""
 
     policy: str
     seed: int
@@ -86,7 +86,7 @@ class PolicyRun:
 
     @property
     def accuracy(self) -> float:
-        """Of the newest scored snapshot."""
+        """The accuracy of the newest scored snapshot."""
         return self.snapshots[-1].score if self.snapshots else float("nan")
 
     @property

@@ -32,7 +32,7 @@ def untold(what: str, done: float) -> None:
 
 
 def part_of(tell: Tell, index: int, parts: int) -> Tell:
-    """What tells the progress of part `index` of `parts` equal ones."""
+    """A function that tells the progress of part `index` of `parts` equal ones."""
     return lambda what, done: tell(what, (index + done) / parts)
 
 
@@ -50,7 +50,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a cell may use while it runs.
+    """The services that a cell may use while it runs.
 
     folder   of the run; what a cell leaves there beside its result has names of its own
     found    results of the cells that have ended, by key
@@ -65,7 +65,7 @@ class Context:
 
 
 class Suite(ABC):
-    """What the harness asks of a suite. Everything a cell gives is plain JSON.
+    """The interface of a suite for the harness. Everything a cell gives is plain JSON.
 
     name    of its command, and of the run folder
     plan    checked before anything runs; a folder is resumed with an equal one only
@@ -78,11 +78,11 @@ class Suite(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What is known before the first cell: `cluster`, `seeds`, `scenario_sha256` and what else the result names."""
+        """Facts before the first cell: `cluster`, `seeds`, `scenario_sha256` and what else the result names."""
 
     @abstractmethod
     def cells(self) -> Sequence[Cell]:
-        """In the order in which they run. A cell may need the results of those before it."""
+        """The cells in the order in which they run. A cell may need the results of those before it."""
 
     @abstractmethod
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Suite(ABC):
 
     @abstractmethod
     def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
-        """What the cells mean together: `target`, `policies`, `ratios` and what else the result holds."""
+        """The conclusions from all cells: `target`, `policies`, `ratios` and what else the result holds."""
 
     @abstractmethod
     def table(self, result: Mapping[str, Any]) -> str:
@@ -101,14 +101,14 @@ class Suite(ABC):
         return None
 
     def bound_to(self) -> dict[str, Any]:
-        """What else must be as it was when a folder is resumed: the commit, say, where times are compared."""
+        """The facts that must be as they were when a folder is resumed: the commit, say, if times are compared."""
         return {}
 
     def begin(self, found: Mapping[str, Any]) -> None:  # noqa: B027 - few suites have something to do here
         """Called once before the first cell runs, with what the folder holds already."""
 
     def means(self, folder: RunFolder) -> contextlib.AbstractContextManager[Any]:
-        """What cells share while they run, such as processes: opened before the first, closed after the last."""
+        """Means that cells share, such as processes: opened before the first, closed after the last."""
         return contextlib.nullcontext()
 
     def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What the hosts and links of a scenario have over time, stretch by stretch between two changes."""
+"""The course of a scenario's hosts and links over time, stretch by stretch between two changes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def slowest_link(scenario: Scenario, time_s: float, seed: int) -> float:
 
 
 def ring_mbit(workers: int, payload_bytes: float) -> float:
-    """What a ring all-reduce of a payload sends over each link, Mbit.
+    """The data that a ring all-reduce of a payload sends over each link, Mbit.
 
     >>> ring_mbit(4, 1e6)
     12.0

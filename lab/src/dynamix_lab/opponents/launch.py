@@ -28,7 +28,7 @@ TIMEOUT_S = 60  # of the ranks' process group
 
 @dataclass(frozen=True, slots=True)
 class LiveJob:
-    """What all runs of one launch have in common.
+    """The settings that all runs of one launch have in common.
 
     workload, seed     of data, weights and sample order
     scenario           name or file, for the reference
@@ -110,7 +110,7 @@ class LiveRanks:
             raise
 
     def events(self, name: str) -> Path:
-        """Where the run of this name leaves the decisions of its policy, if it has one."""
+        """The file in which the run of this name leaves the decisions of its policy, if it has one."""
         return self._hosts.run_dir / f"{file_name(name)}.events.jsonl"
 
     def _followed(self, name: str) -> LiveRun:

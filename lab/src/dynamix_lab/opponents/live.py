@@ -49,7 +49,7 @@ _DONE = "dynamix_lab/opponents/single"
 
 
 class RunObserver:
-    """What a run tells while it goes on, on the rank that leads: 0, or the one that trains alone.
+    """Reports a run while it goes on, on the rank that leads: 0, or the one that trains alone.
 
     This one does nothing; override what you need. Calls cost the run their time.
     """
@@ -120,7 +120,7 @@ def run_rank(
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What became of a step or round: samples by worker, steps in it, this rank's loss, whether all stop now.
+    """The end of a step or round: samples by worker, steps in it, this rank's loss, whether all stop now.
 
     spent   of the trial's budget so far, the same on all ranks; None: its samples
     """
@@ -279,7 +279,7 @@ class _LivePolicy:
 
 
 def settings_of(trial: Trial, workload: Workload, workers: int, samples: int) -> dict[str, Any]:
-    """What a trial says to `Controller`: how much a worker does, and how workers meet."""
+    """The settings of `Controller` in a trial: how much a worker does, and how workers meet."""
     moves = trial.local is None and trial.global_batch == "adaptive"
     least = least_round(trial, workers * trial.batch_size) if moves else None
     limits = Limits(*bounds_of_trial(trial, workload), min_global_batch=least)

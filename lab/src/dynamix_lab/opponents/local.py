@@ -67,7 +67,7 @@ class ScheduledRate:
 
 
 class RoundBook:
-    """What every rank knows alike: samples so far, the rule of the period, the shares.
+    """The book that every rank keeps alike: samples so far, the rule of the period, the shares.
 
     limit   samples after which the run ends; the last round is cut there. None: no limit
     """

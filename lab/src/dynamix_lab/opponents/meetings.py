@@ -1,4 +1,4 @@
-"""What happens when workers meet over parameters: what travels, and what becomes of parameters and momentum.
+"""Meetings of workers over parameters: what travels, and what becomes of parameters and momentum.
 
 One sum over workers carries everything: parameters, floating-point buffers and (if it is averaged) the optimizer's
 state, each times the worker's samples; then the samples, the loss, the seconds of each worker's step, and whether
@@ -21,7 +21,7 @@ from dynamix_lab.opponents.trial import LocalSettings
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What every rank knows after a meeting.
+    """The facts that every rank knows after a meeting.
 
     values    parameters and buffers in a row, then the averaged part of the optimizer's state
     samples   trained in the round by all workers
@@ -58,7 +58,7 @@ class NesterovOuter:
 
 
 class Baggage:
-    """What one worker takes to a meeting and brings home.
+    """The tensors that one worker takes to a meeting and brings home.
 
     model, optimizer   its own; the optimizer has taken a step before the first meeting
     settings           say what becomes of the optimizer's state
@@ -83,14 +83,14 @@ class Baggage:
 
     @torch.no_grad()
     def packed(self, samples: int, loss: float, step_s: float, *, stop: bool = False) -> Tensor:
-        """What is summed over workers. `loss` is the mean over this worker's `samples`."""
+        """The numbers that are summed over workers. `loss` is the mean over this worker's `samples`."""
         facts = torch.zeros(self.workers + 3)
         facts[0], facts[1], facts[2], facts[3 + self.rank] = samples, loss * samples, float(stop), step_s
         values = torch.cat([t.detach().reshape(-1) for t in self._travelling()]).mul_(samples)
         return torch.cat([values, facts.to(values.dtype)])
 
     def unpacked(self, total: Tensor) -> Met:
-        """What the sum over workers says; `total` is used up."""
+        """The values of the sum over workers; `total` is used up."""
         facts = total[-(self.workers + 3) :].double()
         samples = float(facts[0])
         values = total[: -(self.workers + 3)].div_(samples)
@@ -111,7 +111,7 @@ class Baggage:
 
     @property
     def payload_bytes(self) -> int:
-        """What one worker sends, before any scheme of reduction."""
+        """The bytes that one worker sends, before any scheme of reduction."""
         return sum(t.numel() * t.element_size() for t in self._travelling()) + 4 * (self.workers + 3)
 
     def _travelling(self) -> Sequence[Tensor]:

@@ -15,7 +15,7 @@ ADACOMM_GAMMA = 0.5  # what H is multiplied by where the loss has stopped fallin
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a rule knows at a meeting, the same on all ranks.
+    """The moment of a meeting as a rule knows it, the same on all ranks.
 
     samples   trained so far by all workers
     rate      learning rate of the coming step

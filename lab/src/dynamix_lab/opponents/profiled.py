@@ -1,4 +1,4 @@
-"""What an engineer does by hand: time every worker at a few batch sizes once, fit lines, keep the shares."""
+"""The method of an engineer by hand: time every worker at a few batch sizes once, fit lines, keep the shares."""
 
 from __future__ import annotations
 

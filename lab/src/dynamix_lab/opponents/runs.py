@@ -1,4 +1,4 @@
-"""What a run of an opponent leaves behind, live or on the virtual clock, and when it ends."""
+"""The record that a run of an opponent leaves, live or on the virtual clock, and when it ends."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TrialRun:
         return not math.isfinite(self.evaluations[-1].loss)
 
     def mean_score(self, window: float) -> float:
-        """Of the evaluations in the last `window` samples, the last one among them; 0 if the loss is no number."""
+        """The mean of the evaluations in the last `window` samples; 0 if the loss is no number."""
         if self.diverged:
             return 0.0
         last = self.evaluations[-1]
@@ -184,7 +184,7 @@ class TrialRun:
 
 
 def mean_scores(samples: Sequence[int], scores: Sequence[float], window: float) -> list[float | None]:
-    """At each evaluation the mean of those in the last `window` samples; None before so many were trained.
+    """The mean of the evaluations in the last `window` samples, at each evaluation; None before so many were trained.
 
     Windows are in samples. So a row that is scored seldom, at its meetings, remembers no more than one that is scored
     after every step. The untrained model counts for nothing.

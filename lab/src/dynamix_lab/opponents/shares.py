@@ -21,7 +21,7 @@ FIRST_STEPS = 2  # of every worker in the first round, whose only purpose is to 
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What every worker does until the next meeting, the same on all ranks.
+    """The work of every worker until the next meeting, the same on all ranks.
 
     start    samples of the global stream that earlier rounds have used
     steps    (W,) local steps of each worker
@@ -38,7 +38,7 @@ class RoundPlan:
         return self.steps * self.pieces
 
     def begins(self, worker: int) -> int:
-        """Where in the global stream the worker's samples begin."""
+        """The place in the global stream at which the worker's samples begin."""
         return self.start + int(self.samples[:worker].sum())
 
 

@@ -83,7 +83,7 @@ class LocalSettings:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one run is told to do. A row without a policy and without local settings is one worker alone.
+    """The settings of one run. A row without a policy and without local settings is one worker alone.
 
     row            its name in tables: "single", "static", "local", ...
     policy         what decides the shares, for `make_policy`; None where workers meet over parameters, or not at all
@@ -162,7 +162,7 @@ class Trial:
         return self.global_batch == "adaptive" and self.policy not in FIXED_TOTAL
 
     def rate_factor(self, samples: float) -> float:
-        """What the schedule multiplies the rate by once `samples` are trained.
+        """The factor of the schedule on the rate once `samples` are trained.
 
         >>> [round(Trial("x", None, 8, 0.1, schedule="cosine", budget=100).rate_factor(s), 3) for s in (0, 50, 200)]
         [1.0, 0.505, 0.01]

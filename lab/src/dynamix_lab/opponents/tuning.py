@@ -43,7 +43,7 @@ Judge = Callable[[TrialRun], float]
 
 @dataclass(frozen=True, slots=True)
 class TuningSpace:
-    """What a job's grids are made of.
+    """The grids of a job.
 
     rates          global batch -> best learning rate there, of the job's step-count curve; between them the line
                    through their logarithms, beyond them the nearest
@@ -101,7 +101,7 @@ def grid(row: str, space: TuningSpace) -> list[Trial]:
 
 
 def neighbours(trial: Trial, space: TuningSpace) -> list[Trial]:
-    """Where a search goes on from a trial: first what a grid's end may hide, then finer rates.
+    """The trials to which a search goes on from a trial: first those that a grid's end may hide, then finer rates.
 
     A batch of another size keeps its rate's place beside the curve.
 
@@ -264,7 +264,7 @@ def tune(
 
 
 def _rounded(trial: Trial) -> tuple[object, ...]:
-    """What makes two trials of one row the same: rates a rounding error apart are one rate."""
+    """The key of a trial: rates a rounding error apart are one rate."""
     steps = None if trial.local is None else trial.local.steps
     length = trial.budget if trial.schedule != "constant" else None
     return trial.batch_size, float(f"{trial.learning_rate:.2g}"), trial.lr_rule, steps, trial.schedule, length

@@ -213,7 +213,7 @@ class _UnderPolicy:
 
 
 def _settings_of(trial: Trial, workload: Workload, workers: int, samples: int) -> dict[str, Any]:
-    """What a trial says to `VirtualCluster`: how much a worker does, and how workers meet."""
+    """The settings of `VirtualCluster` in a trial: how much a worker does, and how workers meet."""
     if (local := trial.local) is None:
         return {"batch_size": trial.batch_size, "bounds": _bounds(trial, workload, workers)}
     if trial.meets_in_both_ways:
@@ -304,7 +304,7 @@ class _Meeting:
 
 
 class _SampleCosts:
-    """What samples cost beside their number, summed; nothing where the workload does not say."""
+    """The costs of samples beside their number, summed; nothing if the workload does not say."""
 
     def __init__(self, workload: Workload, data: Data) -> None:
         self._each = costs_of(workload, data)
@@ -314,5 +314,5 @@ class _SampleCosts:
 
 
 def costs_of(workload: Workload, data: Data) -> Floats | None:
-    """What each training sample costs beside being one, (n,); None where the workload's samples cost nothing else."""
+    """The cost of each training sample beside being one, (n,); None if the workload's samples cost nothing else."""
     return None if workload.costs is None else workload.costs(data.train)

@@ -29,7 +29,7 @@ RTT_S = 0.0002  # of the sockets of one machine, without the scenario's latency
 
 @dataclass(frozen=True, slots=True)
 class LiveExtras:
-    """What live device hosts add to devices and links; the defaults are this module's constants.
+    """The costs that live device hosts add to devices and links; the defaults are this module's constants.
 
     step_s      s of every optimizer step that nothing hides
     stage_s     s of each stage of a ring all-reduce
@@ -55,7 +55,7 @@ class Outage:
 
 @runtime_checkable
 class WorkerTimes(Protocol):
-    """What workers that train for themselves between meetings ask of a world."""
+    """The questions to a world of workers that train for themselves between meetings."""
 
     def finish_s(self, worker: int, work_s: float, start_s: float) -> float:
         """When `work_s` of work begun at `start_s` is done by a worker."""
@@ -91,10 +91,10 @@ def round_s(times: WorkerTimes, done: RoundApart, costs: Floats, start_s: float)
 class DeviceWorld(ClusterEnv):
     """One simulated cluster (C = 1) on a scenario's device hosts. Its clock starts at 0.
 
-    A worker's step of n samples needs `device_s(n, cost)` of its device, at the host's speed of each moment. A third
-    of it is forward, the rest is spread over the layers. A bucket of gradients is exchanged when all workers have it
-    and the bucket before it has travelled: bytes over the slowest link of each moment, and a fixed time a stage. Where
-    workers step apart, all their steps of a round count, and one ring all-reduce of what they send (`round_s`).
+    A worker's step of n samples needs `device_s(n, cost)` of its device, at the host's speed of each moment. A third of
+    it is forward, the rest is spread over the layers. A bucket of gradients is exchanged when all workers have it and
+    the bucket before it has travelled: bytes over the slowest link of each moment, and a fixed time a stage. If workers
+    step apart, all their steps of a round count, and one ring all-reduce of what they send (`round_s`).
 
     Modelled: schedules, traces, neighbours and loads of the scenario in the middle of a step; rates, background
     traffic and latency of links; costs of samples; lost and replaced hosts (`outages`). Not modelled: packet loss,

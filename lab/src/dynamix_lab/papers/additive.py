@@ -53,7 +53,7 @@ STATE_FAMILIES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What a worker may do."""
+    """The actions of a worker."""
 
     steps: tuple[float, ...] = (-100.0, -25.0, 0.0, 25.0, 100.0)  # samples added to a worker's batch size
     low: float = 32.0  # sizes are clamped to low, high; a worker that is outside already may stay where it is
@@ -83,7 +83,7 @@ class Actions:
 
 
 class State:
-    """What the paper's state needs beyond one window, for windows of shape (..., W)."""
+    """The paper's state beyond one window, for windows of shape (..., W)."""
 
     def __init__(self, actions: Actions) -> None:
         self.actions = actions

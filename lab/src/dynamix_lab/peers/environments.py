@@ -36,7 +36,7 @@ class Environment:
 
 
 def default_folder() -> Path:
-    """Where environments are kept unless told otherwise: the user's cache."""
+    """The folder of environments unless another is named: the user's cache."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "dynamix" / "peers"
 

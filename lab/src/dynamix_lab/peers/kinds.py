@@ -39,7 +39,7 @@ _NAME = re.compile(r"(?P<kind>.+?)(-(?P<total>\d+))?(-lr(?P<rate>\d*\.?\d+))?(-e
 
 
 def split_name(name: str) -> tuple[str, int]:
-    """What runs, and the global batch it begins with; of dynamix's own policies too.
+    """The name of what runs, and the global batch it begins with; of dynamix's own policies too.
 
     >>> split_name("dynamix-128"), split_name("hivemind-local"), split_name("torchft-local-256-lr0.1-every8")
     (('dynamix', 128), ('hivemind-local', 512), ('torchft-local', 256))
@@ -139,7 +139,7 @@ class Peer:
         return self.kind.partition("-")[0]
 
     def settings(self, scenario: Scenario) -> dict[str, Any]:
-        """What its job is told beyond the task."""
+        """The settings of its job beyond the task."""
         if self.kind == "adaptdl":
             return {"local_batch_bounds": list(SHARE_BOUNDS)}
         if self.environment == "torchft":

@@ -40,7 +40,7 @@ DEATH_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Who runs: by which command, and what its job is told (`jobs/job.py`).
+    """A contender: its command, and the settings of its job (`jobs/job.py`).
 
     learning_rate   None: the workload's
     max_steps       None: those of the settings
@@ -127,7 +127,7 @@ class Launch:
                     self._link.close()
 
     def config(self, scratch: Path) -> dict[str, Any]:
-        """What the ranks are told, as JSON; model and data in files of `scratch`."""
+        """The settings for the ranks, as JSON; model and data in files of `scratch`."""
         settings, workers, data = self.settings, self.hosts.scenario.workers, self._data.train
         model = self.workload.make_model(self.seed)
         torch.save(model.state_dict(), scratch / "weights.pt")

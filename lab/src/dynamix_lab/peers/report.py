@@ -1,4 +1,4 @@
-"""What `bench peers` says at the end: ratios between policies and peers, the table, the page."""
+"""Prints the end of `bench peers`: ratios between policies and peers, the table, the page."""
 
 from __future__ import annotations
 

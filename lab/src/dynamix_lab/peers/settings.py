@@ -1,4 +1,4 @@
-"""What the runs of one call of `dynamix bench peers` share."""
+"""Settings that the runs of one call of `dynamix bench peers` share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_STEPS = 100_000  # none takes so many before its time is over
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
-    """What the runs of a call share.
+    """The settings that the runs of a call share.
 
     scenario  shipped name or file of the emulator's scenario
     seeds     how many; seed, seed + 1, ...
@@ -76,7 +76,8 @@ class LaunchSettings:
         return 16 if self.quick else 4000 if self.clock_s is None else MOST_STEPS
 
     def target(self, workload: Workload) -> float:
-        """Of its metric. With a clock a workload may have none: then it is 1, and nobody's time to it is said."""
+        """The target of its metric. With a clock a workload may have none: then it is 1, and nobody's time to it is
+        said."""
         if self.quick:
             return 0.15
         return 1.0 if self.clock_s is not None and workload.target is None else workload.fixed_target()

@@ -34,7 +34,7 @@ POLICIES = ("static", "dynamix", "dynamix-256", "dynamix-128")
 
 @dataclass(frozen=True, slots=True)
 class PeersPlan:
-    """What one call runs.
+    """The runs of one call.
 
     policies   dynamix's own, static among them: its time bounds everybody's; with a global batch to begin with and a
                learning rate, as in dynamix-256-lr0.2
@@ -58,7 +58,7 @@ class PeersPlan:
     mechanism: Mechanism = "auto"
 
     def settings(self) -> LaunchSettings:
-        """What a comparison of our own policies would run, all seeds."""
+        """The runs of a comparison of our own policies, all seeds."""
         policies = tuple(dict.fromkeys(split_name(name)[0] for name in self.policies))
         return LaunchSettings(
             scenario=self.scenario,

@@ -32,7 +32,7 @@ _TELL_BYTES = "print(@sent); clear(@sent); "
 
 
 class BpfProbe:
-    """What the kernel's tracepoints say of this process's own connections.
+    """Reads the kernel's tracepoints about this process's own connections.
 
     retransmits_per_s   segments sent again (tcp:tcp_retransmit_skb), of connections this process has or had, known by
                         their ports; without those of the rendezvous store

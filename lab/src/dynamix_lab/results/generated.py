@@ -1,4 +1,4 @@
-"""What is generated from results/: the page of each, `results/NAME-DATE/table.md`, and tables in README and docs.
+"""Generates from results/: the page of each, `results/NAME-DATE/table.md`, and tables in README and docs.
 
 A table stands between two comments and is never edited:
 
@@ -104,7 +104,7 @@ def _anchor(heading: str) -> str:
 
 
 def source(result: Mapping[str, Any]) -> str:
-    """What made a result, from which commit, on what."""
+    """The source of a result: the command, the commit, the machine."""
     machine = result["machine"]
     where = f"{result['cluster']}, {machine['cores']} cores ({machine['cpu']})"
     seeds = f", seeds {json.dumps(result['seeds'])[1:-1]}" if result.get("seeds") else ""

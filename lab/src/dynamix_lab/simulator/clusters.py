@@ -1,4 +1,4 @@
-"""What a simulated cluster is, and how unlike ones are sampled so that the best batch is inside the bounds."""
+"""A simulated cluster, and how unlike ones are sampled so that the best batch is inside the bounds."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def exposed_decisions(count: int, rng: np.random.Generator) -> Floats:
 
 
 def bounds_of(clusters: Clusters) -> Bounds:
-    """What `Controller` would allow: 1 to 8 times the starting size of each worker, or what its memory holds."""
+    """The bounds of `Controller`: 1 to 8 times the starting size of each worker, or what its memory holds."""
     workers = clusters.shape[1]
     high = np.broadcast_to(np.maximum(clusters.base_batch // workers, 1)[:, None] * 8, clusters.shape)
     if clusters.memory_cap is not None:

@@ -25,7 +25,7 @@ def near_normal(bits: np.ndarray) -> Floats:
 
 
 def costs_of_samples(batch: Ints, sigma: Floats, normal: Floats) -> Floats:
-    """What batches of unlike samples cost together, in samples (C, W): each costs 1 on average, log-normal.
+    """The cost of batches of unlike samples together, in samples (C, W): each costs 1 on average, log-normal.
 
     The sum of n of them is taken as one log-normal of their mean and variance (Fenton 1960): exact for one sample.
 
@@ -39,7 +39,7 @@ def costs_of_samples(batch: Ints, sigma: Floats, normal: Floats) -> Floats:
 
 
 def costs_when_cut(batch: Ints, sigma: Floats, normal: Floats, place: Floats) -> Floats:
-    """What batches cost where a round is cut between workers by what its samples cost, in samples (C, W).
+    """The cost of batches if a round is cut between workers by its samples' cost, in samples (C, W).
 
     The whole round costs what `costs_of_samples` says. Its ends are at whole samples: each lies up to half a sample's
     cost from where it should be, and a costly sample is more often the one at an end. No worker has less than two cheap

@@ -133,15 +133,15 @@ class ClusterEnv:
         self._deciding = np.ones(len(self.batch), dtype=bool)
 
     def charge(self, costs: Floats) -> None:
-        """What the samples of the next step cost beside their number, (C, W), where training is real and knows it.
+        """The cost of the next step's samples beside their number, (C, W), if training is real and knows it.
 
         Ignored here; a world whose workers take longer for such samples keeps it for its next `advance`.
         """
 
     def host_figures(self, busy_s: Floats, whole_s: Floats, steps: int) -> dict[str, Floats]:
-        """What the probes of the hosts read over a window, each (C, W) under its name in `Window`.
+        """The readings of the hosts' probes over a window, each (C, W) under its name in `Window`.
 
-        For real training on this world's clock. What is not in it is not measured.
+        For real training on this world's clock. A figure that is not in it is not measured.
 
         busy_s    (C, W) seconds that each worker computed
         whole_s   (C,) seconds of the window
@@ -240,7 +240,7 @@ class ClusterEnv:
         return busy, whole
 
     def _computing(self, seconds: Floats) -> Floats:
-        """What undisturbed `seconds` (C, W) of computing take in the coming step."""
+        """The seconds (C, W) that undisturbed computing takes in the coming step."""
         c = self.clusters
         if c.cost_sigma is not None:
             normal, sigma = self._samples.normal(self.counter), c.cost_sigma[:, None]
@@ -341,7 +341,7 @@ class ClusterEnv:
 
 
 class AnswersWindows(Protocol):
-    """What a rollout asks of a policy: sizes (C, W) for a window of C clusters."""
+    """The interface that a rollout asks of a policy: sizes (C, W) for a window of C clusters."""
 
     def decide(self, window: Window, bounds: Bounds) -> Ints: ...
 

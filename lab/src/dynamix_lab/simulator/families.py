@@ -219,7 +219,7 @@ def _poor_probes(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _data_dependent(c: Clusters, rng: np.random.Generator, *, sigma: float) -> Clusters:
-    """Samples of unlike cost, log-normal: sentences of unlike length. What a batch costs is known when it is done."""
+    """Samples of unlike cost, log-normal: sentences of unlike length. The cost of a batch is known when it is done."""
     return replace(c, cost_sigma=np.full(c.shape[0], sigma))
 
 

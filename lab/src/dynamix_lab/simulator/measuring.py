@@ -1,4 +1,4 @@
-"""What a controller makes of the steps of its windows: means over them, without the step that holds a pause."""
+"""The controller's figures of the steps of its windows: means over them, without the step that holds a pause."""
 
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class StepsTaken:
             self._work.append(work)
 
     def averaged(self, recent_s: Floats) -> Averaged:
-        """What the windows say. `recent_s` (RECENT, C) has the whole steps before, NaN where there were fewer; these
+        """The windows' means. `recent_s` (RECENT, C) has the whole steps before, NaN where there were fewer; these
         windows' steps are put in."""
         busy, timed, whole, measured = map(np.stack, (self._busy, self._timed, self._whole, self._measured))
         kept = measured & ~_pauses(np.where(measured, whole, np.nan), recent_s)

@@ -1,4 +1,4 @@
-"""What workers do between two meetings over parameters, as a simulated cluster needs to know it."""
+"""The work between two meetings over parameters, as a simulated cluster needs to know it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sample teaches: the gradient noise scale, how it moves, progress per step, and accuracy from progress."""
+"""The learning of a sample: the gradient noise scale, how it moves, progress per step, and accuracy from progress."""
 
 from dataclasses import dataclass
 

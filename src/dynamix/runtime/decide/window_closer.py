@@ -147,7 +147,7 @@ class WindowCloser(Part):
         self.horizon = issued + job.slack
 
     def rest(self) -> ClosedWindow | None:
-        """What was trained since the last window closed, as a window that nobody decides on; None if nothing was."""
+        """The training since the last window closed, as a window that nobody decides on; None if there was none."""
         source = self.source
         if source is None or self.progress.steps == self.job.closing.step:
             return None

@@ -318,7 +318,7 @@ class Probes:
         self._again_s = 0.0  # on the clock `time.monotonic`
 
     def sample(self) -> dict[str, float]:
-        """What they say, or said just before; one that raises is warned of, and not asked again."""
+        """The figures that they say, or said just before; one that raises is warned of, and not asked again."""
         if time.monotonic() < self._again_s:
             return self._said
         self._said, self._again_s = {}, time.monotonic() + PROBE_EVERY_S

@@ -46,7 +46,7 @@ class Search:
         return self.fails <= self.low
 
     def tell(self, *, fitted: bool) -> None:
-        """Whether `size` fitted. Of a size that did before: memory is shared with somebody who takes more now."""
+        """Whether `size` fitted. If a size that fitted before does not, memory is shared."""
         if fitted:
             self.fits = max(self.fits, self.size)
         else:

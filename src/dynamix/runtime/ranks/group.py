@@ -1,8 +1,8 @@
 """The controller's own groups: small messages between ranks, for which no training step waits.
 
 Up to `FLAT_UP_TO` ranks it is one gloo group, in which every rank has a socket to every other. Beyond, the ranks sit in
-rooms of about sqrt(W), and the first of each room, its head, meets the other heads: 62 sockets in place of 1,023 at
-W = 1,024. A message then takes two hops each way. What the ranks agree on is the same.
+rooms of about sqrt(W), and the first of each room, its head, meets the other heads: 62 sockets in place of 1,023 at W =
+1,024. A message then takes two hops each way. All ranks get the same from an agreement.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def _begun(work: Any) -> Work:
 class ControlGroup:
     """Messages to the first rank and back, over a gloo group of the ranks with these global numbers, in order.
 
-    After `send` or `collect` nothing else may begin until their answer has ended. All tensors are on the CPU. What a
-    method returns raises from `wait` when a rank is lost, at the latest after the group's timeout; `Ranks.wait` gives
-    it up where another rank ends the job.
+    After `send` or `collect` nothing else may begin until their answer has ended. All tensors are on the CPU. The
+    handle that a method returns raises from `wait` when a rank is lost, at the latest after the group's timeout;
+    `Ranks.wait` gives it up if another rank ends the job.
     """
 
     def __init__(self, ranks: list[int], timeout: Any = None) -> None:

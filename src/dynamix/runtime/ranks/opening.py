@@ -38,7 +38,7 @@ class Same(dict[str, Any]):
 
 @contextmanager
 def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
-    """What is put in must be the same on all ranks of `group`, and an error inside is raised on all of them.
+    """The object that is put in must be the same on all ranks of `group`, and an error inside is raised on all of them.
 
     A collective call; leaves those ranks in the answer's `ranks`. Raises `UsageError` on every rank when values differ
     or only some ranks failed, the error itself where all failed alike.

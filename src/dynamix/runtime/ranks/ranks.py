@@ -139,7 +139,7 @@ class Ranks:
         require_same(facts, self.rows, "The ranks differ in what they are about to train", FIXES)
 
     def forget_agreement(self) -> None:
-        """From now on the ranks may hold unlike things, until they `agree` again; nobody is asked after the end."""
+        """The ranks may hold unlike things from now on, until they `agree` again; nobody is asked after the end."""
         self.agreed = self.group is None
 
     def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None:

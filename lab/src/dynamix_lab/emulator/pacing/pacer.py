@@ -44,7 +44,7 @@ class DeviceClock:
         self.restart()
 
     def restart(self) -> None:
-        """From now on at 0."""
+        """Restart at 0."""
         self.at, self.done = time.monotonic(), 0.0
 
     def advance(self) -> float:

@@ -117,7 +117,7 @@ def forever(task: Task) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def parts(task: Task, run: Run) -> list[int]:
-    """What each rank has contributed so far, as parts of one global batch."""
+    """The contributions of each rank so far, as parts of one global batch."""
     counts = [int(count) for count in run.board.samples]
     return [round(task.total * count / max(1, sum(counts))) for count in counts]
 

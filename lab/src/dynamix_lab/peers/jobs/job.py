@@ -1,4 +1,5 @@
-"""What a rank of any peer needs: the task, a line to the parent, a board that all ranks share, and the measured run.
+"""The parts that a rank of any peer needs: the task, a line to the parent, a board that all ranks share, and the
+measured run.
 
 torch, NumPy and the standard library only, and relative imports: this folder runs as a package of its own in the
 peer's interpreter. Layers and the name of the loss come from the parent as JSON, weights and data set in files.
@@ -62,7 +63,7 @@ def built(layers: Sequence[Any]) -> nn.Module:
 
 
 class Task:
-    """What is trained and how, from the file that the parent wrote.
+    """The task: what is trained and how, from the file that the parent wrote.
 
     total   global batch of the run, samples; `share` is one rank's equal part of it
     line    to the parent, on rank 0
@@ -97,7 +98,7 @@ class Task:
         unfinished.replace(meeting)
 
     def announced(self) -> str:
-        """What rank 0 has told, once it has."""
+        """The word of rank 0, once it has come."""
         meeting, deadline = Path(self.config["meeting"]), time.monotonic() + START_TIMEOUT_S
         while not meeting.exists():
             if time.monotonic() > deadline:
