@@ -127,23 +127,8 @@ def fsdp2(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
 
 def lightning(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
     import lightning as L
-    from lightning.pytorch.plugins.environments import LightningEnvironment
-    from lightning.pytorch.strategies import DDPStrategy
 
     losses = []
-
-    class Joined(LightningEnvironment):
-        """The ranks are there, and have met."""
-
-        creates_processes_externally = True
-        world_size = staticmethod(dist.get_world_size)
-        global_rank = local_rank = staticmethod(dist.get_rank)
-
-        def set_world_size(self, size: int) -> None:
-            pass
-
-        def set_global_rank(self, rank: int) -> None:
-            pass
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
@@ -159,9 +144,8 @@ def lightning(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
     module = Module()
-    there = [torch.device("cpu")] * dist.get_world_size()
-    strategy = DDPStrategy(parallel_devices=there, cluster_environment=Joined())
-    trainer = L.Trainer(accelerator="cpu", strategy=strategy, devices=len(there), max_epochs=1, barebones=True)
+    ranks: dict[str, Any] = {"accelerator": "cpu", "strategy": "ddp", "devices": dist.get_world_size()}
+    trainer = L.Trainer(**ranks, max_epochs=1, barebones=True)
     trainer.fit(module, loader_of(sleeps))
     return module.net, losses
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,50 +17,57 @@ from typer.testing import CliRunner
 
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError
+from dynamix.observe import __main__ as observe_main
 from dynamix.observe import hooks
 from dynamix.observe.run import conclude, observe
 from tests.integrations.jobs import as_under_torchrun
 from tests.observe import jobs
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_script
 from tests.refused import refused
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
-STACKS = ("ddp", "accumulated", "compiled", "fsdp2", "lightning", "transformers")
+STACKS = [("accumulated", "compiled", "fsdp2"), ("lightning",), ("transformers",)]  # of a launch each
+MAIN = Path(observe_main.__file__)
 
 
-def both_ways(rank: int, stack: str, folder: str) -> tuple[Any, Any]:
+def both_ways(rank: int, stacks: tuple[str, ...], folder: str) -> list[tuple[Any, Any]]:
     """What a rank has trained without and with being observed. Sleeps change no number."""
-    torch.use_deterministic_algorithms(False)
-    if stack == "transformers":
-        as_under_torchrun(rank)
-    plain = jobs.train(stack, {})
-    watch = hooks.start(torch, folder)
-    observed = jobs.train(stack, {"data": 0.03} if rank == 1 else {})
-    watch.stop()
-    if dist.is_initialized():
-        dist.barrier()
-    return plain, observed
+    told = []
+    for stack in stacks:
+        torch.use_deterministic_algorithms(False)
+        if stack in ("lightning", "transformers"):
+            as_under_torchrun(rank)
+        plain = jobs.train(stack, {})
+        watch = hooks.start(torch, f"{folder}/{stack}")
+        observed = jobs.train(stack, {"data": 0.03} if rank == 1 else {})
+        watch.stop()
+        if dist.is_initialized():
+            dist.barrier()
+        told.append((plain, observed))
+    return told
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_training_is_the_same_bit_by_bit(stack: str, tmp_path: Path) -> None:
-    if stack in ("lightning", "transformers") and importlib.util.find_spec(stack) is None:
-        pytest.skip(f"{stack} is not installed")
-    for plain, observed in run_ranks(both_ways, 2, stack, str(tmp_path), timeout_s=120):
-        assert plain["losses"] == observed["losses"]
-        assert plain["weights"].keys() == observed["weights"].keys()
-        for name, weights in plain["weights"].items():
-            assert torch.equal(weights, observed["weights"][name]), name
-    result = conclude(tmp_path)
-    assert (result["slow"]["rank"], result["slow"]["part"]) == (1, "data"), result["text"]
-    assert result["steps"] == (jobs.STEPS // 2 if stack == "accumulated" else jobs.STEPS)
-    told = json.loads((tmp_path / "ranks/0/rank0.json").read_text())
-    assert told["stack"] == ("FSDP2" if stack == "fsdp2" else "DDP")
-    assert not told["note"]
+@pytest.mark.parametrize("stacks", STACKS, ids=", ".join)
+def test_training_is_the_same_bit_by_bit(stacks: tuple[str, ...], tmp_path: Path) -> None:
+    for stack in {"lightning", "transformers"} & {*stacks}:
+        pytest.importorskip(stack)
+    for told in run_ranks(both_ways, 2, stacks, str(tmp_path), timeout_s=120):
+        for stack, (plain, observed) in zip(stacks, told, strict=True):
+            assert plain["losses"] == observed["losses"], stack
+            assert plain["weights"].keys() == observed["weights"].keys()
+            for name, weights in plain["weights"].items():
+                assert torch.equal(weights, observed["weights"][name]), (stack, name)
+    for stack in stacks:
+        result = conclude(tmp_path / stack)
+        assert (result["slow"]["rank"], result["slow"]["part"]) == (1, "data"), result["text"]
+        assert result["steps"] == (jobs.STEPS // 2 if stack == "accumulated" else jobs.STEPS)
+        told = json.loads((tmp_path / stack / "ranks/0/rank0.json").read_text())
+        assert told["stack"] == ("FSDP2" if stack == "fsdp2" else "DDP")
+        assert not told["note"]
 
 
 def test_a_script_of_two_ranks_is_observed_from_its_command_line(tmp_path: Path) -> None:
-    said = run("-m", "dynamix.observe", "--out", str(tmp_path / "run"), str(jobs.__file__), "ddp", "backward", "1")
+    said = run_script(MAIN, ["--out", str(tmp_path / "run"), str(jobs.__file__), "ddp", "backward", "1"], ranks=2)
     assert "Rank 1 holds the job back" in said
     assert "backward pass" in said
     result = json.loads((tmp_path / "run/result.json").read_text())
@@ -95,26 +100,6 @@ def test_a_command_that_trains_nothing_says_so(tmp_path: Path) -> None:
     refused(ConfigError, "every=0", observe, ["true"], every_s=0.0)
 
 
-def run(*arguments: str, ranks: int = 2) -> str:
-    """`python ARGUMENTS` on every rank; their output."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    usual = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    started = []
-    for rank in range(ranks):
-        of_rank = {"MASTER_PORT": port, "WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen([sys.executable, *arguments], env={**usual, **of_rank}, **pipes))
-    try:
-        output = "".join(job.communicate(timeout=120)[0] for job in started)
-    finally:
-        for job in started:
-            job.kill()
-    assert not any(job.returncode for job in started), output[-4000:]
-    return output
-
-
 def test_a_signal_reaches_the_job_and_its_exit_code_comes_back(tmp_path: Path) -> None:
     job = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(9)); print('up', flush=True); time.sleep(60)"
     script = f"from dynamix.observe.run import observe; import sys; r = observe([sys.executable, '-c', {job!r}], "
@@ -128,10 +113,13 @@ def test_a_signal_reaches_the_job_and_its_exit_code_comes_back(tmp_path: Path) -
 def test_what_cannot_be_observed_trains_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "script.py").write_text("import torch; print('trained', torch.ones(1).item())")
-    command = [sys.executable, "-m", "dynamix.observe", "--out"]
-    environment = {**os.environ, "DYNAMIX_OBSERVE_STEPS": "1e6"}
-    for folder in ("file/below", "run"):
-        line = [*command, str(tmp_path / folder), str(tmp_path / "script.py")]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environment, check=True)
-        assert "trained 1.0" in done.stdout
-        assert ("runs unobserved" if folder == "file/below" else "is no whole number") in done.stderr
+    (tmp_path / "both.py").write_text(
+        "import os; from dynamix.observe.__main__ import main\n"
+        "main(['--out', 'file/below', 'script.py'])\n"
+        "os.environ['DYNAMIX_OBSERVE_STEPS'] = '1e6'\n"
+        "main(['--out', 'run', 'script.py'])\n"
+    )
+    said = run_script(tmp_path / "both.py", folder=tmp_path)
+    assert said.count("trained 1.0") == 2
+    assert "runs unobserved" in said
+    assert "is no whole number" in said

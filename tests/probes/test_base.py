@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -41,25 +43,16 @@ def test_report_names_every_probe_with_a_reason() -> None:
     assert all(detail for _, _, detail in report)
 
 
-def test_a_sample_of_everything_with_many_descriptors_is_cheap(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints the cost; fails only when it is out of all proportion, since machines are shared."""
-    import socket
-    from contextlib import ExitStack
-
+def test_a_sample_of_everything_with_many_descriptors_is_cheap() -> None:
+    """Fails only where the cost is out of all proportion, since machines are shared."""
     with ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        for _ in range(16):
-            stack.enter_context(socket.create_connection(server.getsockname()))
-            stack.enter_context(server.accept()[0])
-            for s in socket.socketpair():
-                stack.enter_context(s)
-        probes = probes_here(torch.device("cpu"))
-        costs = []
-        for _ in range(100):
+        for _ in range(32):
+            for end in socket.socketpair():
+                stack.enter_context(end)
+        probes, costs = probes_here(torch.device("cpu")), []
+        for _ in range(30):
             started = time.perf_counter()
             for probe in probes:
                 probe.sample()
             costs.append(time.perf_counter() - started)
-    with capsys.disabled():
-        print(f" [all probes, 64 sockets: {sorted(costs)[50] * 1e6:.0f} us] ", end="")
-    assert sorted(costs)[50] < 0.02
+    assert sorted(costs)[15] < 0.02

@@ -17,71 +17,54 @@ from dynamix.errors import ConfigError, StateError
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"min_batch_size": 2.5}, "min_batch_size=2.5"),
-        ({"min_batch_size": True}, "min_batch_size=True"),
-        ({"max_batch_size": [8.5]}, "max_batch_size=[8.5]"),
-        ({"max_batch_size": "64"}, "max_batch_size='64'"),
-        ({"quantum": 0}, "quantum=0"),
-        ({"quantum": 2.0}, "quantum=2.0"),
-        ({"accumulate": True}, "accumulate=True"),
-    ],
-)
-def test_wrong_types_name_the_value(arguments: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        dynamix.Controller("static", 8, **{"global_batch": "adaptive", **arguments})
-    assert named in str(caught.value)
-
-
-def test_whole_numbers_of_numpy_are_numbers() -> None:
-    controller = dynamix.Controller(
-        "static", 8, min_batch_size=np.int64(4), max_batch_size=np.array([16]), global_batch="adaptive"
-    )
-    assert (controller.bounds.low.tolist(), controller.bounds.high.tolist()) == ([4], [16])
-
-
-@pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        ({"policy": "nonsense"}, "policy='nonsense' .*dbs, dynamix, dynamix-paper, goodput, lb_bsp"),
+        ({"policy": object()}, "decide, state_dict, load_state_dict"),
+        ({"policy": 32}, "policy=32 .* a name, or .*; write batch_size=32$"),
         ({"batch_size": 32.0}, "batch_size=32.0 .* a whole number, 1 or more; write batch_size=32$"),
         ({"batch_size": "32"}, "batch_size='32' .* a whole number, 1 or more; give a number, without quotes"),
+        ({"batch_size": 0}, "batch_size=0 .* a whole number, 1 or more; give a larger one"),
+        ({"batch_size": 128, "max_batch_size": 64}, "batch_size=128 .* 1 to 64"),
+        ({"batch_size": 20, "quantum": 8}, "batch_size=20 .* in steps of 8"),
         ({"accumulate": np.int64(2)}, "accumulate=.*2.* a whole number, 1 or more; write accumulate=2$"),
+        ({"accumulate": True}, "accumulate=True"),
         ({"interval": 0}, "interval=0 .* a whole number, 1 or more; give a larger one"),
+        ({"min_batch_size": 2.5}, "min_batch_size=2.5"),
+        ({"min_batch_size": 64, "max_batch_size": 32}, "max_batch_size=32 .* at least min_batch_size=64"),
         ({"max_batch_size": 64.0}, "max_batch_size=64.0 .* one whole number or a list .*; write max_batch_size=64$"),
         ({"max_batch_size": [64, 32]}, "a list of 1, one per rank; match the world size"),
+        ({"max_batch_size": [8.5]}, r"max_batch_size=\[8.5\]"),
+        ({"max_batch_size": "64"}, "max_batch_size='64'"),
+        ({"quantum": 2.0}, "quantum=2.0"),
         ({"max_change": "2"}, "max_change='2' .* a number, more than 1; use 2.0"),
+        ({"max_change": 1.0}, "max_change=1.0 .* more than 1"),
         ({"max_global_batch": 1.5}, "max_global_batch=1.5 .* a whole number, 1 or more; write max_global_batch=2"),
         ({"min_global_batch": "a"}, "min_global_batch='a' .* a whole number"),
         ({"min_global_batch": 100}, "min_global_batch=100 .* the 64 samples that the workers' bounds allow; lower it"),
         ({"min_global_batch": 40, "max_global_batch": 32}, "min_global_batch=40 .* at most max_global_batch"),
+        ({"lr_rule": "cubic"}, "lr_rule='cubic'.*auto, none, linear, sqrt, adascale"),
+        ({"rate_for": 2.5}, "rate_for=2.5"),
+        ({"rate_for": -8}, "rate_for=-8"),
+        ({"global_batch": "adaptve"}, "did you mean 'adaptive'"),
+        ({"meet": "gradient"}, "did you mean 'gradients'"),
+        ({"interval": "atuo"}, "did you mean 'auto'"),
     ],
 )
 def test_a_value_that_is_not_possible_is_named_with_what_is_allowed_and_what_to_write(
     arguments: dict[str, Any], says: str
 ) -> None:
+    given = {"policy": "static", "batch_size": 8, "global_batch": "adaptive", **arguments}
     with pytest.raises(ConfigError, match=says):
-        dynamix.Controller("static", **{"batch_size": 8, "global_batch": "adaptive", **arguments})
+        dynamix.Controller(**given)
 
 
-def test_totals_may_be_whole_numbers_of_any_type() -> None:
-    totals: dict[str, Any] = {"min_global_batch": np.int32(4), "max_global_batch": 32.0}
-    bounds = dynamix.Controller("static", 8, global_batch="adaptive", **totals).bounds
-    assert (int(bounds.total_low), int(bounds.total_high)) == (4, 32)
-
-
-@pytest.mark.parametrize(
-    ("argument", "meant"),
-    [
-        ({"global_batch": "adaptve"}, "adaptive"),
-        ({"meet": "gradient"}, "gradients"),
-        ({"lr_rule": "adscale"}, "adascale"),
-        ({"interval": "atuo"}, "auto"),
-    ],
-)
-def test_a_misspelt_value_is_answered_by_the_nearest(argument: dict[str, Any], meant: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
-        dynamix.Controller("goodput", 8, **argument)
+def test_whole_numbers_of_any_type_are_numbers() -> None:
+    sizes: dict[str, Any] = {"min_batch_size": np.int64(4), "max_batch_size": np.array([16])}
+    totals: dict[str, Any] = {"min_global_batch": np.int32(4), "max_global_batch": 12.0}
+    bounds = dynamix.Controller("static", 8, global_batch="adaptive", **sizes, **totals).bounds
+    assert (bounds.low.tolist(), bounds.high.tolist()) == ([4], [16])
+    assert (int(bounds.total_low), int(bounds.total_high)) == (4, 12)
 
 
 def test_a_misspelt_argument_is_answered_by_the_nearest() -> None:
@@ -182,8 +165,3 @@ def test_a_state_that_is_a_whole_checkpoint_is_named() -> None:
         controller.load_state_dict(state)
     with pytest.raises(StateError, match=r"keys are \[\]. Load a state that controller"):
         controller.load_state_dict({})
-
-
-def test_a_batch_size_in_the_place_of_the_policy_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"policy=32 is not possible: allowed is a name, or .*; write batch_size=32$"):
-        dynamix.Controller(32)  # type: ignore[arg-type]

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.runtime.sync.one_loop import Job, flat
+from tests.runtime.sync.one_loop import Job
 
 
 def total(value: float | Tensor, group: Any = None) -> float:
@@ -41,22 +40,6 @@ def logs_where_all_meet(job: Job) -> None:
     _each(job, lambda number, loss: job.controller.met and job.keep(total(loss.detach())))
 
 
-def shows_progress(job: Job) -> None:
-    import io
-
-    from tqdm import tqdm
-
-    job.wrap()
-    for epoch in range(2):
-        job.sampler.set_epoch(epoch)
-        with tqdm(total=len(job.loader), file=io.StringIO(), mininterval=0) as bar:
-            for x, y in job.loader:
-                loss = job.backward(x, y)
-                job.update()
-                job.step(loss)
-                bar.update(int(job.controller.met))
-
-
 def evaluates_alone(job: Job) -> None:
     _each(job, lambda number, loss: number % 5 == 0 and job.keep(job.evaluate()))
 
@@ -80,56 +63,6 @@ def stops_early_where_all_meet(job: Job) -> None:
         return job.controller.met and (since[0] >= 2 or len(job.seen.apart) >= 20)
 
     _each(job, look)
-
-
-def keeps_a_moving_average(job: Job) -> None:
-    average = AveragedModel(job.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    _each(job, lambda number, loss: average.update_parameters(job.net))
-    job.seen.weights.append(flat(average.module))
-
-
-def clips(job: Job) -> None:
-    job.wrap()
-    for x, y in job.batches():
-        loss = job.backward(x, y)
-        torch.nn.utils.clip_grad_norm_(job.model.parameters(), 0.3)
-        job.update()
-        job.step(loss)
-
-
-def scales_losses(job: Job) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
-    job.wrap(scaler=scaler)
-    for x, y in job.batches():
-        with job.passes():
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = job.loss(x, y)
-            scaler.scale(loss).backward()
-        scaler.unscale_(job.optimizer)
-        torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
-        scaler.step(job.optimizer)
-        scaler.update()
-        job.optimizer.zero_grad()
-        job.step(loss)
-
-
-def schedules_by_samples(job: Job) -> None:
-    torch_scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 5, gamma=0.7)
-    job.wrap()
-    scheduler = job.controller.scheduler(torch_scheduler)
-    for x, y in job.batches():
-        loss = job.backward(x, y)
-        job.update()
-        job.step(loss)
-    assert scheduler is not None
-
-
-def profiles(job: Job) -> None:
-    from torch.profiler import ProfilerActivity, profile, schedule
-
-    cycle = schedule(wait=2, warmup=1, active=2, repeat=2)
-    with profile(activities=[ProfilerActivity.CPU], schedule=cycle) as profiler:
-        _each(job, lambda number, loss: profiler.step())
 
 
 def saves_where_due(job: Job) -> None:
@@ -166,15 +99,9 @@ SERVED = {
     loop.__name__: loop
     for loop in (
         logs_where_all_meet,
-        shows_progress,
         evaluates_alone,
         evaluates_where_due,
         stops_early_where_all_meet,
-        keeps_a_moving_average,
-        clips,
-        scales_losses,
-        schedules_by_samples,
-        profiles,
         saves_where_due,
         saves_in_the_background,
         leaves_where_due,
@@ -213,10 +140,6 @@ def waits_every_few_batches(job: Job) -> None:
     _each(job, lambda number, loss: dist.barrier() if number % 7 == 0 else None)
 
 
-def evaluates_together(job: Job) -> None:
-    _each(job, lambda number, loss: number % 5 == 0 and job.keep(total(job.evaluate())))
-
-
 def logs_on_unlike_batches(job: Job) -> None:
     """All ranks come to wait in collectives that are not of one batch."""
     every = 2 + dist.get_rank()
@@ -244,17 +167,5 @@ def accumulates_by_hand(job: Job) -> None:
         loss = job.loss(x, y)
         (loss / 2).backward()
         if number % 2 == 0:
-            job.update()
-        job.step(loss)
-
-
-def accumulates_as_the_controller_knows(job: Job) -> None:
-    """With accumulate=2."""
-    job.wrap()
-    for x, y in job.batches():
-        with job.passes():
-            loss = job.loss(x, y)
-            (loss / 2).backward()
-        if job.controller.optimizer_due:
             job.update()
         job.step(loss)

@@ -194,7 +194,8 @@ def run_loops(rank: int, loops: list[Loop], sharded: bool = False) -> list[str]:
 
 
 def _run_wrong(rank: int, loops: list[Loop]) -> list[str]:
-    watch.SETUP_ERROR_S = 1.5  # no rank goes on after an error here, so nobody needs to wait long for that
+    # No rank goes on after an error here, and none comes to an agreement late: nobody needs to wait long for that.
+    watch.SETUP_ERROR_S = watch.BESIDE_S = 1.5
     return run_loops(rank, loops)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -16,8 +17,7 @@ import dynamix
 from dynamix.errors import UsageError
 from tests.ranks import run_ranks
 from tests.runtime.check.loops import Job, Loops
-from tests.runtime.jobs import Training, classes, classifier, order_of
-from tests.union import Script, larger
+from tests.runtime.jobs import Training, classes, order_of
 
 pytestmark = pytest.mark.multiproc
 LOOPS = Loops()
@@ -102,12 +102,6 @@ def _trained(job: Job, loss: Tensor, **told: Any) -> None:
 
 
 @right
-def _two_views(job: Job) -> None:
-    for x, y in job.batches(3):
-        _trained(job, F.cross_entropy(job.ddp(torch.cat([x, -x])), torch.cat([y, y])))
-
-
-@right
 def _two_views_later(job: Job) -> None:
     for i, (x, y) in enumerate(job.batches(3)):
         views = [x] if i < 9 else [x, -x]
@@ -115,25 +109,10 @@ def _two_views_later(job: Job) -> None:
 
 
 @right
-def _time_first(job: Job) -> None:
-    for i, (x, y) in enumerate(job.batches(3)):
-        times = len(x) if i < 9 else i % len(x) + 1
-        _trained(job, F.cross_entropy(job.ddp(x.expand(times, *x.shape)).mean(0), y))
-
-
-@right
 def _padded_to_one_shape(job: Job) -> None:
     for i, (x, y) in enumerate(job.batches(3)):
         padded = x if i < 9 else F.pad(x, (0, 0, 0, 8 - len(x)))
         _trained(job, F.cross_entropy(job.ddp(padded)[: len(x)], y))
-
-
-@right
-def _each_input_once(job: Job) -> None:
-    for i, (x, y) in enumerate(job.batches(3)):
-        inputs = x if i < 9 else torch.cat([x[:1], x[:-1]])
-        unlike, where = inputs.unique(dim=0, return_inverse=True)
-        _trained(job, F.cross_entropy(job.ddp(unlike)[where], y))
 
 
 @right
@@ -188,39 +167,23 @@ def test_loops_that_are_right_stay_silent() -> None:
     LOOPS.check_right()
 
 
-def _counted(rank: int) -> float:
-    """The largest error of a gradient, under a collate that drops samples, from that of the samples that are left."""
-    data = _WithGaps()
-    controller = dynamix.Controller(Script([[5, 11], [12, 4]]), 8, interval=1, max_batch_size=16)
-    training = Training(controller, data, weighting="loss")
-    loader = DataLoader(data, batch_sampler=training.sampler, collate_fn=_without_gaps)
-    worst, order, whole = 0.0, order_of(96), classifier()
-    for x, y in loader:
-        plan = training.sampler.plan()
-        controller.weight(training.loss(x, y), count=len(x)).backward()
-        left = [i for i in order[plan.start : plan.start + plan.samples].tolist() if i not in data.gone]
-        whole.load_state_dict(training.net.state_dict())
-        want = torch.autograd.grad(
-            F.cross_entropy(whole(data.samples.tensors[0][left]), data.samples.tensors[1][left]), [whole.weight]
-        )
-        worst = larger(worst, float((training.net.weight.grad - want[0]).abs().max()))
-        training.finish()
-    controller.close()
-    return worst
+# How many samples more a data set has from its second epoch on, on which ranks, and whether epochs are named.
+CHANGES: dict[str, tuple[int, tuple[int, ...], bool]] = {
+    "more": (10, (0, 1), True),
+    "fewer": (-3, (0, 1), False),
+    "more on one rank": (1, (1,), True),
+    "none": (0, (), True),
+}
 
 
-def test_a_collate_that_drops_samples_is_exact_where_the_loop_counts_them() -> None:
-    assert max(run_ranks(_counted, 2)) < 1e-6
-
-
-def _changing(rank: int, change: int, on: tuple[int, ...], reads_ahead: bool) -> str:
-    """What becomes of a job whose data set has `change` more samples from its second epoch on."""
+def _changing(rank: int, change: int, on: tuple[int, ...], named: bool) -> str:
+    """What becomes of a job whose data set comes to have another length."""
     data = list(classes(64))
-    training = Training(dynamix.Controller("static", 8), data)
+    training = Training(dynamix.Controller("static", 8, process_group=dist.new_group()), data)
     steps = 0
     try:
         for epoch in range(3):
-            if not reads_ahead:
+            if named:
                 training.sampler.set_epoch(epoch)
             for x, y in training.loader:
                 training.train(x, y)
@@ -233,12 +196,13 @@ def _changing(rank: int, change: int, on: tuple[int, ...], reads_ahead: bool) ->
     return f"silent after {steps}"
 
 
-@pytest.mark.parametrize(("change", "on", "named"), [(10, (0, 1), True), (-3, (0, 1), False), (1, (1,), True)])
-def test_a_data_set_of_another_length_ends_the_job_on_all_ranks(change: int, on: tuple[int, ...], named: bool) -> None:
-    for told in run_ranks(_changing, 2, change, on, not named):
-        assert told.startswith(("after 4", "after 5")), told
-        assert f"the data set has {64 + change} samples, and had 64" in told
+def _changes(rank: int) -> dict[str, str]:
+    return {case: _changing(rank, *given) for case, given in CHANGES.items()}
 
 
-def test_a_data_set_that_keeps_its_length_may_be_read_again_and_again() -> None:
-    assert run_ranks(_changing, 2, 0, (), False) == ["silent after 12", "silent after 12"]
+def test_a_data_set_of_another_length_ends_the_job_on_all_ranks() -> None:
+    for told in run_ranks(_changes, 2):
+        assert told.pop("none") == "silent after 12"
+        for case, said in told.items():
+            assert said.startswith(("after 4", "after 5")), (case, said)
+            assert f"the data set has {64 + CHANGES[case][0]} samples, and had 64" in said, case

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import dynamix
 from dynamix.errors import UsageError
-from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.runtime.check.loops import Job, Loops, data
-from tests.runtime.jobs import classes, classifier
+from tests.runtime.jobs import Training, classes
 
 LOOPS = Loops()
 wrong = LOOPS.wrong
@@ -94,22 +93,6 @@ def _a_layer_that_is_replaced_before_the_optimizer_is_made(job: Job) -> None:
     _train(job)
 
 
-@wrong("a layer was replaced after DDP was made")
-def _a_layer_that_is_replaced_after_the_optimizer_was_made(job: Job) -> None:
-    _branched(job).head = nn.Linear(5, 3)
-    _train(job)
-
-
-@wrong("a layer was replaced after DDP was made")
-def _a_head_that_is_replaced_while_training(job: Job) -> None:
-    net = _branched(job)
-    for x, y in job.batches():
-        if job.steps == 3:
-            net.head = nn.Linear(5, 3)
-            job.optimizer.add_param_group({"params": list(net.head.parameters())})
-        job.train(x, y)
-
-
 @wrong("(A may be all of an epoch)")
 def _an_update_at_the_end_of_an_epoch(job: Job) -> None:
     job.wrap()
@@ -120,21 +103,11 @@ def _an_update_at_the_end_of_an_epoch(job: Job) -> None:
         job.update()
 
 
-@wrong("itertools.cycle(loader), or a list of batches, gives what was trained already", num_workers=0)
 @wrong("itertools.cycle(loader), or a list of batches, gives what was trained already", num_workers=2)
 def _a_loader_in_a_cycle(job: Job) -> None:
     job.wrap()
     for x, y in itertools.islice(itertools.cycle(job.loader), 40):
         job.train(x, y)
-
-
-@wrong("itertools.cycle(loader), or a list of batches, gives what was trained already")
-def _a_list_of_batches(job: Job) -> None:
-    job.wrap()
-    kept = list(job.loader)
-    for _ in range(2):
-        for x, y in kept:
-            job.train(x, y)
 
 
 @wrong("train each batch before its controller.step(), in as many updates as you like")
@@ -152,31 +125,14 @@ def _a_line_search_on_each_ranks_own_loss(job: Job) -> None:
         job.train_in_closure(x, y)
 
 
-def _train_plainly(job: Job, batches: Any) -> None:
-    job.wrap()
-    for x, y in batches:
-        F.cross_entropy(job.ddp(x), y).backward()
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-        job.controller.step()
-
-
 FOREIGN = "the loop's batches do not come from this controller"
 
 
 @wrong(FOREIGN)
 def _a_loader_of_the_users_own(job: Job) -> None:
-    _train_plainly(job, DataLoader(data(), batch_size=4, shuffle=True))
-
-
-@wrong(FOREIGN)
-def _a_loader_with_torchs_sampler(job: Job) -> None:
-    _train_plainly(job, DataLoader(data(), batch_size=4, sampler=DistributedSampler(data())))
-
-
-@wrong(FOREIGN)
-def _one_batch_of_the_data_set(job: Job) -> None:
-    _train_plainly(job, [data()[:4]] * 3)
+    job.wrap()
+    for x, y in DataLoader(data(), batch_size=4, shuffle=True):
+        job.train(x, y)
 
 
 @wrong("the model was given to an earlier controller: train on with a new DistributedDataParallel around its module")
@@ -188,51 +144,57 @@ def _the_model_of_an_earlier_controller(job: Job) -> None:
         again.wrap(job.ddp, job.optimizer)
 
 
+# ------------------------------------------------------------ what does not belong together
+
+
+@wrong("once for each model")
+def _a_list_of_optimizers(job: Job) -> None:
+    parts = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (job.net[0], job.net[2])]
+    job.controller.wrap(job.ddp, parts)  # type: ignore[arg-type]
+
+
+@wrong("make the optimizer from model.parameters()")
+def _the_optimizer_of_another_model(job: Job) -> None:
+    job.controller.wrap(job.ddp, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+@wrong("once for each model")
+def _a_second_model_behind_the_optimizer(job: Job) -> None:
+    second = DDP(nn.Linear(3, 3), process_group=job.group)
+    job.controller.wrap(job.ddp, torch.optim.SGD([*job.net.parameters(), *second.parameters()], lr=0.1))
+
+
+@wrong("once for each model")
+def _a_second_model_with_its_own_optimizer(job: Job) -> None:
+    job.wrap()
+    second = DDP(nn.Linear(3, 3), process_group=job.group)
+    other = torch.optim.SGD(second.parameters(), lr=0.1)
+    for x, y in job.loader:
+        job.loss(x, y).backward()
+        second(torch.ones(len(x), 3)).sum().backward()
+        job.update()
+        other.step()
+        job.step()
+
+
+@wrong("Controller(process_group=group)")
+def _a_foreign_process_group(job: Job) -> None:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    job.controller.wrap(DDP(job.net, process_group=groups[job.rank]), job.optimizer)
+
+
 @pytest.mark.multiproc
 def test_they_end_on_every_rank_with_their_cause() -> None:
     LOOPS.check_wrong(2)
 
 
 def test_a_cycle_is_named_without_ranks_too() -> None:
-    net, dataset = classifier(), classes(24)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", 8)
-    loader = DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset))
-    controller.wrap(net, optimizer)
+    job = Training(dynamix.Controller("static", 8), classes(24))
 
     def train() -> None:
-        for x, y in itertools.cycle(loader):
-            F.cross_entropy(net(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step()
+        for x, y in itertools.cycle(job.loader):
+            job.train(x, y)
 
     refused(UsageError, r"itertools\.cycle\(loader\) and a list of batches give what was trained already", train)
-    assert controller.samples_seen == 24
-    controller.close()
-
-
-def _closed(rank: int) -> list[int]:
-    """The samples that a closed controller's loader gives this rank, and its state afterwards."""
-    net, dataset = classifier(), classes(24)
-    controller = dynamix.Controller("static", 4)
-    loader = DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset))
-    model, optimizer = DDP(net), torch.optim.SGD(net.parameters(), lr=0.1)
-    controller.wrap(model, optimizer)
-    for _ in range(2):  # first trained, then looked at
-        seen = []
-        for x, y in loader:
-            seen.append(len(x))
-            if controller.samples_seen < 24:
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                controller.step()
-        controller.close()
-    controller.load_state_dict(controller.state_dict())
-    return seen
-
-
-@pytest.mark.multiproc
-def test_a_closed_controllers_loader_and_state_may_be_used() -> None:
-    assert run_ranks(_closed, 2) == [[4, 4, 4]] * 2
+    assert job.controller.samples_seen == 24
+    job.controller.close()

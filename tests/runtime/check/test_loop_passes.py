@@ -25,25 +25,6 @@ def _accumulated_under_no_sync_undeclared(job: Job) -> None:
         job.step()
 
 
-@wrong("Controller(accumulate=A)")
-def _accumulated_undeclared(job: Job) -> None:
-    for i, (x, y) in enumerate(job.batches()):
-        job.loss(x, y).backward()
-        if i % 2:
-            job.update()
-        job.step()
-
-
-@wrong("Controller(accumulate=A)")
-def _accumulated_undeclared_and_unstepped(job: Job) -> None:
-    for i, (x, y) in enumerate(job.batches()):
-        with contextlib.nullcontext() if i % 2 else job.ddp.no_sync():
-            job.loss(x, y).backward()
-        if i % 2:
-            job.update()
-            job.step()
-
-
 @wrong("Leave no_sync() out")
 def _never_synchronised(job: Job) -> None:
     for x, y in job.batches():
@@ -167,6 +148,5 @@ def _other_count_on_one_rank_with_buffers(job: Job) -> None:
         job.step(count=len(x) - (job.rank == 1 and job.steps == 2))
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_they_end_on_every_rank_with_the_line_to_write(workers: int) -> None:
-    LOOPS.check_wrong(workers)
+def test_they_end_on_every_rank_with_the_line_to_write() -> None:
+    LOOPS.check_wrong(3)

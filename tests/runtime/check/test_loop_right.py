@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import threading
@@ -15,9 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from tests.runtime.check.loops import Job, Loops, data
@@ -37,31 +34,13 @@ def _plain(job: Job) -> None:
 @right
 @right_with(num_workers=2)
 @right_with(decides_s=0.03)
-def _prefetched_in_a_thread(job: Job) -> None:
-    job.wrap()
-    ready: queue.Queue[Any] = queue.Queue(3)
-
-    def read() -> None:
-        for batch in job.loader:
-            ready.put(batch)
-        ready.put(None)
-
-    for _ in range(2):
-        threading.Thread(target=read, daemon=True).start()
-        while (batch := ready.get()) is not None:
-            time.sleep(0.001 * (job.steps % 3))
-            job.train(*batch)
-
-
-def _over_epochs(job: Job, *, names: bool) -> None:
+def _prefetched_in_a_thread_over_epochs(job: Job) -> None:
     """A thread reads three epochs one after the other, ahead of the loop, which trains on every sample thrice."""
     job.wrap()
     ready: queue.Queue[Any] = queue.Queue(3)
 
     def read() -> None:
-        for epoch in range(3):
-            if names:
-                job.sampler.set_epoch(epoch)
+        for _ in range(3):
             for batch in job.loader:
                 ready.put(batch)
         ready.put(None)
@@ -77,40 +56,12 @@ def _over_epochs(job: Job, *, names: bool) -> None:
     assert sorted(itertools.chain(*every)) == sorted(3 * data().tensors[0][:, 0].tolist())
 
 
-@right
-def _prefetched_in_a_thread_over_epochs(job: Job) -> None:
-    _over_epochs(job, names=False)
-
-
-@right_with(num_workers=2)
-def _prefetched_in_a_thread_over_named_epochs_with_workers(job: Job) -> None:
-    _over_epochs(job, names=True)
-
-
 def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
     now = next(batches)
     for following in batches:
         yield now
         now = following
     yield now
-
-
-@right
-def _one_batch_ahead(job: Job) -> None:
-    job.wrap()
-
-    for _ in range(2):
-        for x, y in _ahead(iter(job.loader)):
-            job.train(x, y)
-
-
-@right
-def _read_in_chunks(job: Job) -> None:
-    job.wrap()
-    batches = iter(job.loader)
-    while chunk := list(itertools.islice(batches, 3)):
-        for x, y in chunk:
-            job.train(x, y)
 
 
 @right
@@ -133,17 +84,6 @@ def _took_the_next_batch_between_two_passes(job: Job) -> None:
         job.loss(*now)
         following = next(batches, None)
         job.train(*now)
-
-
-@right
-def _continue_after_step(job: Job) -> None:
-    for i, (x, y) in enumerate(job.batches()):
-        if i % 3 == 1:
-            job.step()
-            continue
-        job.train(x, y)
-        if i % 2:
-            continue
 
 
 @right
@@ -176,87 +116,6 @@ def _evaluation_in_between(job: Job) -> None:
 
 
 @right
-def _training_in_eval_mode(job: Job) -> None:
-    job.wrap()
-    job.ddp.eval()
-    for x, y in job.loader:
-        job.train(x, y)
-
-
-@right
-@right_with(buffers=True)
-def _checkpointed(job: Job) -> None:
-    class Net(nn.Module):
-        def __init__(self, reentrant: bool) -> None:
-            super().__init__()
-            self.parts, self.reentrant = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), reentrant
-            self.out = nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.parts[0](x)
-            for part in self.parts[1:]:
-                x = checkpoint(part, x, use_reentrant=self.reentrant)
-            return self.out(x)
-
-    net = Net(job.rank >= 0 and job.buffers)
-    job.ddp = DDP(net, process_group=job.group, bucket_cap_mb=1e-4)
-    job.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    _plain(job)
-
-
-@right
-def _two_losses_summed(job: Job) -> None:
-    for x, y in job.batches():
-        logits = job.ddp(x)
-        (F.cross_entropy(logits, y) + logits.square().mean()).backward()
-        job.update()
-        job.step()
-
-
-@right
-def _two_losses_of_which_the_last_synchronises(job: Job) -> None:
-    for x, y in job.batches():
-        with job.ddp.no_sync():
-            job.loss(x, y).backward()
-        job.loss(x, y).backward()
-        job.update()
-        job.step()
-
-
-def _accumulates(job: Job, *, no_sync: bool) -> None:
-    for i, (x, y) in enumerate(job.batches()):
-        last = i % 3 == 2
-        with job.ddp.no_sync() if no_sync and not last else contextlib.nullcontext():
-            (job.loss(x, y) / 3).backward()
-        if last:
-            job.update()
-        job.step()
-
-
-@right_with(accumulate=3)
-def _accumulated(job: Job) -> None:
-    _accumulates(job, no_sync=True)
-
-
-@right_with(accumulate=3)
-def _accumulated_and_always_synchronised(job: Job) -> None:
-    _accumulates(job, no_sync=False)
-
-
-@right
-def _scaled(job: Job) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    job.controller.wrap(job.ddp, job.optimizer, scaler=scaler)
-    for x, y in job.loader:
-        loss = job.loss(x, y) * (float("inf") if job.steps == 4 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(job.optimizer)
-        scaler.update()
-        job.optimizer.zero_grad(set_to_none=False)
-        job.step()
-
-
-@right
 def _gradients_on_the_side(job: Job) -> None:
     for i, (x, y) in enumerate(job.batches()):
         job.loss(x, y).backward()
@@ -268,62 +127,12 @@ def _gradients_on_the_side(job: Job) -> None:
 
 
 @right
-def _closure(job: Job) -> None:
-    job.optimizer = torch.optim.LBFGS(job.net.parameters(), lr=0.01, max_iter=3)
-    for x, y in job.batches():
-        job.train_in_closure(x, y)
-
-
-@right_with(num_workers=2)
-def _broken_off_and_begun_again(job: Job) -> None:
-    job.wrap()
-    for _ in range(5):
-        for i, (x, y) in enumerate(job.loader):
-            job.train(x, y)
-            if i == 2:
-                break
-
-
-@right
 def _peek_on_rank_zero(job: Job) -> None:
     if job.rank == 0:
         x, _ = next(iter(job.loader))
         job.net(x)
     job.ddp = DDP(job.net, process_group=job.group)
     _plain(job)
-
-
-@right
-def _optimizers_for_parts_of_a_model(job: Job) -> None:
-    parts = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (job.net[0], job.net[2])]
-    for part in parts:
-        job.controller.wrap(job.ddp, part)
-    for x, y in job.loader:
-        job.loss(x, y).backward()
-        for part in parts:
-            part.step()
-            part.zero_grad()
-        job.step()
-
-
-@right
-def _generator_and_discriminator(job: Job) -> None:
-    generator = DDP(nn.Linear(2, 6), process_group=job.group)
-    critic = DDP(nn.Linear(6, 1), process_group=job.group)
-    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (generator, critic))
-    job.controller.wrap(generator, ours)
-    job.controller.wrap(critic, theirs)
-    for x, _ in job.loader:
-        fake = generator(torch.randn(len(x), 2))
-        theirs.zero_grad()
-        both = critic(torch.cat([x, fake.detach()]))
-        (both[len(x) :].mean() - both[: len(x)].mean()).backward()
-        theirs.step()
-        ours.zero_grad()
-        with critic.no_sync():
-            (-critic(fake).mean()).backward()
-        ours.step()
-        job.step()
 
 
 @right
@@ -390,21 +199,11 @@ def _an_optimizer_made_of_others(job: Job) -> None:
 
 
 @right
-def _an_optimizer_of_something_local(job: Job) -> None:
-    job.wrap()
-    temperature = nn.Parameter(torch.ones(()))
-    local = torch.optim.SGD([temperature], lr=0.1)
-    for x, y in job.loader:
-        F.cross_entropy(job.ddp(x) * temperature, y).backward()
-        job.update()
-        local.step()
-        job.step()
-
-
-@right
 def _trained_on_after_close(job: Job) -> None:
     _plain(job)
     job.controller.close()
+    assert [*job.loader]  # may be looked at
+    job.controller.load_state_dict(job.controller.state_dict())
     model = DDP(job.net, process_group=job.group)
     for x, y in DataLoader(data(), batch_size=16):
         F.cross_entropy(model(x), y).backward()

@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from tests.runtime.jobs import order_of
 from tests.union import Script, flat_gradient, larger
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 SAMPLES, OTHERS = 240, 4  # samples of the other loader in each of a rank's batches
 SHARES = [[12, 4], [4, 12], [10, 6], [6, 10]]
 
@@ -44,12 +44,13 @@ class Batch:
 
 
 class Share(Batch):
-    """A rank's."""
+    """A rank's; with `weighs` each loss gets the weight of its samples."""
 
     controller: dynamix.Controller
+    weighs = False
 
     def weigh(self, loss: Tensor, count: int) -> Tensor:
-        return self.controller.weight(loss, count=count)
+        return self.controller.weight(loss, count=count) if self.weighs else loss
 
     def local(self) -> contextlib.AbstractContextManager[None]:
         return self.model.no_sync()  # type: ignore[operator, no-any-return]
@@ -68,56 +69,10 @@ def _done(loss: Tensor) -> Tensor:
     return loss
 
 
-# ------------------------------------------------------------ others that would have a wrong weight
+# ------------------------------------------------------------ others that have a wrong weight unless they are weighed
 
 
 def apart(of: Batch) -> Tensor:
-    with of.local():
-        _invariant(of.model(of.others)).backward()
-    return _done(F.cross_entropy(of.model(of.x), of.y))
-
-
-def after(of: Batch) -> Tensor:
-    with of.local():
-        loss = _done(F.cross_entropy(of.model(of.x), of.y))
-    _invariant(of.model(of.others)).backward()
-    return loss
-
-
-def apart_and_crossing(of: Batch) -> Tensor:
-    _invariant(of.model(of.others)).backward()
-    return _done(F.cross_entropy(of.model(of.x), of.y))
-
-
-def together(of: Batch) -> Tensor:
-    logits = of.model(torch.cat([of.x, of.others]))
-    return _done(F.cross_entropy(logits[: len(of.x)], of.y) + of.factor * _invariant(logits[len(of.x) :]))
-
-
-def others_first(of: Batch) -> Tensor:
-    others, logits = of.model(torch.cat([of.others, of.x])).split([len(of.others), len(of.x)])
-    return _done(F.cross_entropy(logits, of.y) + _invariant(others))
-
-
-def one_mean(of: Batch) -> Tensor:
-    """As of a buffer that keeps labels."""
-    logits = of.model(torch.cat([of.x, of.others]))
-    return _done(F.cross_entropy(logits, torch.cat([of.y, of.others.argmax(1) % 3])))
-
-
-WRONG: tuple[Way, ...] = (apart, after, apart_and_crossing, together, others_first, one_mean)
-
-# ------------------------------------------------------------ others with their own weight
-
-
-def weighed_together(of: Batch) -> Tensor:
-    logits = of.model(torch.cat([of.x, of.others]))
-    mine, others = F.cross_entropy(logits[: len(of.x)], of.y), _invariant(logits[len(of.x) :])
-    (of.weigh(mine, len(of.x)) + of.weigh(others, len(of.others))).backward()
-    return mine
-
-
-def weighed_apart(of: Batch) -> Tensor:
     with of.local():
         of.weigh(_invariant(of.model(of.others)), len(of.others)).backward()
     mine = F.cross_entropy(of.model(of.x), of.y)
@@ -125,48 +80,28 @@ def weighed_apart(of: Batch) -> Tensor:
     return mine
 
 
-def weighed_apart_and_crossing(of: Batch) -> Tensor:
-    mine = F.cross_entropy(of.model(of.x), of.y)
-    of.weigh(mine, len(of.x)).backward()
-    of.weigh(_invariant(of.model(of.others)), len(of.others)).backward()
-    return mine
+def together(of: Batch) -> Tensor:
+    logits = of.model(torch.cat([of.x, of.others]))
+    mine, others = F.cross_entropy(logits[: len(of.x)], of.y), _invariant(logits[len(of.x) :])
+    return _done(of.weigh(mine, len(of.x)) + of.factor * of.weigh(others, len(of.others)))
 
 
-def weighed_in_one_mean(of: Batch) -> Tensor:
+def one_mean(of: Batch) -> Tensor:
+    """As of a buffer that keeps labels."""
     logits, rows = of.model(torch.cat([of.x, of.others])), len(of.x) + len(of.others)
     loss = F.cross_entropy(logits, torch.cat([of.y, of.others.argmax(1) % 3]))
     of.weigh(loss, rows).backward()
     return loss
 
 
-WEIGHED: tuple[Way, ...] = (weighed_together, weighed_apart, weighed_apart_and_crossing, weighed_in_one_mean)
+UNLIKE: tuple[Way, ...] = (apart, together, one_mean)
 
 # ------------------------------------------------------------ loops without others, or with others that weigh nothing
-
-
-def doubled(of: Batch) -> Tensor:
-    logits = of.model(torch.cat([of.x, of.x + 0.1]))
-    return _done(F.cross_entropy(logits[: len(of.x)], of.y) + _invariant(logits[len(of.x) :]))
-
-
-def crops(of: Batch) -> Tensor:
-    """Two large ones and three small ones, in passes of their own."""
-    with of.local():
-        _invariant(of.model(torch.cat([of.x + 0.1, of.x - 0.1]))).backward()
-    return _done(F.cross_entropy(of.model(torch.cat([of.x] * 3)), torch.cat([of.y] * 3)))
-
-
-def mixed(of: Batch) -> Tensor:
-    return _done(F.cross_entropy(of.model(0.7 * of.x + 0.3 * of.x.roll(0, 0)), of.y))
 
 
 def _padded(of: Batch) -> Tensor:
     """With own samples, to a multiple of eight."""
     return torch.cat([of.x, of.x])[: -(-len(of.x) // 8) * 8]
-
-
-def padded(of: Batch) -> Tensor:
-    return _done(F.cross_entropy(of.model(_padded(of))[: len(of.x)], of.y))
 
 
 def padded_and_masked(of: Batch) -> Tensor:
@@ -181,22 +116,11 @@ def with_a_dummy(of: Batch) -> Tensor:
     return _done(F.cross_entropy(logits[:-1], of.y) + 0 * logits[-1:].sum())
 
 
-def time_first(of: Batch) -> Tensor:
-    logits = of.model(torch.stack([of.x + 0.1 * t for t in range(5)]))
-    return _done(F.cross_entropy(logits.mean(0), of.y))
-
-
 def against_negatives(of: Batch) -> Tensor:
     """Each sample has a loss of its own, in which the others are what it is to be told from."""
     rows = of.model(torch.cat([of.x, of.others]))
     mine, others = rows.split([len(of.x), len(of.others)])
     return _done((mine @ others.T).logsumexp(1).mean())
-
-
-def same_everywhere(of: Batch) -> Tensor:
-    points = torch.linspace(-1, 1, 24).view(4, 6)
-    logits = of.model(torch.cat([of.x, points]))
-    return _done(F.cross_entropy(logits[: len(of.x)], of.y) + _invariant(logits[len(of.x) :]))
 
 
 def same_everywhere_apart(of: Batch) -> Tensor:
@@ -206,8 +130,8 @@ def same_everywhere_apart(of: Batch) -> Tensor:
 
 
 def in_proportion(of: Batch) -> Tensor:
-    logits = of.model(torch.cat([of.x, of.others]))
-    return _done(F.cross_entropy(logits[: len(of.x)], of.y) + _invariant(logits[len(of.x) :]))
+    """As many others as samples of the controller's."""
+    return together(of)
 
 
 def weighed_by_hand(of: Batch) -> Tensor:
@@ -216,22 +140,16 @@ def weighed_by_hand(of: Batch) -> Tensor:
 
 
 RIGHT: tuple[Way, ...] = (
-    doubled,
-    crops,
-    mixed,
-    padded,
     padded_and_masked,
     with_a_dummy,
-    time_first,
     against_negatives,
-    same_everywhere,
     same_everywhere_apart,
     in_proportion,
     weighed_by_hand,
 )
 
 
-def _worst(rank: int, way: Way) -> float | str:
+def _worst(rank: int, way: Way, *, weighs: bool = False) -> float | str:
     """The largest error of a gradient from that of all samples which the ranks train on; or what ended the job."""
     torch.manual_seed(0)
     x, y, others = torch.randn(SAMPLES, 6), torch.arange(SAMPLES) % 3, torch.randn(SAMPLES, 6)
@@ -240,14 +158,13 @@ def _worst(rank: int, way: Way) -> float | str:
     controller = dynamix.Controller(Script(SHARES), 8, interval=1, max_batch_size=16, process_group=group)
     sampler = controller.batch_sampler(TensorDataset(x, y))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    ddp, weighting = DDP(net, process_group=group), "loss" if way in WEIGHED else "hook"
-    model = controller.wrap(ddp, optimizer, weighting=weighting)  # type: ignore[arg-type]
+    model = controller.wrap(DDP(net, process_group=group), optimizer, weighting="loss" if weighs else "hook")
     drawn = torch.Generator().manual_seed(rank)
     try:
         for bx, by in DataLoader(TensorDataset(x, y), batch_sampler=sampler):
             plan, many = sampler.plan(), len(bx) if way is in_proportion else OTHERS
             share = Share(model, bx, by, others[torch.randint(SAMPLES, (many,), generator=drawn)])
-            share.controller = controller
+            share.controller, share.weighs = controller, weighs
             if way is weighed_by_hand:
                 share.factor = plan.samples / (len(bx) * 2)
             loss = way(share)
@@ -268,29 +185,15 @@ def _worst(rank: int, way: Way) -> float | str:
     return worst
 
 
-def _all(rank: int, ways: tuple[Way, ...]) -> list[float | str]:
-    return [_worst(rank, way) for way in ways]
+def _all(rank: int) -> tuple[list[float | str], ...]:
+    """Of others that are not weighed, of those that are, and of what weighs nothing wrongly."""
+    refused, weighed = ([_worst(rank, way, weighs=weighs) for way in UNLIKE] for weighs in (False, True))
+    return refused, weighed, [_worst(rank, way) for way in RIGHT]
 
 
-@pytest.mark.timeout(120)
-def test_others_with_the_weight_of_a_rank_are_refused_on_all_ranks() -> None:
-    for of_rank in run_ranks(_all, 2, WRONG, timeout_s=100):
-        for way, told in zip(WRONG, of_rank, strict=True):
-            assert isinstance(told, str), (way.__name__, told)
-            assert "another loader" in told, (way.__name__, told)
-
-
-@pytest.mark.timeout(120)
-def test_others_may_have_their_own_weight() -> None:
-    for of_rank in run_ranks(_all, 2, WEIGHED, timeout_s=100):
-        for way, told in zip(WEIGHED, of_rank, strict=True):
-            assert isinstance(told, float), (way.__name__, told)
-            assert told < 1e-5, (way.__name__, told)
-
-
-@pytest.mark.timeout(120)
-def test_what_weighs_nothing_wrongly_trains() -> None:
-    for of_rank in run_ranks(_all, 2, RIGHT, timeout_s=100):
-        for way, told in zip(RIGHT, of_rank, strict=True):
-            assert isinstance(told, float), (way.__name__, told)
-            assert told < 1e-5 or way is against_negatives, (way.__name__, told)  # each rank draws its own
+def test_others_have_their_own_weight_or_are_refused_and_what_weighs_nothing_wrongly_trains() -> None:
+    for refused, weighed, right in run_ranks(_all, 2, timeout_s=100):
+        assert all("another loader" in str(said) for said in refused), refused
+        for way, error in zip((*UNLIKE, *RIGHT), weighed + right, strict=True):
+            assert isinstance(error, float), (way.__name__, error)
+            assert error < 1e-5 or way is against_negatives, (way.__name__, error)  # each rank draws its own

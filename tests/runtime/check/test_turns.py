@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,29 +17,19 @@ from tests.runtime.jobs import Training, adaptive, classes, classifier
 from tests.union import Script
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(90)]
-SAMPLES = 300
+SAMPLES = 200
 
 
-class Square(nn.Module):
-    """Wants time first, and as many times as the first batches have samples."""
+class OverTime(nn.Module):
+    """Wants time first. With `tokens` it flattens them, and its inputs are not as long as the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tokens: bool = False) -> None:
         super().__init__()
-        self.layer = nn.Linear(6, 3)
+        self.tokens, self.layer = tokens, nn.Linear(1 if tokens else 6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mean(0))
-
-
-class Turned(nn.Module):
-    """Wants time first, and flattens tokens: its inputs are not as long as the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mean(0)[:, None])
+        mean = x.mean(0)
+        return self.layer(mean[:, None] if self.tokens else mean)
 
 
 def _swapped(batches: Iterator[Any]) -> Iterator[Any]:
@@ -56,9 +47,11 @@ def _behind(batches: Iterator[Any]) -> Iterator[Any]:
         before = now
 
 
-def _train(rank: int, how: str) -> str:
-    net: nn.Module = Turned() if how == "time first" else Square() if how == "square" else classifier()
-    controller = adaptive(Script([[3, 5], [6, 2], [4, 4]]), 4, max_batch_size=8, interval=5)
+def _train(how: str) -> str:
+    square, tokens = how == "square", how == "time first"
+    net = OverTime(tokens=tokens) if square or tokens else classifier()
+    group = dist.new_group()
+    controller = adaptive(Script([[3, 5], [6, 2], [4, 4]]), 4, max_batch_size=8, interval=5, process_group=group)
     job, steps = Training(controller, classes(SAMPLES), net), 0
     try:
         for x, y in {"swapped": _swapped, "behind": _behind}.get(how, iter)(iter(job.loader)):
@@ -66,10 +59,10 @@ def _train(rank: int, how: str) -> str:
                 logits = job.model(input=x)
             elif how == "twice as long":
                 logits = job.model(torch.cat([x, x + 0.01]))[: len(x)]
-            elif how == "square":
+            elif square:  # as many times as the first batches have samples
                 logits = job.model(x.expand(4, *x.shape))
             else:
-                logits = job.model(x.T if how == "time first" else x)
+                logits = job.model(x.T if tokens else x)
             F.cross_entropy(logits, y).backward()
             job.finish()
             steps += 1
@@ -79,13 +72,17 @@ def _train(rank: int, how: str) -> str:
     return "silent"
 
 
-@pytest.mark.parametrize("how", ["swapped", "behind"])
-def test_batches_in_another_order_are_told_once_sizes_differ(how: str) -> None:
-    for said in run_ranks(_train, 2, how):
-        assert "in the order in which the loader gives them" in said
-        assert int(said.split()[1].strip(":")) <= 12
+IN_ORDER = ("plain", "by name", "time first", "square", "twice as long")
+IN_ANOTHER = ("swapped", "behind")
 
 
-@pytest.mark.parametrize("how", ["plain", "by name", "time first", "square", "twice as long"])
-def test_loops_in_order_stay_silent(how: str) -> None:
-    assert run_ranks(_train, 2, how) == ["silent"] * 2
+def _all(rank: int) -> dict[str, str]:
+    return {how: _train(how) for how in (*IN_ORDER, *IN_ANOTHER)}
+
+
+def test_batches_in_another_order_are_told_once_sizes_differ_and_loops_in_order_stay_silent() -> None:
+    for told in run_ranks(_all, 2):
+        assert {how: told[how] for how in IN_ORDER} == dict.fromkeys(IN_ORDER, "silent")
+        for how in IN_ANOTHER:
+            assert "in the order in which the loader gives them" in told[how]
+            assert int(told[how].split()[1].strip(":")) <= 12

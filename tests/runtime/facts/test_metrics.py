@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.data import IterableDataset
 
 import dynamix
@@ -31,35 +30,27 @@ class Unsized(IterableDataset[Any]):
         return iter(DATA)
 
 
-def _steps(controller: dynamix.Controller, batches: Iterable[Any], net: nn.Module, optimizer: Any) -> Iterator[None]:
-    for x, y in batches:
-        logits = net(x)
+def _steps(job: Training) -> Iterator[None]:
+    for x, y in job.loader:
+        logits = job.model(x)
         loss = F.cross_entropy(logits, y)
-        (loss / controller.accumulate).backward()
-        if controller.optimizer_due:
-            optimizer.step()
-            optimizer.zero_grad()
-        controller.step(loss=loss, logits=logits, target=y)
+        (loss / job.controller.accumulate).backward()
+        job.finish(loss=loss, logits=logits, target=y)
         yield
 
 
-def _job(accumulate: int = 1, source: Any = None) -> tuple[dynamix.Controller, Any, nn.Module, Any]:
-    controller = adaptive(Script(SCRIPT, accumulate), 4, accumulate=accumulate)
-    if source is None:
-        job = Training(controller, DATA, classifier(4))
-        return controller, job.loader, job.model, job.optimizer
-    net, batches = classifier(4), controller.stream(source)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return controller, batches, controller.wrap(net, optimizer), optimizer
+def _job(accumulate: int = 1) -> Training:
+    return Training(adaptive(Script(SCRIPT, accumulate), 4, accumulate=accumulate), DATA, classifier(4))
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_progress_counts_the_samples_of_the_epoch_and_epoch_done_is_its_last_step(accumulate: int) -> None:
-    controller, batches, net, optimizer = _job(accumulate)
+    job = _job(accumulate)
+    controller = job.controller
     assert (controller.progress, controller.epoch_done) == (0.0, False)
     for _ in range(2):
         seen, done = [0.0], []
-        for _ in _steps(controller, batches, net, optimizer):
+        for _ in _steps(job):
             seen.append(controller.progress)
             done.append(controller.epoch_done)
         assert all(before < after for before, after in itertools.pairwise(seen))
@@ -67,17 +58,23 @@ def test_progress_counts_the_samples_of_the_epoch_and_epoch_done_is_its_last_ste
         assert done == [False] * (len(done) - 1) + [True]
     assert controller.samples_seen == 2 * SAMPLES
     assert (controller.progress, controller.epoch_done) == (1.0, True)
-    next(iter(batches))
+    next(iter(job.loader))
     assert (controller.progress, controller.epoch_done) == (0.0, False)
 
 
-def test_progress_of_a_stream_is_unknown_until_its_end_where_its_length_is() -> None:
-    for source, known in ((list(zip(*DATA.tensors, strict=True)), True), (Unsized(), False)):
-        controller, batches, net, optimizer = _job(source=source)
-        seen = [controller.progress for _ in _steps(controller, batches, net, optimizer)]
-        assert seen[-1] == 1.0
-        assert controller.epoch_done
-        assert all(math.isfinite(value) == known for value in seen[:-1])
+@pytest.mark.parametrize(("source", "known"), [([*zip(*DATA.tensors, strict=True)], True), (Unsized(), False)])
+def test_progress_of_a_stream_is_unknown_until_its_end_where_its_length_is(source: Any, known: bool) -> None:
+    net, controller = classifier(4), dynamix.Controller("static", 8)
+    optimizer, stream, seen = torch.optim.SGD(net.parameters(), lr=0.1), controller.stream(source), []
+    controller.wrap(net, optimizer)
+    for x, y in stream:
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        controller.step()
+        seen.append(controller.progress)
+    assert seen[-1] == 1.0
+    assert controller.epoch_done
+    assert all(math.isfinite(value) == known for value in seen[:-1])
 
 
 def test_before_there_are_batches_they_say_what_is_missing_and_metrics_are_there_all_the_same() -> None:
@@ -89,8 +86,9 @@ def test_before_there_are_batches_they_say_what_is_missing_and_metrics_are_there
 
 
 def test_metrics_of_one_process() -> None:
-    controller, batches, net, optimizer = _job()
-    for _ in _steps(controller, batches, net, optimizer):
+    job = _job()
+    controller = job.controller
+    for _ in _steps(job):
         now = controller.metrics()
         assert list(now) == list(METRICS)
         assert all(type(value) is float for value in now.values())
@@ -103,9 +101,8 @@ def test_metrics_of_one_process() -> None:
     assert 0 <= now["accuracy"] <= 1
     assert now["unread"] == 0
     assert math.isnan(now["exchange_s"]) or now["exchange_s"] >= 0
-    x, y = next(iter(batches))
-    F.cross_entropy(net(x), y).backward()
-    optimizer.step()
+    job.backward(*next(iter(job.loader)))
+    job.update()
     with pytest.warns(RuntimeWarning, match="cannot read the loss"):
         controller.step(loss="much")
     assert controller.metrics()["unread"] == 1
@@ -122,7 +119,7 @@ def _two(rank: int) -> list[dict[str, float]]:
     job = Training(controller, DATA, classifier(4), num_workers=1)
     found = []
     for _ in range(2):
-        for _ in _steps(controller, job.loader, job.model, job.optimizer):
+        for _ in _steps(job):
             found.append(controller.metrics() | {"done": float(controller.epoch_done)})
     controller.close()
     return found

@@ -42,10 +42,6 @@ class TestRules:
         assert rule(name)(1.0, 500.0, 3.0, base_batch=64) == pytest.approx(1.0)
         assert rule(name)(1.0, NAN, NAN, base_batch=64) == 1.0
 
-    @given(s=st.floats(0.1, 100), noise=positive, signal=positive)
-    def test_adascale_lies_between_none_and_linear(self, s: float, noise: float, signal: float) -> None:
-        assert min(1, s) * (1 - 1e-9) <= gain(s, noise, signal) <= max(1, s) * (1 + 1e-9)
-
     @given(s=st.floats(0.1, 100), noise=positive, signal=positive, base=st.floats(1, 1e4))
     def test_adascale_is_scale_times_statistical_efficiency(
         self, s: float, noise: float, signal: float, base: float
@@ -61,11 +57,6 @@ class TestRules:
 
     def test_adascale_with_a_signal_estimated_below_zero_is_linear(self) -> None:
         assert gain(4.0, 10.0, -0.1) == pytest.approx(4.0)
-
-    def test_an_unknown_rule_names_the_known_ones(self) -> None:
-        for make in (rule, lambda name: LearningRate(sgd()[1], name)):
-            with pytest.raises(ConfigError, match=r"lr_rule='cubic'.*auto, none, linear, sqrt, adascale"):
-                make("cubic")
 
 
 def sgd(lr: Any = 0.1, **options: Any) -> tuple[nn.Parameter, torch.optim.Optimizer]:
@@ -110,13 +101,14 @@ class TestLearningRate:
     )
     def test_a_step_equals_one_with_the_scaled_rate(self, kind: str, tensor: bool) -> None:
         ours, plain = KINDS[kind](two_groups(tensor=tensor)), KINDS[kind](two_groups(2.5))
-        before = rates(ours)
+        before, given = rates(ours), [group["lr"] for group in ours.param_groups]
         LearningRate(ours, "linear").set_factor(2.5)
         for _ in range(3):
             ours.step()
             plain.step()
             assert rates(ours) == before
         torch.testing.assert_close(weights(ours), weights(plain))
+        assert not tensor or all(group["lr"] is lr for group, lr in zip(ours.param_groups, given, strict=True))
 
     def test_lbfgs_runs_its_closure_under_the_users_rate(self) -> None:
         def train(lr: float, factor: float | None) -> tuple[Tensor, set[float]]:
@@ -143,26 +135,9 @@ class TestLearningRate:
         torch.testing.assert_close(ours, plain)
         assert seen == {0.05}
 
-    def test_the_rate_is_back_when_a_step_raises(self) -> None:
-        class Broken(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                seen.append(self.param_groups[0]["lr"])
-                raise FloatingPointError("no")
-
-        for lr in (0.1, torch.tensor(0.1)):
-            seen: list[Any] = []
-            optimizer = Broken([nn.Parameter(torch.zeros(1))], lr=lr)
-            learning_rate = LearningRate(optimizer, "linear")
-            learning_rate.set_factor(3.0)
-            for _ in range(2):
-                with pytest.raises(FloatingPointError):
-                    optimizer.step()
-                assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
-            learning_rate.remove()
-            assert len(seen) == 2
-
-    def test_the_rate_is_back_when_a_closure_raises(self) -> None:
-        _, optimizer = sgd()
+    @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+    def test_the_rate_is_back_when_a_step_raises(self, lr: Any) -> None:
+        _, optimizer = sgd(lr)
         LearningRate(optimizer, "linear").set_factor(3.0)
 
         def closure() -> Tensor:
@@ -170,7 +145,7 @@ class TestLearningRate:
 
         with pytest.raises(FloatingPointError):
             optimizer.step(closure)
-        assert rates(optimizer) == [0.1]
+        assert rates(optimizer) == [pytest.approx(0.1)]
 
     def test_all_of_the_users_hooks_see_the_users_rate(self) -> None:
         _, optimizer = sgd()
@@ -186,25 +161,6 @@ class TestLearningRate:
         learning_rate.set_factor(3.0)
         optimizer.step()
         assert seen == [0.1] * 6
-
-    def test_a_state_dict_taken_during_a_step_shows_the_users_rate(self) -> None:
-        shared = torch.tensor(0.1)
-        for lr in (0.1, shared):
-            groups = two_groups()
-            for group in groups:
-                group["lr"] = lr
-            optimizer = torch.optim.SGD(groups)
-            learning_rate = LearningRate(optimizer, "linear")
-            seen = []
-
-            def look(opt, *_, seen=seen):
-                seen.append((rates(opt), [float(g["lr"]) for g in opt.state_dict()["param_groups"]]))
-
-            optimizer.register_step_pre_hook(look)  # registered after ours, so it runs under the scaled rates
-            learning_rate.set_factor(3.0)
-            optimizer.step()
-            assert seen == [(pytest.approx([0.3, 0.3]), pytest.approx([0.1, 0.1]))]
-            assert rates(optimizer) == pytest.approx([0.1, 0.1])
 
     def test_a_schedule_stepped_in_a_post_hook_is_not_lost(self) -> None:
         _, optimizer = sgd(lr=1.0)
@@ -231,58 +187,6 @@ class TestLearningRate:
         optimizer.step()
         assert weight[0].item() == -2.0
 
-    def test_a_skipped_step_changes_nothing(self) -> None:
-        weight, optimizer = sgd()
-        LearningRate(optimizer, "linear").set_factor(2.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for value, moved in ((math.inf, False), (1.0, True)):
-            before = weight.detach().clone()
-            optimizer.zero_grad()
-            scaler.scale((weight * value).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert rates(optimizer) == [0.1]
-            assert bool((weight != before).any()) == moved
-        torch.testing.assert_close(weight.detach(), before - 0.2)
-
-    def test_a_tensor_rate_stays_the_same_tensor(self) -> None:
-        lr = torch.tensor(0.1)
-        weight, optimizer = sgd(lr=lr)
-        LearningRate(optimizer, "linear").set_factor(3.0)
-        optimizer.step()
-        assert optimizer.param_groups[0]["lr"] is lr
-        assert lr.item() == torch.tensor(0.1).item()
-        torch.testing.assert_close(weight.detach()[0], torch.tensor(0.7))
-
-    def test_a_rate_set_between_steps_is_the_one_scaled(self) -> None:
-        weight, optimizer = sgd()
-        LearningRate(optimizer, "linear").set_factor(2.0)
-        optimizer.param_groups[0]["lr"] = 1.0
-        optimizer.step()
-        assert weight[0].item() == -1.0
-
-    @pytest.mark.parametrize("scheduled", [False, True])
-    def test_remove_leaves_the_optimizer_as_it_was(self, scheduled: bool) -> None:
-        weight, optimizer = sgd()
-        if scheduled:
-            lr_scheduler.ExponentialLR(optimizer, 0.5)
-        before = optimizer.__dict__.get("step")
-        learning_rate = LearningRate(optimizer, "linear")
-        learning_rate.set_factor(2.0)
-        learning_rate.remove()
-        assert optimizer.__dict__.get("step") is before
-        optimizer.step()
-        torch.testing.assert_close(weight.detach()[0], torch.tensor(0.9))
-
-    def test_remove_under_somebody_elses_wrapper(self) -> None:
-        weight, optimizer = sgd()
-        learning_rate = LearningRate(optimizer, "linear")
-        learning_rate.set_factor(2.0)
-        lr_scheduler.ExponentialLR(optimizer, 0.5)
-        learning_rate.remove()
-        optimizer.step()
-        torch.testing.assert_close(weight.detach()[0], torch.tensor(0.9))
-
     def test_copies_and_pickles_of_the_optimizer_are_plain(self) -> None:
         _, optimizer = sgd()
         LearningRate(optimizer, "linear").set_factor(2.0)
@@ -292,34 +196,18 @@ class TestLearningRate:
             twin.step()
             torch.testing.assert_close(weight.detach()[0], torch.tensor(0.9))
 
-    def test_load_state_dict_between_steps(self) -> None:
-        _, optimizer = sgd(momentum=0.9)
-        LearningRate(optimizer, "linear").set_factor(2.0)
-        optimizer.step()
-        saved = copy.deepcopy(optimizer.state_dict())
-        optimizer.param_groups[0]["lr"] = 7.0
-        optimizer.load_state_dict(saved)
-        optimizer.step()
-        assert rates(optimizer) == [0.1]
-
-    @pytest.mark.parametrize("value", [0.0, -1.0, NAN, math.inf])
-    def test_an_impossible_factor_is_refused(self, value: float) -> None:
-        learning_rate = LearningRate(sgd()[1], "linear")
-        with pytest.raises(ConfigError, match="positive and finite"):
-            learning_rate.set_factor(value)
-        assert learning_rate.factor == 1.0
-
     @pytest.mark.multiproc
-    def test_zero_redundancy_optimizer(self) -> None:
-        for ours, plain, seen in run_ranks(_zero, 2):
+    def test_a_sharded_optimizer_is_served_as_what_is_inside_of_it(self) -> None:
+        for ours, plain, seen, factor in run_ranks(_zero, 2):
             assert ours == pytest.approx(plain)
             assert seen == [0.1] * 3
+            assert factor == math.sqrt(2.0)  # Adam divides by the size of gradients
 
 
-def _zero(rank: int) -> tuple[list[float], list[float], list[float]]:
+def _zero(rank: int) -> tuple[list[float], list[float], list[float], float]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def train(lr: float, factor: float | None) -> tuple[list[float], list[float]]:
+    def train(lr: float, factor: float | None) -> tuple[list[float], list[float], Any]:
         parameters = [nn.Parameter(torch.ones(3) * i) for i in range(1, 4)]
         optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=lr)
         if factor:
@@ -331,17 +219,14 @@ def _zero(rank: int) -> tuple[list[float], list[float], list[float]]:
             optimizer.step()
             seen.append(optimizer.param_groups[0]["lr"])
         optimizer.consolidate_state_dict(to=0)
-        if rank == 0:
-            seen.append(optimizer.state_dict()["param_groups"][0]["lr"])
-        else:
-            seen.append(lr)
-        return torch.cat([p.detach() for p in parameters]).tolist(), seen
+        seen.append(optimizer.state_dict()["param_groups"][0]["lr"] if rank == 0 else lr)
+        return torch.cat([p.detach() for p in parameters]).tolist(), seen, optimizer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ours, seen = train(0.1, 2.0)
-        plain, _ = train(0.2, None)
-    return ours, plain, seen
+        ours, seen, optimizer = train(0.1, 2.0)
+        plain, *_ = train(0.2, None)
+    return ours, plain, seen, rule("auto", optimizer)(4.0, NAN, NAN, base_batch=1)
 
 
 def schedule_of(
@@ -352,38 +237,6 @@ def schedule_of(
 
 
 class TestSampleSchedule:
-    @given(st.lists(st.integers(0, 60), max_size=30))
-    def test_progress_depends_on_the_samples_only(self, parts: list[int]) -> None:
-        optimizer, schedule = schedule_of(lambda o: lr_scheduler.LambdaLR(o, lambda t: 1.0 / (1 + t)))
-        steps = sum(schedule.advance(n) for n in parts)
-        assert steps == sum(parts) // 10
-        assert schedule.samples == sum(parts)
-        assert rates(optimizer) == pytest.approx([1.0 / (1 + steps)])
-
-    def test_at_the_nominal_batch_it_is_the_plain_loop(self) -> None:
-        def make(o: torch.optim.Optimizer) -> Any:
-            return lr_scheduler.CosineAnnealingLR(o, 7)
-
-        optimizer, schedule = schedule_of(make)
-        _, other = sgd(lr=1.0)
-        plain = make(other)
-        for _ in range(7):
-            optimizer.step()
-            assert schedule.advance(10) == 1
-            other.step()
-            plain.step()
-            assert rates(optimizer) == rates(other)
-
-    def test_one_cycle_stays_at_its_end(self) -> None:
-        optimizer, schedule = schedule_of(
-            lambda o: lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=8, cycle_momentum=False)
-        )
-        assert schedule.advance(65) == 6
-        assert schedule.advance(1000) == 1
-        last = rates(optimizer)
-        assert schedule.advance(1000) == 0
-        assert rates(optimizer) == last == pytest.approx([1.0 / 25 / 1e4])
-
     def test_an_end_inside_composed_schedulers(self) -> None:
         def one_cycle(o: torch.optim.Optimizer) -> Any:
             return lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=5, cycle_momentum=False)
@@ -400,14 +253,6 @@ class TestSampleSchedule:
         assert schedule_of(after)[1].advance(500) == 3 + 4
         assert schedule_of(before)[1].advance(500) == 50
         assert schedule_of(chain)[1].advance(500) == 4
-
-    def test_torch_does_not_warn_about_the_order(self) -> None:
-        # Nothing was stepped yet, as when GradScaler skips the first steps. Warnings are errors in this suite.
-        optimizer, schedule = schedule_of(lambda o: lr_scheduler.StepLR(o, 1))
-        assert schedule.advance(20) == 2
-        optimizer, schedule = schedule_of(lambda o: lr_scheduler.StepLR(o, 1))
-        optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
-        assert schedule.advance(20) == 2
 
     def test_resuming_goes_on_at_the_same_sample(self) -> None:
         def make(o: torch.optim.Optimizer) -> Any:
@@ -431,16 +276,6 @@ class TestSampleSchedule:
         with pytest.raises(ConfigError, match="samples=-1"):
             schedule_of(lambda o: lr_scheduler.StepLR(o, 1))[1].advance(-1)
 
-    def test_together_with_a_rule(self) -> None:
-        weight, optimizer = sgd(lr=1.0)
-        schedule = SampleSchedule(lr_scheduler.StepLR(optimizer, 1, gamma=0.5), nominal_batch_size=10)
-        learning_rate = LearningRate(optimizer, "linear")
-        for factor, expected in ((1.0, 0.0), (2.0, -1.0), (4.0, -2.0)):
-            learning_rate.set_factor(factor)
-            optimizer.step()
-            schedule.advance(10)
-            assert weight[0].item() == expected
-
 
 @pytest.mark.parametrize(
     ("made", "root"),
@@ -460,17 +295,6 @@ def test_auto_is_the_gain_and_its_root_if_the_optimizer_divides_by_the_size_of_g
     for noise, expected in ((0.0, 1.0), (64 * 5.0, 1.6), (1e9, 4.0), (NAN, 2.0)):  # noise counts four times
         found = follows(4.0, noise, 20.0, base_batch=64)
         assert found == pytest.approx(math.sqrt(expected) if root else expected, rel=1e-3)
-
-
-def _rule_of_zero(rank: int) -> float:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    optimizer = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.Adam, lr=0.1)
-    return rule("auto", optimizer)(4.0, math.nan, math.nan, base_batch=1)
-
-
-def test_auto_asks_the_optimizer_inside_of_a_sharded_one() -> None:
-    assert run_ranks(_rule_of_zero, 1) == [math.sqrt(2.0)]
 
 
 @pytest.mark.parametrize(

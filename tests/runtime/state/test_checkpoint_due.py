@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import dynamix
-from dynamix.errors import ConfigError, UsageError
-from tests.ranks import refusal, run_ranks
+from dynamix.errors import ConfigError
+from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, apart, classes, classifier, in_turns
 from tests.runtime.sync import test_apart, test_either
 from tests.union import Script
@@ -22,10 +21,11 @@ from tests.union import Script
 EVERY = 5
 STEPS = 3  # apart between meetings, in the mean
 PIECE = {"auto": test_either.BATCH, "parameters": test_apart.PIECE}  # samples of a worker's own step
-CASES = [
-    *(("gradients", 2), ("gradients", 1), ("accumulation", 2), ("pieces", 2), ("fsdp2", 2)),
-    *(("parameters", 2), ("parameters", 1), ("parameters", 3), ("whole shares", 2), ("auto", 2), ("auto", 3)),
-]
+WAYS = {
+    1: ("gradients", "parameters"),
+    2: ("gradients", "accumulation", "pieces", "fsdp2", "parameters", "whole shares", "auto"),
+    3: ("parameters", "auto"),
+}
 
 
 def job_of(way: str) -> Training:
@@ -76,22 +76,26 @@ def asked(rank: int, way: str) -> tuple[list[tuple[int, bool, bool]], int]:
     return told, between
 
 
+def each_way(rank: int, call: Callable[[int, str], Any], ways: tuple[str, ...]) -> dict[str, Any]:
+    return {way: call(rank, way) for way in ways}
+
+
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("way", "workers"), CASES)
-def test_it_is_true_at_the_first_meeting_after_so_many_steps_on_all_ranks(way: str, workers: int) -> None:
-    ranks = run_ranks(asked, workers, way)
-    told, between = ranks[0]
+@pytest.mark.parametrize("workers", WAYS)
+def test_it_is_true_at_the_first_meeting_after_so_many_steps_on_all_ranks(workers: int) -> None:
+    ranks = run_ranks(each_way, workers, asked, WAYS[workers])
     assert all(rank == ranks[0] for rank in ranks)
-    assert between == 0
-    steps, before, wanted = 0.0, 0, []
-    for samples, own, _ in told:
-        steps += (samples - before) / (workers * PIECE[way]) if own and way in PIECE else 1
-        before = samples
-        wanted.append(steps >= EVERY - 1e-9)
-        steps = 0.0 if wanted[-1] else steps
-    assert sum(wanted) >= 3
-    assert [due for *_, due in told] == wanted
-    assert way not in PIECE or any(own for _, own, _ in told)
+    for way, (told, between) in ranks[0].items():
+        assert between == 0, way
+        steps, before, wanted = 0.0, 0, []
+        for samples, own, _ in told:
+            steps += (samples - before) / (workers * PIECE[way]) if own and way in PIECE else 1
+            before = samples
+            wanted.append(steps >= EVERY - 1e-9)
+            steps = 0.0 if wanted[-1] else steps
+        assert sum(wanted) >= 3, way
+        assert [due for *_, due in told] == wanted, way
+        assert way not in PIECE or any(own for _, own, _ in told), way
 
 
 def saved_and_gone_on(rank: int, way: str) -> list[int]:
@@ -121,53 +125,10 @@ def saved_and_gone_on(rank: int, way: str) -> list[int]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("way", ["gradients", "parameters", "auto"])
-def test_a_job_that_goes_on_counts_from_the_load(way: str) -> None:
-    mine, theirs = run_ranks(saved_and_gone_on, 2, way)
+def test_a_job_that_goes_on_counts_from_the_load() -> None:
+    mine, theirs = run_ranks(each_way, 2, saved_and_gone_on, ("gradients", "parameters", "auto"))
     assert mine == theirs
-    assert len(mine) == 2
-
-
-def own_needs(rank: int, way: str) -> dict[str, Any]:
-    """A loop that saves by time, evaluates together, saves after each epoch and ends at a limit of steps."""
-    job = job_of(way)
-    controller, evaluated, saved, ends = job.controller, [], [], []
-    began_s = time.monotonic() - 1000 * rank  # clocks of hosts differ
-    for epoch in range(3):
-        job.sampler.set_epoch(epoch)
-        for batch in job.loader:
-            job.train_piece(*batch[-2:])
-            if controller.checkpoint_due(every=4):
-                score = job.weights().sum()
-                dist.all_reduce(score)
-                evaluated.append(float(score))
-                late = torch.tensor([time.monotonic() - began_s > 0.01])
-                dist.broadcast(late, 0)
-                if late:
-                    controller.state_dict(gather=True)
-                    saved.append(controller.samples_seen)
-                    began_s = time.monotonic()
-            if controller.checkpoint_due(every=60):
-                break
-        else:
-            controller.state_dict(gather=True)
-            ends.append(controller.samples_seen)
-            continue
-        break
-    done = controller.samples_seen
-    controller.close()
-    return {"evaluated": evaluated, "saved": saved, "ends": ends, "done": done}
-
-
-@pytest.mark.multiproc
-@pytest.mark.parametrize("way", ["pieces", "parameters", "auto"])
-def test_loops_evaluate_save_by_time_and_end_at_a_limit_where_it_is_true(way: str) -> None:
-    mine, theirs = run_ranks(own_needs, 2, way)
-    assert mine == theirs
-    assert len(mine["evaluated"]) > len(mine["ends"]) >= 1
-    assert mine["saved"]
-    assert mine["ends"] == [331 * (n + 1) for n in range(len(mine["ends"]))]  # an epoch ends with a meeting
-    assert mine["done"] % 331
+    assert all(len(due) == 2 for due in mine.values()), mine
 
 
 @pytest.mark.parametrize("every", [0, -3, 2.0, True, "100", None])
@@ -175,20 +136,3 @@ def test_what_is_no_number_of_steps_is_refused(every: Any) -> None:
     controller = dynamix.Controller("static", 8)
     with pytest.raises(ConfigError, match=r"every=.*whole number, 1 or more"):
         controller.checkpoint_due(every=every)
-
-
-def _between(rank: int) -> str:
-    job = job_of("auto")
-
-    def save() -> None:
-        for _ in batches(job):
-            if not job.controller.met:
-                job.controller.state_dict()
-
-    return refusal(UsageError, save)
-
-
-@pytest.mark.multiproc
-def test_a_state_between_meetings_is_refused_with_the_line_to_write() -> None:
-    for told in run_ranks(_between, 2):
-        assert "if controller.checkpoint_due(every=N):" in told

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.ranks import Ok, run_ranks
@@ -22,7 +22,7 @@ from tests.union import Script
 pytestmark = pytest.mark.multiproc
 SAMPLES = 330
 DATA = TensorDataset(*classes(SAMPLES, 8).tensors, torch.arange(SAMPLES))
-ANSWERS = [[6, 1, 2, 3], [2, 2, 5, 1], [3, 3, 3, 3]]
+ANSWERS = [[6, 1, 2], [2, 2, 5], [3, 3, 3]]
 
 
 def job(
@@ -87,45 +87,40 @@ def _job(rank: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     return job(rank, folder, **options)
 
 
-def _run(workers: int, folder: Path, **options: Any) -> list[Any]:
-    return run_ranks(_job, workers, str(folder), options, timeout_s=80)
+def _repeated(rank: int, folder: str) -> dict[str, list[Tensor]]:
+    """By case the weights of a whole job, of one that stopped and went on, and of one more from the beginning."""
+    told: dict[str, list[Tensor]] = {}
+    replayed = {"policy": Script(ANSWERS), "replay": f"{folder}/events.jsonl", "lr_rule": "adascale"}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "static": ({"num_workers": 2}, {"num_workers": 2}),
+        "replayed": ({"policy": Script(ANSWERS), "events": replayed["replay"], "lr_rule": "adascale"}, replayed),
+    }
+    for name, (first, later) in cases.items():
+        stopping = {"save_at": 9 + 2 * len(told), "stop_at": 9 + 2 * len(told)}
+        ways = (first, {**later, **stopping}, {**later, "resume": True}, later)
+        jobs = []
+        for options in ways:
+            jobs.append(job(rank, folder, **options))
+            dist.barrier()  # what was recorded is written
+        told[name] = [one["weights"] for one in jobs if "weights" in one]
+    return told
 
 
-def _assert_every_sample_once(parts: list[dict[int, list[int]]], epochs: int) -> None:
-    for epoch in range(epochs):
-        together = Counter(i for part in parts for i in part.get(epoch, []))
-        assert together == Counter(range(SAMPLES))
+def test_weights_repeat_to_the_last_bit_in_another_run_and_after_a_restart(tmp_path: Path) -> None:
+    for told in run_ranks(_repeated, 3, str(tmp_path), timeout_s=100):
+        for name, (whole, resumed, again) in told.items():
+            assert torch.equal(whole, resumed), name
+            assert torch.equal(whole, again), name
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_static_repeats_to_the_last_bit_after_a_restart(tmp_path: Path, num_workers: int) -> None:
-    whole = _run(4, tmp_path, num_workers=num_workers)
-    _run(4, tmp_path, save_at=9, stop_at=9, num_workers=num_workers)
-    resumed = _run(4, tmp_path, resume=True, num_workers=num_workers)
-    for before, after in zip(whole, resumed, strict=True):
-        assert torch.equal(before["weights"], after["weights"])
-
-
-def test_replayed_allocations_repeat_to_the_last_bit(tmp_path: Path) -> None:
-    events = str(tmp_path / "events.jsonl")
-    whole = _run(4, tmp_path, policy=Script(ANSWERS), events=events, lr_rule="adascale")
-    assert len({tuple(whole[0]["sizes"])}) == 1
-    options = {"policy": Script(ANSWERS), "replay": events, "lr_rule": "adascale"}
-    again = _run(4, tmp_path, **options)
-    _run(4, tmp_path, save_at=11, stop_at=11, **options)
-    resumed = _run(4, tmp_path, resume=True, **options)
-    for before, repeated, after in zip(whole, again, resumed, strict=True):
-        assert torch.equal(before["weights"], repeated["weights"])
-        assert torch.equal(before["weights"], after["weights"])
-
-
-def test_killed_job_resumes_with_fewer_ranks_with_every_sample_once(tmp_path: Path) -> None:
-    options = {"policy": Script(ANSWERS), "save_at": 8, "stop_at": 13, "kill_rank": 2}
-    outcomes = run_ranks(_job, 4, str(tmp_path), options, timeout_s=60, group_timeout_s=10, expect_failure=True)
-    assert "died" in outcomes[2]
+def test_a_killed_job_resumes_with_fewer_ranks_with_every_sample_once(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"policy": Script(ANSWERS), "save_at": 8, "stop_at": 13, "kill_rank": 1}
+    outcomes = run_ranks(_job, 3, str(tmp_path), options, timeout_s=60, group_timeout_s=10, expect_failure=True)
+    assert "died" in outcomes[1]
     assert not any(isinstance(o, Ok) or o == "hung" for o in outcomes), outcomes
-    before = [eval((tmp_path / f"seen{rank}").read_text()) for rank in range(4)]
-    script = Script([[5] * 3, [3] * 3])
-    after = _run(3, tmp_path, resume=True, policy=script)
-    _assert_every_sample_once(before + [r["seen"] for r in after], 2)
+    before = [eval((tmp_path / f"seen{rank}").read_text()) for rank in range(3)]
+    after = run_ranks(_job, 2, str(tmp_path), {"resume": True, "policy": Script([[5] * 2, [3] * 2])})
+    for epoch in range(2):
+        together = Counter(i for part in before + [r["seen"] for r in after] for i in part.get(epoch, []))
+        assert together == Counter(range(SAMPLES))
     assert {r["samples"] for r in after} == {2 * SAMPLES}

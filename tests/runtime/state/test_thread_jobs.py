@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamix.policies.stigmergic.policy import StigmergicPolicy
 from dynamix.runtime.state.packing import checksum
 from tests.runtime.ranks.wires import over_threads
 from tests.runtime.thread_job import ThreadJob
@@ -30,11 +29,10 @@ class Restless(Script):
         return self.random.integers(2, 12, size=window.workers)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_same_step_same_allocation_however_far_loaders_read_ahead(workers: int, ahead: int) -> None:
+@pytest.mark.parametrize("workers", [2, 4])
+def test_same_step_same_allocation_however_far_loaders_read_ahead(workers: int) -> None:
     def train(ranks: Any) -> ThreadJob:
-        return ThreadJob(ranks, Restless(), samples=SAMPLES, ahead=ahead * (ranks.rank % 2)).train(3)
+        return ThreadJob(ranks, Restless(), samples=SAMPLES, ahead=3 * (ranks.rank % 2)).train(3)
 
     jobs = over_threads(train, workers)
     assert all(job.plans == jobs[0].plans for job in jobs)
@@ -79,17 +77,6 @@ def test_averages_of_the_noise_are_in_checkpoints(gather: bool) -> None:
     assert len({repr(before["habit"]) for *_, before in saved}) > 1  # each has its own
 
 
-def test_no_sizes_are_taken_where_traces_do_not_travel() -> None:
-    def gone(*_: Any) -> Any:
-        raise KeyError("gone")
-
-    def train(ranks: Any) -> None:
-        ranks.group.all_sum = gone
-        ThreadJob(ranks, StigmergicPolicy(), samples=SAMPLES).train()
-
-    assert all("KeyError" in words and "gone" in words for words in over_threads(train, 2))
-
-
 # ---------------------------------------------------------------- what the last rank has otherwise
 
 
@@ -124,7 +111,6 @@ def smaller(state: Any) -> None:
 Odd = dict[str, Any]
 # By case: options of all ranks, of the last one, epochs, and what the message says.
 UNLIKE: dict[str, tuple[Odd, Odd, int, list[str]]] = {
-    "seed": ({}, {"sampling": {"seed": 7}}, 1, ["seed is 0 on", "7 on rank {last}", "seed=0, not seed=rank"]),
     "length": ({}, {"samples": 58}, 1, ["dataset_size is 60 on", "58 on rank {last}", "whole data set"]),
     "shuffle": ({}, {"sampling": {"shuffle": False}}, 1, ["shuffle is true on", "false on rank {last}"]),
     "partition": ({}, {"sampling": {"partition": "contiguous"}}, 1, ['"stream"', '"contiguous" on rank {last}']),
@@ -138,7 +124,7 @@ UNLIKE: dict[str, tuple[Odd, Odd, int, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", UNLIKE)
-@pytest.mark.parametrize("workers", [2, 3, 6])
+@pytest.mark.parametrize("workers", [2, 3])
 def test_what_differs_is_named_on_every_rank_with_its_values(case: str, workers: int) -> None:
     every, odd, epochs, says = UNLIKE[case]
     saved = states(workers) if "load" in odd else []
