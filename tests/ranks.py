@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,16 @@ def run_ranks(
     if not all(isinstance(o, Ok) for o in outcomes):
         raise RankFailed(outcomes)
     return [o.value for o in outcomes]
+
+
+def run_cases(function: Callable[[Any], Any], world_size: int, cases: Iterable[Any], **options: Any) -> list[list[Any]]:
+    """Of each case what `function(case)` returns on each rank; all of them in one launch."""
+    by_rank = run_ranks(_each, world_size, function, list(cases), **options)
+    return [list(of_case) for of_case in zip(*by_rank, strict=True)]
+
+
+def _each(rank: int, function: Callable[[Any], Any], cases: list[Any]) -> list[Any]:
+    return [function(case) for case in cases]
 
 
 def _outcome(path: Path, job: Any) -> Any:

@@ -141,7 +141,6 @@ RESUMED_BY_OTHERS = [
     Row("grow", stop=4, to=3),
     Row("shrink", accumulate=2, clip=True, tokens=True, stop=3, to=1),
     Row("move", accumulate=2, clip=True, stop=3, to=3),
-    Row("move", tokens=True, stop=9, to=1),
 ]
 
 
@@ -195,25 +194,21 @@ def check(row: Row, parts: Sequence[list[Trail]]) -> float:
 
 
 def check_rounds(row: Row, trails: list[Trail]) -> float:
-    """As `check`, for ranks that step apart and become their mean, by samples, at each meeting."""
-    nets, data, worst, dealt = [row.net() for _ in trails], Pairs(tokens=row.tokens), 0.0, list[int]()
-    optimizers = [sgd(net) for net in nets]
+    """Of ranks that step apart: every sample once an epoch; how far they are from their mean, by samples, after rounds.
+
+    What their own steps are made of is torch's.
+    """
+    worst, dealt = 0.0, list[int]()
     for meeting in range(len(trails[0].met)):
-        counts = []
-        for net, optimizer, trail in zip(nets, optimizers, trails, strict=True):
-            begin = trail.met[meeting - 1][0] if meeting else 0
-            batches = trail.samples[begin : trail.met[meeting][0]]
-            for batch in batches:
-                _train(net, optimizer, data, batch, clip=row.clip)
-            counts.append(sum(map(len, batches)))
-            dealt += [i for batch in batches for i in batch]
-        weights = [count / sum(counts) for count in counts]
-        for same in zip(*(net.parameters() for net in nets), strict=True):
-            _become_mean([p.data for p in same], weights)
-            momenta = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, same, strict=True)]
-            _become_mean(momenta, weights)
-        after = flat(nets[0])
-        worst = larger(worst, max(float((trail.met[meeting][1] - after).abs().max()) for trail in trails))
+        moved = torch.zeros_like(trails[0].met[0][1])
+        batches = []
+        for trail in trails:
+            begin, end = trail.met[meeting - 1][0] if meeting else 0, trail.met[meeting][0]
+            batches.append([i for batch in trail.samples[begin:end] for i in batch])
+            moved += len(batches[-1]) * next(after for trained, after in trail.steps[::-1] if trained <= end)
+        mean = moved / sum(map(len, batches))
+        worst = larger(worst, max(float((trail.met[meeting][1] - mean).abs().max()) for trail in trails))
+        dealt += [i for batch in batches for i in batch]
     assert all(trail.met[-1][0] == len(trail.samples) for trail in trails), "batches after the last meeting"
     assert len({len(trail.steps) for trail in trails}) > 1, "no rank took more steps than another"
     _require_once(row, dealt)
@@ -227,12 +222,6 @@ def _train(net: Net, optimizer: torch.optim.Optimizer, data: Pairs, samples: lis
     if clip:
         torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
     optimizer.step()
-
-
-def _become_mean(tensors: list[Tensor], weights: list[float]) -> None:
-    mean = torch.stack([w * t for w, t in zip(weights, tensors, strict=True)]).sum(0)
-    for tensor in tensors:
-        tensor.copy_(mean)
 
 
 def _require_once(row: Row, dealt: list[int]) -> None:

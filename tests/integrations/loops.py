@@ -13,22 +13,15 @@ from dynamix.integrations import accelerate, fabric
 from tests.integrations.jobs import CLIP, RESUMED_BY_OTHERS, Row, Trail, flat, followed, loader, sgd
 
 ROWS = [
-    *(
-        Row(shares, accumulate=a, clip=c, tokens=t)
-        for shares in ("grow", "shrink")
-        for a, c, t in ((1, False, False), (2, False, False), (1, True, True), (2, True, False), (2, False, True))
-    ),
-    Row("move", accumulate=2, clip=True),
-    *(
-        Row(shares, stop=3, tokens=t, accumulate=a)
-        for shares, t, a in (("grow", False, 1), ("shrink", True, 2), ("move", False, 2))
-    ),
+    Row("grow", accumulate=2),
+    Row("grow", clip=True, tokens=True),
+    Row("shrink", accumulate=2, clip=True),
+    Row("shrink", tokens=True, accumulate=2, stop=3),
+    Row("move", accumulate=2, clip=True, how="hook"),
     *RESUMED_BY_OTHERS,
-    Row("move", how="hook"),
 ]
 IN_PIECES = [
-    Row("move", how="pieces", clip=True),
-    Row("move", how="pieces", tokens=True, stop=4, to=3),
+    Row("move", how="pieces", clip=True, tokens=True, stop=4, to=3),
     Row("move", how="rounds", clip=True),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,11 +35,30 @@ def meet(replicas: list[ReplicaShares]) -> None:
         thread.join(timeout=60)
 
 
+NOW_S = [0.0]
+
+
+@pytest.fixture(autouse=True)
+def told_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas look at a clock that stands still while they are dealt samples."""
+    monkeypatch.setattr("dynamix.integrations.replicas.time", SimpleNamespace(perf_counter=lambda: NOW_S[0]))
+
+
 def trained(replicas: list[ReplicaShares], seconds: list[float]) -> None:
     """As if each had computed for so long a sample."""
     for replica, each in zip(replicas, seconds, strict=True):
-        count = float(replica.counts[replica.rank])
-        replica._own, replica._began = (count, count * each), None
+        NOW_S[0] = float(replica.counts[replica.rank]) * each
+        replica.computed()
+    NOW_S[0] = 0.0
+
+
+def one_round(replicas: list[ReplicaShares], seconds: list[float]) -> None:
+    meet(replicas)
+    for replica in replicas:
+        replica.deal()
+    trained(replicas, seconds)
+    for replica in replicas:
+        replica.done(committed=True)
 
 
 def test_replicas_come_and_go_and_every_sample_comes_once() -> None:
@@ -71,27 +91,14 @@ def test_replicas_come_and_go_and_every_sample_comes_once() -> None:
 
 
 def test_shares_follow_speed_at_once_when_one_joins() -> None:
-    first = ReplicaShares(1000, 90)
-    meet([first])
-    first.deal()
-    trained([first], [0.001])
-    first.done(committed=True)
-    second = ReplicaShares(1000, 90)
+    first, second = ReplicaShares(1000, 90), ReplicaShares(1000, 90)
+    one_round([first], [0.001])
     second.load_state_dict(first.state_dict())
     for _ in range(2):
-        meet([first, second])
-        sizes = first.sizes.tolist()
-        first.deal(), second.deal()
-        trained([first, second], [0.001, 0.002])
-        for replica in (first, second):
-            replica.done(committed=True)
-    assert sizes == [45, 45]  # nothing is known of the second
+        one_round([first, second], [0.001, 0.002])
+        assert first.sizes.tolist() == [45, 45]  # nothing is known of the second
     while first.rounds % first.interval:
-        meet([first, second])
-        first.deal(), second.deal()
-        trained([first, second], [0.001, 0.002])
-        for replica in (first, second):
-            replica.done(committed=True)
+        one_round([first, second], [0.001, 0.002])
     meet([first, second])
     assert first.sizes.tolist() == second.sizes.tolist() == [60, 30]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
+from dynamix.data.plan import Piece
 from dynamix.events.records import read_events
 from dynamix.model.auto_sync import AutoSync
 from dynamix.model.sync_schedule import Ask, Conditions
@@ -75,7 +78,7 @@ class Training:
         num_workers: int = 0,
         **wrap: Any,
     ) -> None:
-        self.controller = controller
+        self.controller, self.data = controller, data
         self.net: Any = classifier() if net is None else net
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr) if optimizer is None else optimizer
         self.sampler = controller.batch_sampler(data, **(sampling or {}))
@@ -120,7 +123,58 @@ class Training:
             yield from self.loader
 
     def weights(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self.net.parameters()])
+        """Of a sharded model this rank's."""
+        held = (p.to_local() if isinstance(p, DTensor) else p for p in self.net.parameters())
+        return torch.cat([p.detach().flatten() for p in held])
+
+    def union_error(self, loss_of: Callable[..., Tensor], seed: int = 0) -> float:
+        """How far gradients are from that of `loss_of(net, *batch)` with all that ranks are dealt in this round."""
+        plan = self.sampler.plan()
+        end = plan.start + int(plan.counts.sum())
+        union = self.data[order_of(len(self.data), plan.epoch, seed)[end - plan.round.samples : end]]
+        return furthest(self.net, torch.autograd.grad(loss_of(self.net, *union), [*self.net.parameters()]))
+
+    def worst_error(self, loss_of: Callable[..., Tensor], told: Callable[..., Tensor] | None = None) -> float:
+        """The largest of all optimizer steps of an epoch; the backward pass is that of `told(loss, *batch)`."""
+        worst = 0.0
+        for batch in self.loader:
+            with self.controller.piece():
+                loss = loss_of(self.model, *batch)
+                (loss if told is None else told(loss, *batch)).backward()
+            if self.controller.optimizer_due:
+                worst = larger(worst, self.union_error(loss_of))
+            self.finish(loss=loss)
+        self.controller.close()
+        return worst
+
+
+def ends_apart(make: Callable[[], Training], stop: Callable[[int, Piece], bool], epochs: int = 2) -> float:
+    """How far a job that goes on with what another saved ends from one that trains through.
+
+    stop   told the meetings so far and the piece just trained: whether the job is saved here
+    """
+
+    def train(job: Training, first: int = 0, stop: Callable[[int, Piece], bool] = lambda met, piece: False) -> Any:
+        meetings, parts = 0, (job.controller, job.net, job.optimizer)
+        for epoch in range(first, epochs):
+            job.sampler.set_epoch(epoch)
+            for *_, x, y in job.loader:
+                piece = job.sampler.piece()
+                job.train_piece(x, y)
+                meetings += job.controller.met
+                if job.controller.met and stop(meetings, piece):
+                    saved = copy.deepcopy([part.state_dict() for part in parts])
+                    job.controller.close()
+                    return saved, epoch
+        job.controller.close()
+        return job.weights()
+
+    straight = train(make())
+    saved, epoch = train(make(), stop=stop)
+    again = make()
+    for part, state in zip((again.controller, again.net, again.optimizer), saved, strict=True):
+        part.load_state_dict(state)
+    return float((train(again, epoch) - straight).abs().max())
 
 
 def decided(path: Any) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ def full(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def sharded_error(rank: int, case: ShardedCase) -> float:
+def sharded_error(case: ShardedCase) -> float:
     """The largest relative error of any optimizer step's gradient; asserts that every sample came once an epoch."""
     torch.manual_seed(1)
     x, y = torch.randn(case.samples, WIDTH, dtype=case.dtype), torch.randn(case.samples, 3, dtype=case.dtype)

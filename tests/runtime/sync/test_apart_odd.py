@@ -1,10 +1,7 @@
-"""Meeting over parameters: models, optimizers and loops that are out of the ordinary."""
+"""Meeting over parameters: models, optimizers and moves that are out of the ordinary."""
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dynamix.runtime.measure.pairs import ConsecutiveNoise
-from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training
-from tests.runtime.sync.test_apart_loops import SHARES, job, nesterov, net
+from tests.runtime.sync.apart_jobs import SHARES, job, nesterov, net
 
 
 class Odd(nn.Module):
@@ -42,10 +38,6 @@ class Odd(nn.Module):
         h: Tensor = self.net(x) * (self.turn * self.turn).imag + self.none.sum()
         return h + self.some(x) if self.passes % 2 else self.other(h)
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Not through the module's own call."""
-        return F.cross_entropy(self.forward(x), y)
-
 
 class Rows(nn.Module):
     """A sparse embedding."""
@@ -59,20 +51,6 @@ class Rows(nn.Module):
         return rows
 
 
-def _odd(
-    rank: int, kind: type[nn.Module], optimizer: Callable[..., Any], how: dict[str, Any], method: bool
-) -> list[Tensor]:
-    steps = job(SHARES, kind(), optimizer, how=Averaging(**how))
-    for epoch in range(2):
-        steps.sampler.set_epoch(epoch)
-        for number, (x, y) in enumerate(steps.loader):
-            with steps.controller.piece():
-                (steps.net.loss(x, y) if method and number % 3 != 2 else steps.loss(x, y)).backward()
-            steps.finish()
-    steps.controller.close()
-    return [t.detach() for t in (*steps.net.parameters(), *steps.net.buffers())]
-
-
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
@@ -81,19 +59,33 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize(
-    ("kind", "optimizer", "how", "method"),
-    [(Odd, adam, {}, False), (Odd, momentum, {"wire": "bfloat16"}, True), (Rows, momentum, {}, False)],
-    ids=["adam", "method-bfloat16", "sparse"],
-)
-def test_all_end_with_the_same(kind: Any, optimizer: Any, how: dict[str, Any], method: bool) -> None:
-    one, other = run_ranks(_odd, 2, kind, optimizer, how, method)
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(a, b)
-        assert not a.isnan().any()
-    if kind is Odd:
-        assert torch.equal(one[-2], torch.full((2, 2), -torch.inf).triu(1))
-        assert one[-1].isfinite()
+def _odd(rank: int) -> list[list[Tensor]]:
+    """Some passes of the second do not go through the module's own call."""
+    ends = []
+    for kind, optimizer, how, method in (
+        (Odd, adam, {}, False),
+        (Odd, momentum, {"wire": "bfloat16"}, True),
+        (Rows, momentum, {}, False),
+    ):
+        steps = job(SHARES, kind(), optimizer, how=how)
+        for number, (x, y) in enumerate(steps.batches(2)):
+            with steps.controller.piece():
+                call = steps.net.forward if method and number % 3 != 2 else steps.model
+                F.cross_entropy(call(x), y).backward()
+            steps.finish()
+        steps.controller.close()
+        ends.append([t.detach() for t in (*steps.net.parameters(), *steps.net.buffers())])
+    return ends
+
+
+@pytest.mark.multiproc
+def test_all_end_with_the_same() -> None:
+    one, other = run_ranks(_odd, 2)
+    for ends, others in zip(one, other, strict=True):
+        assert all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(ends, others, strict=True))
+    for *_, mask, least in one[:2]:
+        assert torch.equal(mask, torch.full((2, 2), -torch.inf).triu(1))
+        assert least.isfinite()
 
 
 class Running(nn.Module):
@@ -133,13 +125,14 @@ def _replaced(rank: int) -> int:
     return meetings
 
 
+@pytest.mark.multiproc
 def test_buffers_that_passes_replace_are_averaged() -> None:
     assert min(run_ranks(_replaced, 2)) > 5
 
 
-def _clamped(by_data: bool) -> list[Tensor]:
+def _clamped(by_data: bool) -> Tensor:
     """Parameters changed between two rounds, perhaps where autograd does not see it, and an outer optimizer."""
-    steps = job([[16]], optimizer=lambda ps: torch.optim.SGD(ps, lr=0.3), how=Averaging(outer=nesterov))
+    steps = job([[16]], optimizer=lambda ps: torch.optim.SGD(ps, lr=0.3), how={"outer": nesterov})
     for x, y in steps.loader:
         steps.train_piece(x, y)
         if steps.controller.met:
@@ -147,12 +140,18 @@ def _clamped(by_data: bool) -> list[Tensor]:
                 for parameter in steps.net.parameters():
                     (parameter.data if by_data else parameter).clamp_(-0.2, 0.2)
     steps.controller.close()
-    return [p.detach() for p in steps.net.parameters()]
+    return steps.weights()
 
 
 def test_an_outer_optimizer_takes_no_change_between_rounds_for_a_move() -> None:
-    for one, other in zip(_clamped(by_data=True), _clamped(by_data=False), strict=True):
-        assert torch.equal(one, other)
+    assert torch.equal(_clamped(by_data=True), _clamped(by_data=False))
+
+
+def _of_one_parameter(shares: list[list[int]], shape: Any, **options: Any) -> tuple[Training, nn.Parameter]:
+    """Only one parameter is trained, at a learning rate of 1."""
+    model, parameter = net(), nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    model.register_parameter("moved", parameter)
+    return job(shares, model, lambda _: torch.optim.SGD([parameter], lr=1.0), **options), parameter
 
 
 def test_pieces_that_memory_makes_smaller_are_smaller_steps() -> None:
@@ -175,76 +174,7 @@ def test_pieces_that_memory_makes_smaller_are_smaller_steps() -> None:
     steps.controller.close()
 
 
-def _unlike(rank: int, kind: str) -> None:
-    model, scaler = nn.Linear(6, 3 + rank).double() if kind == "model" else net(), None
-    how = Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.5 + rank)) if kind == "outer" else Averaging()
-    if kind == "scaler" and rank:
-        scaler = torch.amp.GradScaler("cpu")
-    rate = 0.1 * (1 + rank * (kind == "rate"))
-    steps = job(SHARES, model, lambda ps: torch.optim.SGD(ps, lr=rate), how=how, scaler=scaler)
-    for x, y in steps.loader:
-        if kind == "frozen" and rank and steps.sampler.consumed > 5:
-            next(model.parameters()).requires_grad_(False)
-        with steps.controller.piece():
-            loss = steps.loss(x, y)
-            (steps.controller.weight(loss) if kind == "weight" else loss).backward()
-        if kind == "late":
-            steps.controller.step()
-        steps.update()
-        if kind != "late":
-            steps.controller.step()
-        if kind == "loaded" and steps.controller.met and rank == 1:
-            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("outer", "averaging: outer is"),
-        ("rate", "optimizers: lr is \\[0.1\\] on rank 0, \\[0.2\\] on rank 1"),
-        ("scaler", "averaging: scaler is"),
-        ("model", "rank 0 has weight \\[3, 6\\] .* where rank 1 has weight \\[4, 6\\]"),
-        ("frozen", "the ranks are about to average models that differ"),
-        ("weight", "a worker's loss is the mean over its own samples"),
-        ("late", "optimizer.step\\(\\) came after controller.step\\(\\)"),
-        ("loaded", "0.weight was not the same on all ranks"),
-    ],
-)
-def test_ranks_that_differ_are_told_so(kind: str, words: str) -> None:
-    for outcome in run_ranks(_unlike, 2, kind, expect_failure=True):
-        assert "UsageError" in str(outcome), outcome
-        assert re.search(words, str(outcome)), outcome
-
-
-def _warned(rank: int, kind: str) -> list[str]:
-    beside = nn.Linear(3, 3).double()
-    another = torch.optim.SGD(beside.parameters(), lr=0.1)
-    steps = job(SHARES, how=Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.5)))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for x, y in steps.loader:
-            with steps.controller.piece():
-                F.cross_entropy(beside(steps.model(x)), y).backward()
-            if kind == "unwrapped":
-                another.step()
-                another.zero_grad()
-            steps.finish()
-            if kind == "left" and not steps.controller.met:
-                break
-        steps.controller.close()
-    return [str(warning.message) for warning in caught]
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [("unwrapped", "was not given to controller.wrap"), ("left", "left between two meetings"), ("right", "")],
-)
-def test_what_leaves_workers_their_own_is_warned_of(kind: str, words: str) -> None:
-    for told in run_ranks(_warned, 2, kind):
-        assert any(words in text for text in told) if words else not told, told
-
-
-def _unfrozen(rank: int) -> list[float]:
+def _unfrozen(rank: int) -> Tensor:
     outer: list[torch.optim.Optimizer] = []
 
     def make(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -253,7 +183,7 @@ def _unfrozen(rank: int) -> list[float]:
 
     model = net()
     first = next(model.parameters()).requires_grad_(False)
-    steps = job([[24, 8]], model, how=Averaging(outer=make))
+    steps = job([[24, 8]], model, how={"outer": make})
     for epoch in range(2):
         steps.sampler.set_epoch(epoch)
         first.requires_grad_(epoch == 1)
@@ -265,24 +195,18 @@ def _unfrozen(rank: int) -> list[float]:
                 assert any(kept[0] is state.get("momentum_buffer") for state in outer[1].state.values())
     assert len(outer) == 2
     steps.controller.close()
-    return [float(p.detach().sum()) for p in model.parameters()]
+    return steps.weights()
 
 
+@pytest.mark.multiproc
 def test_unfreezing_leaves_the_outer_optimizer_its_momentum() -> None:
     one, other = run_ranks(_unfrozen, 2)
-    assert one == other
-
-
-def _of_one_parameter(shares: list[list[int]], shape: Any, **options: Any) -> tuple[Training, nn.Parameter]:
-    """Only one parameter is trained, at a learning rate of 1."""
-    model, parameter = net(), nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-    model.register_parameter("moved", parameter)
-    return job(shares, model, lambda _: torch.optim.SGD([parameter], lr=1.0), **options), parameter
+    assert torch.equal(one, other)
 
 
 def _grown(rank: int) -> list[float]:
-    """How far the bias moves in every round, where moves grow and shrink a billionfold, or stop."""
-    steps, parameter = _of_one_parameter([[16, 16]], 4, how=Averaging(wire="bfloat16"))
+    """How far the parameter moves in every round, where moves grow and shrink a billionfold, or stop."""
+    steps, parameter = _of_one_parameter([[16, 16]], 4, how={"wire": "bfloat16"})
     moves, before, rates = [], 0.0, [1e-6, 1e3, 0.0, 1e-6, 1e3, 0.0, 0.0, 1e-6]
     for x, _ in steps.loader:
         with steps.controller.piece():
@@ -296,6 +220,7 @@ def _grown(rank: int) -> list[float]:
     return moves[:7]
 
 
+@pytest.mark.multiproc
 def test_half_bytes_carry_moves_of_any_size() -> None:
     for moves in run_ranks(_grown, 2):
         assert moves == pytest.approx([1e-6, 1e3, 0.0, 1e-6, 1e3, 0.0, 0.0][: len(moves)], rel=2**-8, abs=1e-9)

@@ -2,63 +2,67 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import TensorDataset
 
 import dynamix
-from tests.ranks import run_ranks
-from tests.runtime.jobs import Training, adaptive, furthest, order_of
-from tests.union import Deep, Script, larger
+from tests.ranks import run_cases
+from tests.runtime.jobs import Training, adaptive
+from tests.union import Deep, Script
 
+HOW = "inside", "around", "before"
 SAMPLES = 192  # a multiple of every global batch below: no tails
 
 
-def _compiled(rank: int, backend: str, outside: bool) -> dict[str, Any]:
+def _compiled(how: str) -> dict[str, Any]:
+    """Compiled "inside" of DDP, "around" it, or so and used once "before" `wrap`."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch.manual_seed(1)
-    counter = CompileCounterWithBackend(backend)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager" if how == "inside" else "eager")
     x, y = torch.randn(SAMPLES, 6, dtype=torch.float64), torch.randn(SAMPLES, 6, dtype=torch.float64)
-    net = Deep(depth=3).double()
-    whole = copy.deepcopy(net)
+    net, sizes = Deep(depth=3).double(), set()
     controller = adaptive(Script([[4, 12], [12, 4], [8, 8]]), max_batch_size=16, quantum=4)
-    inner = net if outside else torch.compile(net, backend=counter, dynamic=False)
-    job = Training(controller, TensorDataset(x, y), inner, lr=0.01)
-    model: Any = torch.compile(job.model, backend=counter, dynamic=False) if outside else job.model
-    sizes, worst = set(), 0.0
-    for epoch in range(2):
-        job.sampler.set_epoch(epoch)
-        order = order_of(SAMPLES, epoch)
-        for bx, by in job.loader:
-            plan = job.sampler.plan()
-            union = order[plan.start : plan.start + int(plan.counts.sum())]
-            loss = F.mse_loss(model(bx), by)
-            loss.backward()
-            want = torch.autograd.grad(F.mse_loss(whole(x[union]), y[union]), list(whole.parameters()))
-            worst = larger(worst, furthest(net, want))
-            job.finish(loss=loss)
-            whole.load_state_dict(net.state_dict())
-            sizes.add(len(bx))
-    controller.close()
-    return {"error": worst, "sizes": sizes, "compiled": counter.frame_count}
+
+    def used_before(net: Any, **options: Any) -> Any:
+        model = torch.compile(DDP(net, **options), backend=counter, dynamic=False)
+        model(x[:8]).mean().backward()  # what was compiled then knows nothing of the controller
+        net.zero_grad()
+        return model
+
+    inner = torch.compile(net, backend=counter, dynamic=False) if how == "inside" else net
+    with mock.patch("tests.runtime.jobs.DDP", used_before if how == "before" else DDP):
+        job = Training(controller, TensorDataset(x, y), inner, lr=0.01)
+    if how == "around":
+        job.model = torch.compile(job.model, backend=counter, dynamic=False)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        sizes.update([len(x)] if model is job.model else [])
+        return F.mse_loss((net if model is job.net else model)(x), y)
+
+    return {"error": job.worst_error(loss_of), "sizes": sizes, "compiled": counter.frame_count}
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("backend", "outside"), [("eager", False), ("aot_eager", False), ("eager", True)])
-def test_a_compiled_model_is_compiled_once_per_distinct_batch_size(backend: str, outside: bool) -> None:
-    for result in run_ranks(_compiled, 2, backend, outside, timeout_s=100):
-        assert result["error"] < 1e-12
-        assert result["sizes"] <= {4, 8, 12}
-        assert len(result["sizes"]) > 1
-        assert 1 <= result["compiled"] <= len(result["sizes"])
+def test_a_compiled_model_is_compiled_once_per_distinct_batch_size() -> None:
+    for how, ranks in zip(HOW, run_cases(_compiled, 2, HOW, timeout_s=100), strict=True):
+        for result in ranks:
+            assert result["error"] < 1e-12, how
+            assert result["sizes"] <= {4, 8, 12}
+            assert len(result["sizes"]) > 1
+            most = len(result["sizes"]) * (2 if how == "before" else 1)  # without and with a controller
+            assert 1 <= result["compiled"] <= most
 
 
-def _pieces(rank: int, meet: str) -> tuple[list[int], int]:
+def _pieces(meet: str) -> tuple[list[int], int]:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch.manual_seed(1)
@@ -77,8 +81,6 @@ def _pieces(rank: int, meet: str) -> tuple[list[int], int]:
     return sorted(sizes), counter.frame_count
 
 
-@pytest.mark.parametrize("meet", ["gradients", "parameters"])
-def test_pieces_of_unequal_shares_are_compiled_once(meet: str) -> None:
-    for sizes, compiled in run_ranks(_pieces, 2, meet):
-        assert sizes == [4]
-        assert compiled == 1
+@pytest.mark.multiproc
+def test_pieces_of_unequal_shares_are_compiled_once() -> None:
+    assert run_cases(_pieces, 2, ["gradients", "parameters"]) == [[([4], 1)] * 2] * 2

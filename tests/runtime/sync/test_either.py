@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 from pathlib import Path
@@ -17,23 +16,19 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dynamix
-from dynamix.errors import ConfigError, UsageError
+from dynamix.errors import UsageError
 from dynamix.model.auto_sync import AutoSync
 from dynamix.model.sync_schedule import Ask, Conditions
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Ints, Window
-from tests.ranks import refusal, run_ranks
-from tests.runtime.jobs import Training, decided, furthest, in_turns, order_of, wait_for_decisions
+from tests.ranks import refusal, run_cases, run_ranks
+from tests.runtime.jobs import Training, decided, ends_apart, in_turns, wait_for_decisions
+from tests.runtime.sync.apart_jobs import nesterov
 from tests.runtime.sync.test_apart import net
-from tests.runtime.sync.test_apart_loops import nesterov
 from tests.union import Script, larger
 
 SHARES = {2: [[10, 6], [5, 11], [14, 2]], 3: [[10, 6, 8], [4, 15, 5]]}
-GROWING = {
-    2: [[10, 6], [16, 12], [24, 10], [8, 6]],
-    3: [[10, 6, 8], [9, 9, 9]],
-    4: [[10, 6, 8, 8], [16, 12, 12, 6], [9, 9, 9, 9]],
-}
+GROWING = {2: [[10, 6], [16, 12], [24, 10], [8, 6]], 3: [[10, 6, 8], [9, 9, 9]]}
 SAMPLES, BATCH = 331, 8  # of the data set, of a worker's step
 
 
@@ -71,7 +66,6 @@ class Seen:
 
 def train(job: Training, seen: Seen, *, rounds: int | None = None, epochs: int = 2, rank: int = 0) -> None:
     controller, model = job.controller, job.model
-    x, y = dataset().tensors[1:]
     for _ in range(epochs):
         for index, inputs, target in job.loader:
             piece = job.sampler.piece()
@@ -79,13 +73,8 @@ def train(job: Training, seen: Seen, *, rounds: int | None = None, epochs: int =
                 loss = job.backward(inputs, target)
             assert controller.optimizer_due
             if not piece.round.apart and not any(isinstance(m, nn.BatchNorm1d) for m in model.modules()):
-                reference = copy.deepcopy(job.net)
-                reference.zero_grad()
-                union = order_of(SAMPLES, 1, piece.round.epoch)[
-                    piece.plan.start : piece.plan.start + piece.round.samples
-                ]
-                F.cross_entropy(reference(x[union]), y[union]).backward()
-                seen.worst = larger(seen.worst, furthest(model, [p.grad for p in reference.parameters()]))
+                error = job.union_error(lambda net, index, x, y: F.cross_entropy(net(x), y), seed=1)
+                seen.worst = larger(seen.worst, error)
             factor, plan = controller.metrics()["lr_factor"], piece.plan
             job.finish(loss=loss)
             if plan.regular and piece.samples in (plan.round.piece, plan.counts[rank]):
@@ -102,49 +91,47 @@ def train(job: Training, seen: Seen, *, rounds: int | None = None, epochs: int =
                     return
 
 
-def whole(rank: int, case: dict[str, Any]) -> Seen:
-    job, seen = made(case), Seen()
+CASES: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"how": {"optimizer_state": "kept"}, "num_workers": 2},
+        {"how": {"optimizer_state": "reset"}, "more": {"lr_rule": "none"}},
+        {"how": {"outer": nesterov}},
+        {"more": {"global_batch": "adaptive", "lr_rule": "linear"}},
+    ],
+    3: [{"kind": "batchnorm", "adam": True}],
+}
+
+
+def whole(rank: int) -> list[Seen]:
     in_turns()
-    train(job, seen, rank=rank)
-    job.controller.close()
-    return seen
-
-
-CASES: list[dict[str, Any]] = [
-    {},
-    {"kind": "batchnorm", "adam": True},
-    {"how": {"optimizer_state": "kept"}, "num_workers": 2},
-    {"how": {"optimizer_state": "reset"}, "more": {"lr_rule": "none"}},
-    {"how": {"outer": nesterov}},
-    {"more": {"global_batch": "adaptive", "lr_rule": "linear"}},
-]
+    told = []
+    for case in CASES[dist.get_world_size()]:
+        job, seen = made(case), Seen()
+        train(job, seen, rank=rank)
+        job.controller.close()
+        told.append(seen)
+    return told
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(
-    ("workers", "case"),
-    [(2, CASES[0]), (3, CASES[1]), (2, CASES[2]), (2, CASES[3]), (2, CASES[4]), (4, CASES[5])],
-    ids=["plain", "batchnorm-adam", "kept", "reset", "outer", "grows"],
-)
-def test_a_job_goes_over_to_the_other_way_and_back(workers: int, case: dict[str, Any]) -> None:
-    ranks = run_ranks(whole, workers, case)
-    ways = ranks[0].apart
-    changes = sum(one != other for one, other in itertools.pairwise(ways))
-    assert not ways[0]
-    assert changes >= 3
-    assert len(set(ranks[0].pieces)) >= (3 if case.get("more", {}).get("global_batch") else 2)
-    for seen in ranks:
-        assert seen.apart == ways
-        assert seen.worst < 1e-12
-        if case.get("more", {}).get("lr_rule") != "none" and not case.get("adam"):
-            assert all(factor == pytest.approx(wanted) for factor, wanted in seen.factors)
-        for own, first in zip(seen.weights, ranks[0].weights, strict=True):
-            buffers = case.get("kind") == "batchnorm"  # over gradients they are each rank's own, as under DDP
-            assert buffers or torch.equal(own, first)
-    if case.get("kind") == "batchnorm":
-        apart = [number for number, way in enumerate(ways) if way]
-        assert all(torch.equal(seen.weights[n], ranks[0].weights[n]) for seen in ranks for n in apart)
-    assert sorted(i for seen in ranks for i in seen.indices) == sorted([*range(SAMPLES)] * 2)
+@pytest.mark.parametrize("workers", CASES)
+def test_a_job_goes_over_to_the_other_way_and_back(workers: int) -> None:
+    ran = run_ranks(whole, workers, timeout_s=100)
+    for case, *ranks in zip(CASES[workers], *ran, strict=True):
+        ways, more, buffers = ranks[0].apart, case.get("more", {}), case.get("kind") == "batchnorm"
+        changes = sum(one != other for one, other in itertools.pairwise(ways))
+        assert not ways[0]
+        assert changes >= 3
+        assert len(set(ranks[0].pieces)) >= (3 if more.get("global_batch") else 2)
+        for seen in ranks:
+            assert seen.apart == ways
+            assert seen.worst < 1e-12
+            if more.get("lr_rule") != "none" and not case.get("adam"):
+                assert all(factor == pytest.approx(wanted) for factor, wanted in seen.factors)
+            for apart, own, first in zip(ways, seen.weights, ranks[0].weights, strict=True):
+                # Over gradients buffers are each rank's own, as under DDP.
+                assert torch.equal(own, first) or (buffers and not apart)
+        assert sorted(i for seen in ranks for i in seen.indices) == sorted([*range(SAMPLES)] * 2)
 
 
 def replayed(rank: int, events: str) -> tuple[Seen, Seen]:
@@ -170,79 +157,69 @@ def test_a_recorded_run_whose_batch_moved_is_run_again(tmp_path: Path) -> None:
     assert {event.get("piece", 0) for event in changes} == {*first.pieces}
 
 
-def resumed(rank: int, folder: str, stop: int, more: dict[str, Any]) -> tuple[Seen, Seen]:
-    def begun(saved: Any = None) -> Training:
-        job = made({"adam": True, "more": more})
-        if saved is not None:
-            for part, state in zip((job.controller, job.model, job.optimizer), saved, strict=True):
-                part.load_state_dict(state)
-        in_turns()
-        return job
+STOPS: list[tuple[dict[str, Any], Any]] = [
+    ({}, lambda meetings, piece: meetings == 2 and not piece.round.apart),
+    ({}, lambda meetings, piece: meetings == 6 and piece.round.apart),
+    ({"global_batch": "adaptive"}, lambda meetings, piece: piece.round.piece > BATCH),
+]
 
-    straight, again, job = Seen(), Seen(), begun()
-    train(job, straight)
-    job.controller.close()
-    job, stop = begun(), stop or next(number for number, piece in enumerate(straight.pieces, 1) if piece > BATCH)
-    train(job, again, rounds=stop)
-    assert again.pieces == straight.pieces[:stop]
-    saved = [part.state_dict() for part in (job.controller, job.model, job.optimizer)]
-    job.controller.close()
-    job = begun(saved)
-    train(job, again, epochs=1)
-    train(job, again, epochs=1 if len(again.indices) < len(straight.indices) else 0)
-    job.controller.close()
-    return straight, again
+
+def resumed(number: int) -> float:
+    in_turns()
+    more, stop = STOPS[number]
+    return ends_apart(lambda: made({"adam": True, "more": more}), stop)
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(
-    ("stop", "apart", "moves"),
-    [(2, False, False), (6, True, False), (0, True, True)],
-    ids=["over-gradients", "apart", "apart-grown"],
-)
-def test_a_saved_job_goes_on_in_its_way(tmp_path: Path, stop: int, apart: bool, moves: bool) -> None:
-    more = {"global_batch": "adaptive"} if moves else {}
-    for straight, again in run_ranks(resumed, 2, str(tmp_path), stop, more):
-        assert again.pieces == straight.pieces
-        assert straight.apart[stop - 1] == apart or not stop
-        assert again.indices == straight.indices
-        torch.testing.assert_close(again.weights[-1], straight.weights[-1], rtol=0, atol=1e-12)
+def test_a_saved_job_goes_on_in_its_way() -> None:
+    """It is saved after a round over gradients, after one apart, and after one apart whose pieces have grown."""
+    for apart in run_cases(resumed, 2, range(len(STOPS)), timeout_s=100):
+        assert max(apart) < 1e-12
 
 
-def saves(rank: int, folder: str, more: dict[str, Any]) -> list[int]:
-    job, seen = made({"more": more}), Seen()
+KINDS: list[dict[str, Any]] = [{}, {"global_batch": "adaptive"}]
+
+
+def saves(rank: int, folder: str) -> list[list[int]]:
+    told = []
     in_turns()
-    train(job, seen, rounds=6)
-    assert seen.apart[-1]
-    torch.save((job.controller.state_dict(), job.model.state_dict()), f"{folder}/state{rank}")
-    job.controller.close()
-    return seen.indices
+    for number, more in enumerate(KINDS):
+        job, seen = made({"more": more}), Seen()
+        train(job, seen, rounds=6)
+        assert seen.apart[-1]
+        torch.save((job.controller.state_dict(), job.model.state_dict()), f"{folder}/{number}.{rank}")
+        job.controller.close()
+        told.append(seen.indices)
+    return told
 
 
-def goes_on(rank: int, folder: str, more: dict[str, Any]) -> tuple[list[int], list[int], Tensor]:
-    job, seen = made({"more": more}), Seen()
-    controller = job.controller
-    for part, state in zip((controller, job.model), torch.load(f"{folder}/state0"), strict=True):
-        part.load_state_dict(state)
+def goes_on(rank: int, folder: str) -> list[tuple[list[int], list[float], Tensor]]:
+    told = []
     in_turns()
-    sizes = int(controller.batch_sizes.sum())
-    totals = [controller.base_batch, sizes, sizes / controller.metrics()["steps_apart"]]
-    train(job, seen, epochs=1)
-    assert len(set(seen.apart)) == 2
-    controller.close()
-    return seen.indices, totals, seen.weights[-1]
+    for number, more in enumerate(KINDS):
+        job, seen = made({"more": more}), Seen()
+        controller = job.controller
+        for part, state in zip((controller, job.model), torch.load(f"{folder}/{number}.0"), strict=True):
+            part.load_state_dict(state)
+        sizes = int(controller.batch_sizes.sum())
+        totals = [controller.base_batch, sizes, sizes / controller.metrics()["steps_apart"]]
+        train(job, seen, epochs=1)
+        assert len(set(seen.apart)) == 2
+        controller.close()
+        told.append((seen.indices, totals, seen.weights[-1]))
+    return told
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("kind", ["fixed", "adaptive"])
-def test_another_world_size_keeps_the_step_over_gradients_and_every_sample(tmp_path: Path, kind: str) -> None:
-    more = {"global_batch": "adaptive"} if kind == "adaptive" else {}
-    before = [i for of_rank in run_ranks(saves, 2, str(tmp_path), more) for i in of_rank]
-    ranks = run_ranks(goes_on, 3, str(tmp_path), more)
-    assert all(totals[0] == 2 * BATCH and totals[1] >= 3.5 * BATCH for _, totals, _ in ranks)
-    assert all(totals[2] == pytest.approx(2 * BATCH, abs=1) for _, totals, _ in ranks)
-    assert all(torch.equal(weights, ranks[0][2]) for _, _, weights in ranks)
-    assert sorted([*before, *(i for of_rank in ranks for i in of_rank[0])]) == [*range(SAMPLES)]
+def test_another_world_size_keeps_the_step_over_gradients_and_every_sample(tmp_path: Path) -> None:
+    before, after = run_ranks(saves, 2, str(tmp_path)), run_ranks(goes_on, 3, str(tmp_path))
+    for number in range(len(KINDS)):
+        ranks = [of_rank[number] for of_rank in after]
+        assert all(totals[0] == 2 * BATCH and totals[1] >= 3.5 * BATCH for _, totals, _ in ranks)
+        assert all(totals[2] == pytest.approx(2 * BATCH, abs=1) for _, totals, _ in ranks)
+        assert all(torch.equal(weights, ranks[0][2]) for _, _, weights in ranks)
+        seen = [*(of_rank[number] for of_rank in before), *(indices for indices, _, _ in ranks)]
+        assert sorted(itertools.chain(*seen)) == [*range(SAMPLES)]
 
 
 # ---------------------------------------------------------------- what is chosen
@@ -293,52 +270,31 @@ def test_the_way_follows_what_an_exchange_takes(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what does not fit
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"meet": "sometimes"}, ["meet='sometimes'", "'auto'"]),
-        ({"micro_batch": 4}, ["micro_batch=4", "leave micro_batch out"]),
-        ({"accumulate": 2}, ["accumulate=2", "leave accumulate out"]),
-        ({"policy": "stigmergic"}, ["meet='auto'", "goodput"]),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(given: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        dynamix.Controller(**{"policy": "lb_bsp", "batch_size": 8, "meet": "auto", **given})
-    for word in words:
-        assert word in str(caught.value)
+WRONG = {
+    "plain": ["needs DDP", "DistributedDataParallel(net)"],
+    "static": ["static_graph=True", "leave static_graph out"],
+    "loss": ["weighting='loss'", "meet='gradients'"],
+}
 
 
 def _wrong(what: str) -> None:
-    controller = dynamix.Controller("lb_bsp", 8, interval=2, meet="auto")
+    controller = dynamix.Controller("lb_bsp", 8, interval=2, meet="auto", process_group=dist.new_group())
     model = net("plain")
     if what == "plain":
         controller.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
     options: dict[str, Any] = {"static": {"ddp": {"static_graph": True}}, "loss": {"weighting": "loss"}}.get(what, {})
     job = Training(controller, dataset(), model, **options)
-    in_turns()
     for _, x, y in job.loader:
         job.train_piece(x, y)
-        if what == "saved between" and not controller.met:
-            controller.state_dict()
 
 
-def _refused(rank: int, what: str) -> str:
-    return refusal(UsageError, _wrong, what)
+def _refused(rank: int) -> list[str]:
+    in_turns()
+    return [refusal(UsageError, _wrong, what) for what in WRONG]
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("plain", ["needs DDP", "DistributedDataParallel(net)"]),
-        ("static", ["static_graph=True", "leave static_graph out"]),
-        ("loss", ["weighting='loss'", "meet='gradients'"]),
-        ("saved between", ["differ between two meetings", "controller.met"]),
-    ],
-    ids=lambda of: of if isinstance(of, str) else "",
-)
-def test_loops_and_models_that_do_not_fit_are_told(what: str, words: list[str]) -> None:
-    for told in run_ranks(_refused, 2, what):
-        for word in words:
-            assert word in told
+def test_loops_and_models_that_do_not_fit_are_told() -> None:
+    for told in run_ranks(_refused, 2):
+        for words, said in zip(WRONG.values(), told, strict=True):
+            assert all(word in said for word in words), said

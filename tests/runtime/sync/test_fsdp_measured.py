@@ -69,13 +69,12 @@ def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Window]]:
 
 CASES = {
     2: {
-        "double precision": ShardedCase(dtype=torch.float64, reshard=True),
         "added, then divided": ShardedCase(force_sum=True),
-        "pieces": ShardedCase(micro_batch=3),
+        "pieces": ShardedCase(micro_batch=3, reshard=True),
         "loss side": ShardedCase(weighting="loss"),
         "scaled": ShardedCase(clip=True),
     },
-    4: {"replicas": ShardedCase(mesh=(2, 2)), "replicas, double": ShardedCase(mesh=(2, 2), dtype=torch.float64)},
+    4: {"replicas, double": ShardedCase(mesh=(2, 2), dtype=torch.float64)},
 }
 
 

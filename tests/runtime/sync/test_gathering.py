@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from tests.doc_blocks import BLOCK
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.union import Script
 
 pytestmark = pytest.mark.multiproc
@@ -28,7 +28,7 @@ def _from_the_page() -> str:
     return str(block[begin : block.index("\n\n\nfor")])
 
 
-def _gathered(rank: int, options: dict[str, Any]) -> list[str]:
+def _gathered(options: dict[str, Any]) -> list[str]:
     """What is wrong with rows that are gathered in each batch: of numbers, of indices, and of pictures."""
     x = torch.arange(SAMPLES, dtype=torch.float32)[:, None]
     dataset, net = TensorDataset(x), nn.Linear(1, 1)
@@ -60,6 +60,5 @@ def _gathered(rank: int, options: dict[str, Any]) -> list[str]:
     return [*wrong, *([] if begin == SAMPLES else [f"{begin} samples"])]
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"global_batch": "adaptive"}])
-def test_rows_of_all_ranks_are_those_of_the_union(options: dict[str, Any]) -> None:
-    assert run_ranks(_gathered, 3, options) == [[], [], []]
+def test_rows_of_all_ranks_are_those_of_the_union() -> None:
+    assert run_cases(_gathered, 3, [{}, {"accumulate": 2}, {"global_batch": "adaptive"}]) == [[[], [], []]] * 3

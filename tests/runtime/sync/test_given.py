@@ -19,7 +19,7 @@ from dynamix.errors import UsageError
 from dynamix.runtime.facts.losses import WeightTest
 from dynamix.window import Window
 from tests.integrations.jobs import SHARES
-from tests.ranks import refusal, run_ranks
+from tests.ranks import refusal, run_cases, run_ranks
 from tests.runtime.jobs import adaptive, classes, classifier, furthest, order_of
 from tests.union import Script, larger
 
@@ -39,7 +39,7 @@ def _job(accumulate: int, weighting: str, answers: list[list[int]], **options: A
     return controller, loader, model, optimizer, (x, y)
 
 
-def _given(rank: int, accumulate: int) -> float:
+def _given(accumulate: int) -> float:
     answers = SHARES["grow"][2] + SHARES["shrink"][2]
     made = _job(accumulate, "given", answers, placeholder=lambda batch: [batch[0], 0 * batch[1] - 100])
     controller, loader, model, optimizer, (x, y) = made
@@ -64,9 +64,40 @@ def _given(rank: int, accumulate: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_weights_in_the_loss_are_left_as_they_are(accumulate: int) -> None:
-    assert max(run_ranks(_given, 2, accumulate)) < 1e-6
+def test_weights_in_the_loss_are_left_as_they_are() -> None:
+    assert max(map(max, run_cases(_given, 2, [1, 2]))) < 1e-6
+
+
+class _Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return self.body(x)
+
+
+def _passed_counts() -> None:
+    net, group = _Counts(), dist.new_group()
+    controller = dynamix.Controller("static", 8, process_group=group)
+    loader = controller.loader(DataLoader(TensorDataset(torch.randn(64, 6)), batch_size=8))
+    model = controller.wrap(DDP(net, process_group=group), torch.optim.SGD(net.parameters(), lr=0.1))
+    (x,) = next(iter(loader))
+    model(x, num_items_in_batch=torch.tensor(16))
+
+
+def _placeholders() -> None:
+    """In the last step of the epoch a rank has no samples."""
+    net, group = classifier(), dist.new_group()
+    controller = dynamix.Controller("static", 8, min_batch_size=1, process_group=group)
+    loader = controller.loader(DataLoader(classes(19), batch_size=8))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = controller.wrap(DDP(net, process_group=group), optimizer, weighting="given")
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step()
 
 
 def _weighted(loss: Tensor, controller: Any, loader: Any) -> Tensor:
@@ -75,14 +106,14 @@ def _weighted(loss: Tensor, controller: Any, loader: Any) -> Tensor:
 
 
 def _told(rank: int) -> list[str]:
-    """What each pair of a weighting and a kind of loss leads to."""
+    """What each pair of a weighting and a kind of loss leads to; a model that is passed counts; and placeholders."""
     told = []
     for weighting in ("hook", "given"):
         for carries in (False, True):
             uneven = [[12, 4], [4, 12], [14, 6], [5, 16]]
             controller, loader, model, optimizer, _ = _job(1, weighting, uneven, placeholder=lambda batch: batch)
             told.append(refusal(UsageError, _train, controller, loader, model, optimizer, carries=carries))
-    return told
+    return [*told, refusal(UsageError, _passed_counts), refusal(UsageError, _placeholders)]
 
 
 def _train(controller: Any, loader: Any, model: Any, optimizer: Any, *, carries: bool) -> None:
@@ -95,55 +126,14 @@ def _train(controller: Any, loader: Any, model: Any, optimizer: Any, *, carries:
         controller.step(loss=loss)
 
 
-def test_a_loss_that_is_weighted_twice_or_never_ends_the_job() -> None:
+def test_a_loss_that_is_weighted_twice_or_never_or_of_nothing_ends_the_job() -> None:
     for told in run_ranks(_told, 2):
         assert told[0] == told[3] == "accepted"
         assert "weighted already" in told[1]
         assert "wrap(..., weighting='given')" in told[1]
         assert "leave weighting= out" in told[2]
-
-
-class _Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return self.body(x)
-
-
-def _passed_counts(rank: int) -> str:
-    net = _Counts()
-    controller = dynamix.Controller("static", 8)
-    loader = controller.loader(DataLoader(TensorDataset(torch.randn(64, 6)), batch_size=8))
-    model = controller.wrap(DDP(net), torch.optim.SGD(net.parameters(), lr=0.1))
-    (x,) = next(iter(loader))
-    with pytest.raises(UsageError) as raised:
-        model(x, num_items_in_batch=torch.tensor(16))
-    return str(raised.value)
-
-
-def test_a_model_that_divides_by_a_count_is_told_apart_at_once() -> None:
-    assert all("weighting='given'" in told for told in run_ranks(_passed_counts, 2))
-
-
-def _placeholders(rank: int) -> str:
-    controller = dynamix.Controller("static", 8, min_batch_size=1)
-    loader = controller.loader(DataLoader(classes(19), batch_size=8))
-    net = classifier()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = controller.wrap(DDP(net), optimizer, weighting="given")
-    with pytest.raises(UsageError) as raised:  # noqa: PT012
-        for x, y in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step()
-    return str(raised.value)
-
-
-def test_a_step_in_which_a_rank_has_no_samples_needs_somebody_who_knows_what_does_not_count() -> None:
-    assert all("placeholder=" in told for told in run_ranks(_placeholders, 2))
+        assert "weighting='given'" in told[4]
+        assert "placeholder=" in told[5]  # somebody must know what does not count
 
 
 def test_losses_that_carry_weights_fit_no_other_way_of_weighting() -> None:

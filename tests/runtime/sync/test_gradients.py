@@ -18,7 +18,7 @@ import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.runtime.measure.pairs import ConsecutiveNoise
-from tests.ranks import refusal, run_ranks
+from tests.ranks import refusal, run_cases, run_ranks
 
 DIMENSION, SIGNAL = 400, 0.3  # |G|^2 and tr(Sigma) of the quadratic's gradient noise are known
 TRACE = 2.0 * DIMENSION
@@ -90,8 +90,9 @@ def test_single_worker_noise_from_consecutive_gradients() -> None:
     assert np.all(np.abs(np.mean(found, axis=0) - [TRACE, SIGNAL]) < 4 * error)
 
 
-def _quadratic(rank: int, shares: str) -> list[float]:
+def _quadratic(adversarial: bool) -> list[float]:
     """Weighted SGD on a strongly convex quadratic, curvature 1 to 10, with bounded shares chosen against it."""
+    rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     curvature = torch.linspace(1, 10, 20)
     net = nn.Linear(20, 1, bias=False)
@@ -102,24 +103,21 @@ def _quadratic(rank: int, shares: str) -> list[float]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
     distances = []
     for step in range(300):
-        if shares == "adversarial":  # the largest share to another worker every step, bounds 2 to 58
+        if adversarial:  # the largest share to another worker every step, bounds 2 to 58
             n[:] = [2, 2, 2, 2]
             n[(step * 7) % 4] = 58
         noise = torch.randn(n[rank], 20, generator=generator)
         loss = (0.5 * curvature * net.weight**2).sum() + (noise.mean(0) * net.weight).sum()
-        value = model(torch.zeros(1, 20)).sum() * 0 + loss
-        value.backward()
+        (model(torch.zeros(1, 20)).sum() * 0 + loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         distances.append(float(net.weight.detach().square().sum()))
-    dist.barrier()
     return distances
 
 
 @pytest.mark.multiproc
 def test_dbs_converges_at_the_rate_of_synchronous_sgd() -> None:
-    equal = run_ranks(_quadratic, 4, "equal")[0]
-    adversarial = run_ranks(_quadratic, 4, "adversarial")[0]
+    equal, adversarial = (ranks[0] for ranks in run_cases(_quadratic, 4, [False, True]))
     rate = [np.log(d[0] / d[40]) for d in (equal, adversarial)]
     assert rate[1] > 0.95 * rate[0]
     assert np.mean(adversarial[200:]) < 1.3 * np.mean(equal[200:])
@@ -129,6 +127,7 @@ def _average(rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     x = torch.randn(60, 4)
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False))
+    net.register_buffer("columns", torch.arange(12.0).view(4, 3)[:, 1] * (rank + 1))  # a view
     whole = nn.Linear(4, 3)
     whole.load_state_dict(net[0].state_dict())
     counts = [40, 0, 20]
@@ -145,26 +144,20 @@ def _average(rank: int) -> dict[str, Any]:
     dynamix.weighted_average(net, counts[rank])
     whole(x).square().mean().backward()
     want = whole.weight.detach() - 0.1 * whole.weight.grad
-    return {"error": float((net[0].weight - want).abs().max()), "mean": float(net[1].running_mean[0])}
+    wrong: list[tuple[int, type[Exception]]] = [(-1, ConfigError), (0, UsageError)]
+    said = [refusal(error, dynamix.weighted_average, nn.Linear(2, 2), count) for count, error in wrong]
+    buffers = [float(net[1].running_mean[0]), *net.get_buffer("columns").tolist()]
+    return {"error": float((net[0].weight - want).abs().max()), "buffers": buffers, "said": said}
 
 
 @pytest.mark.multiproc
-def test_weighted_average_every_step_equals_the_weighted_gradient() -> None:
+def test_weighted_average_every_step_equals_the_weighted_gradient_and_needs_samples() -> None:
     for result in run_ranks(_average, 3):
         assert result["error"] < 1e-6
-        assert result["mean"] == pytest.approx((0 * 40 + 2 * 20) / 60)
-
-
-def _refused(rank: int) -> list[str]:
-    cases: list[tuple[int, type[Exception]]] = [(-1, ConfigError), (0, UsageError)]
-    return [refusal(error, dynamix.weighted_average, nn.Linear(2, 2), count) for count, error in cases]
-
-
-@pytest.mark.multiproc
-def test_weighted_average_refuses_negative_and_empty() -> None:
-    for messages in run_ranks(_refused, 2):
-        assert "count=-1" in messages[0]
-        assert "no worker has trained on a sample" in messages[1]
+        columns = [v * (1 * 40 + 3 * 20) / 60 for v in (1.0, 4.0, 7.0, 10.0)]
+        assert result["buffers"] == pytest.approx([(0 * 40 + 2 * 20) / 60, *columns])
+        assert "count=-1" in result["said"][0]
+        assert "no worker has trained on a sample" in result["said"][1]
 
 
 KINDS = [torch.int16, torch.uint16, torch.uint32, torch.uint64]  # that gloo does not know

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 import dynamix
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 from tests.runtime.jobs import in_turns, wait_for_decisions
 from tests.runtime.sync.one_loop import Case, Job, Net, dataset, flat
 from tests.union import Script
@@ -24,7 +24,7 @@ PIECES = {"micro_batch": 4, "max_batch_size": 64}
 USUAL = timedelta(seconds=30)
 
 
-def _left(rank: int, case: Case) -> tuple[timedelta, list[bool]]:
+def _left(case: Case) -> tuple[timedelta, list[bool]]:
     """After a loop that is left at the first piece that is not the last: its timeout, and whether gradients cross."""
     job = Job(case)
     job.wrap()
@@ -46,19 +46,18 @@ def _left(rank: int, case: Case) -> tuple[timedelta, list[bool]]:
     return backend.options._timeout, crosses or [job.model.require_backward_grad_sync]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("gradients", options=PIECES, shares=((12, 12),)),
-        Case("gradients", options=PIECES, shares=((12, 12),), sharded=True),
-        Case("auto", shares=((12, 12),)),
-    ],
-    ids=["pieces", "sharded", "auto"],
+CASES = (
+    Case("gradients", options=PIECES, shares=((12, 12),)),
+    Case("gradients", options=PIECES, shares=((12, 12),), sharded=True),
+    Case("auto", shares=((12, 12),)),
 )
-def test_a_loop_left_within_a_round_leaves_ddp_fsdp_and_timeouts_as_they_were(case: Case) -> None:
-    for timeout, crosses in run_ranks(_left, 2, case):
-        assert timeout == USUAL
-        assert all(crosses)
+
+
+def test_a_loop_left_within_a_round_leaves_ddp_fsdp_and_timeouts_as_they_were() -> None:
+    for ranks in run_cases(_left, 2, CASES):
+        for timeout, crosses in ranks:
+            assert timeout == USUAL
+            assert all(crosses)
 
 
 def _second_model_from_round(rank: int, first: int) -> tuple[list[bool], torch.Tensor]:

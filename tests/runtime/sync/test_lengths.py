@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dynamix
-from dynamix.errors import ConfigError, StateError
+from dynamix.errors import ConfigError
 from dynamix.runtime.decide.decision import Decider
 from dynamix.window import Window
 from tests.ranks import refusal, run_ranks
@@ -96,18 +96,6 @@ def test_workers_that_step_apart_are_cut_by_cost_too() -> None:
     first, second = run_ranks(_apart, 2)
     assert first == second
     assert first[0] == 240
-
-
-def test_a_checkpoint_of_other_lengths_is_refused() -> None:
-    job = _job(LENGTHS)
-    _train(job, 3)
-    state = job.controller.state_dict()
-    with pytest.raises(StateError, match="lengths"):
-        _job(LENGTHS + 1).controller.load_state_dict(state)
-    again = _job(LENGTHS)
-    again.controller.load_state_dict(state)
-    _train(again)
-    assert again.controller.samples_seen == 240
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 from tests.runtime.check.loops import Job, Loops
+from tests.runtime.sync.apart_jobs import job
 from tests.union import Deep, Script, larger
 
 LOOPS = Loops()
@@ -108,13 +109,6 @@ def _a_step_in_hooks_of_parameters_of_connected_optimizers(job: Job) -> None:
 
 
 @wrong("optimizer.step() is called inside of backward()")
-def _a_step_in_hooks_of_parameters_that_are_registered_last(job: Job) -> None:
-    job.wrap()
-    _in_hooks(job.net)
-    _only_backward(job)
-
-
-@wrong("optimizer.step() is called inside of backward()")
 def _a_step_in_hooks_of_modules(job: Job) -> None:
     job.wrap()
     for layer in (job.net[0], job.net[2]):
@@ -150,20 +144,6 @@ def _in_place() -> Any:
 Update = Callable[[], None]
 
 
-def _norms_in_hooks(net: nn.Module, controller: dynamix.Controller) -> tuple[nn.Module, Update]:
-    norms: list[Tensor] = []
-    for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.norm()))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return controller.wrap(DDP(net), optimizer), optimizer.step
-
-
-def _static_graph(net: nn.Module, controller: dynamix.Controller) -> tuple[nn.Module, Update]:
-    ddp, optimizer = DDP(net), torch.optim.SGD(net.parameters(), lr=0.1)
-    ddp._set_static_graph()
-    return controller.wrap(ddp, optimizer), optimizer.step
-
-
 def _a_hook_of_ones_own_that_steps(net: nn.Module, controller: dynamix.Controller) -> tuple[nn.Module, Update]:
     each = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
 
@@ -194,20 +174,11 @@ def _steps_in_hooks_under_fsdp(net: nn.Module, controller: dynamix.Controller) -
     return net, lambda: None
 
 
-ALLOWED = (
-    _norms_in_hooks,
-    _static_graph,
-    _a_hook_of_ones_own_that_steps,
-    _steps_in_hooks_under_fsdp,
-)
-
-
-def _furthest(rank: int) -> dict[str, float]:
-    """By name: how far parameters come from those of a single process that trains on the union of all batches."""
-    return {allowed.__name__: _trained(allowed) for allowed in ALLOWED}
+ALLOWED = (_a_hook_of_ones_own_that_steps, _steps_in_hooks_under_fsdp)
 
 
 def _trained(allowed: Callable[[nn.Module, dynamix.Controller], tuple[nn.Module, Update]]) -> float:
+    """How far parameters come from those of a single process that trains on the union of all batches."""
     torch.manual_seed(1)
     dataset = TensorDataset(torch.randn(96, 6), torch.randn(96, 6))
     net = Deep(depth=3)
@@ -235,39 +206,27 @@ def _trained(allowed: Callable[[nn.Module, dynamix.Controller], tuple[nn.Module,
 
 
 def test_what_has_the_gradient_of_the_union_is_allowed() -> None:
-    for told in run_ranks(_furthest, 2):
-        assert len(told) == len(ALLOWED)
-        for name, worst in told.items():
-            assert worst < 1e-5, name
+    for allowed, furthest in zip(ALLOWED, run_cases(_trained, 2, ALLOWED), strict=True):
+        assert max(furthest) < 1e-5, allowed.__name__
 
 
-def _apart(rank: int) -> list[float]:
-    """What a parameter is after two rounds over parameters: with a step in the loop, in hooks, with torch's reducer."""
-    return [_met(in_hooks, reducer) for in_hooks, reducer in ((False, True), (True, True), (False, "python_reducer"))]
-
-
-def _met(in_hooks: bool, reducer: Any) -> float:
-    torch.manual_seed(1)
-    dataset, net = TensorDataset(torch.randn(32, 6), torch.randn(32, 6)), Deep(depth=2)
-    controller = dynamix.Controller(Script([[12, 4]]), 8, meet="parameters", micro_batch=4, interval=1)
-    loader = DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset, shuffle=False))
-    with torch._dynamo.config.patch(optimize_ddp=reducer):
-        ddp, optimizer = DDP(net), torch.optim.SGD(net.parameters(), lr=0.1)
-    if in_hooks:
-        _in_hooks(net)
-    controller.wrap(ddp, optimizer)
-    for x, y in loader:
-        with controller.piece():
-            F.mse_loss(ddp(x), y).backward()
-        if not in_hooks:
-            optimizer.step()
-            optimizer.zero_grad()
-        controller.step()
-    controller.close()
-    return float(next(net.parameters()).detach().sum())
+def _apart(rank: int) -> list[Tensor]:
+    """What parameters are after some rounds over parameters: with a step in the loop, and in hooks."""
+    ends = []
+    for in_hooks in (False, True):
+        steps = job()
+        each = _in_hooks(steps.net) if in_hooks else {}
+        for x, y in steps.loader:
+            with steps.controller.piece():
+                steps.backward(x, y)
+            if not each:
+                steps.update()
+            steps.controller.step()
+        steps.controller.close()
+        ends.append(steps.weights())
+    return ends
 
 
 def test_workers_that_step_apart_may_step_in_hooks() -> None:
-    for in_the_loop, in_hooks, reducer in run_ranks(_apart, 2):
-        assert in_hooks == pytest.approx(in_the_loop, abs=1e-7)
-        assert reducer == pytest.approx(in_the_loop, abs=1e-7)
+    for in_the_loop, in_hooks in run_ranks(_apart, 2):
+        torch.testing.assert_close(in_hooks, in_the_loop)

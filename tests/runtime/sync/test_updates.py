@@ -26,8 +26,7 @@ from tests.runtime.sync.sharded_jobs import full
 from tests.union import Script, larger
 
 pytestmark = pytest.mark.multiproc
-SHARES, TOTAL, BATCHES = [[12, 4], [4, 12]], 16, 6
-WEIGHTINGS = ("hook", "loss", "counts")
+SHARES, TOTAL, BATCHES = [[12, 4], [4, 12]], 16, 4
 
 
 class Alone:
@@ -38,519 +37,286 @@ class Alone:
 
     due = True
 
-    def mean(self, loss: Tensor) -> Tensor:
+    def __init__(self, net: Any, optimizers: list[Optimizer]) -> None:
+        self.net, self.model, self.optimizers, self.optimizer = net, net, optimizers, optimizers[0]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def mean(self, loss: Tensor) -> float:
         """Of a loss over this rank's samples: its mean over those of all ranks."""
-        return loss
+        return float(loss)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x), y)
+
+    def gradient(self, x: Tensor, y: Tensor) -> Tensor:
+        """Let parameters have that of this batch alone; its loss."""
+        self.net.zero_grad()
+        loss = self.loss(x, y)
+        self.backward(loss)
+        return loss
+
+    def closure(self, x: Tensor, y: Tensor) -> Any:
+        """For an optimizer; all ranks go the same way after it."""
+        return lambda: self.mean(self.gradient(x, y).detach())
 
 
 class Shared(Alone):
-    """A rank's part of a job."""
+    """A rank's part of a job; `own` samples of the batch in hand are its."""
 
-    def __init__(self, controller: dynamix.Controller, weighting: str) -> None:
-        self.controller, self.weighting = controller, weighting
-        self.own = 0  # samples of the batch in hand
+    def __init__(self, net: Any, model: Any, optimizers: list[Optimizer], controller: Any, weighting: str) -> None:
+        super().__init__(net, optimizers)
+        self.model, self.controller, self.weighting, self.own = model, controller, weighting, 0
 
-    def mean(self, loss: Tensor) -> Tensor:
+    def mean(self, loss: Tensor) -> float:
         part = loss * self.own / TOTAL
         dist.all_reduce(part, group=self.controller.group)
-        return part
+        return float(part)
 
     def backward(self, loss: Tensor) -> None:
-        if self.weighting == "loss":
-            loss = self.controller.weight(loss)
-        if self.weighting == "counts":
-            loss = self.controller.weight(loss, count=self.own)
+        if self.weighting in ("loss", "counts"):
+            loss = self.controller.weight(loss, **({"count": self.own} if self.weighting == "counts" else {}))
         loss.backward()
 
 
-Train = Callable[[nn.Module, Tensor, Tensor, Alone], None]  # on one batch
-Recipe = Callable[[nn.Module], tuple[list[Optimizer], Train]]
-
-
-def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
-
-
-def _sharpness(net: nn.Module, optimizer: Optimizer, ascend: Callable[[], None], descend: Callable[[], None]) -> None:
+def sharpness_aware(job: Alone, x: Tensor, y: Tensor) -> None:
     """SAM: the gradient is taken where the loss is highest nearby."""
-    ascend()
+    job.gradient(x, y)
     with torch.no_grad():
-        norm = torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None]).norm()
-        away = [0.05 * p.grad / norm if p.grad is not None else torch.zeros_like(p) for p in net.parameters()]
-        for parameter, step in zip(net.parameters(), away, strict=True):
+        norm = torch.stack([p.grad.norm() for p in job.net.parameters()]).norm()
+        away = [0.05 * p.grad / norm for p in job.net.parameters()]
+        for parameter, step in zip(job.net.parameters(), away, strict=True):
             parameter.add_(step)
-    optimizer.zero_grad()
-    descend()
+    job.gradient(x, y)
     with torch.no_grad():
-        for parameter, step in zip(net.parameters(), away, strict=True):
+        for parameter, step in zip(job.net.parameters(), away, strict=True):
             parameter.sub_(step)
+    job.optimizer.step()
 
 
-def sharpness_aware(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        _sharpness(net, optimizer, lambda: job.backward(_loss(model, x, y)), lambda: job.backward(_loss(model, x, y)))
+def body_and_head_in_turn(job: Alone, x: Tensor, y: Tensor) -> None:
+    for optimizer in job.optimizers:
+        job.gradient(x, y)
         optimizer.step()
-        optimizer.zero_grad()
-
-    return [optimizer], train
 
 
-def sharpness_aware_in_a_closure(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        def closure() -> float:
-            _sharpness(
-                net, optimizer, lambda: job.backward(_loss(model, x, y)), lambda: job.backward(_loss(model, x, y))
-            )
-            return 0.0
-
-        optimizer.zero_grad()
-        optimizer.step(closure)
-
-    return [optimizer], train
+def body_and_head_in_closures(job: Alone, x: Tensor, y: Tensor) -> None:
+    for optimizer in job.optimizers:
+        optimizer.step(job.closure(x, y))
 
 
-def body_and_head_in_turn(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    body, head = (SGD(part.parameters(), lr=0.1) for part in (net[0], net[2]))  # type: ignore[index]
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        for optimizer in (body, head):
-            model.zero_grad()
-            job.backward(_loss(model, x, y))
-            optimizer.step()
-        model.zero_grad()
-
-    return [body, head], train
+def body_and_head_by_batch(job: Alone, x: Tensor, y: Tensor) -> None:
+    job.optimizers.reverse()
+    job.gradient(x, y)
+    job.optimizers[0].step()
 
 
-def body_and_head_by_batch(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    both: list[Optimizer] = [SGD(part.parameters(), lr=0.1) for part in (net[0], net[2])]  # type: ignore[index]
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        both.reverse()
-        model.zero_grad()
-        job.backward(_loss(model, x, y))
-        both[0].step()
-        model.zero_grad()
-
-    return list(both), train
-
-
-def one_optimizer_twice(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        for _ in range(2):
-            optimizer.zero_grad()
-            job.backward(_loss(model, x, y))
-            optimizer.step()
-
-    return [optimizer], train
-
-
-def two_updates_in_closures(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        for _ in range(2):
-            optimizer.step(_closure(model, x, y, job))
-
-    return [optimizer], train
-
-
-def body_and_head_in_closures(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    both: list[Optimizer] = [SGD(part.parameters(), lr=0.1) for part in (net[0], net[2])]  # type: ignore[index]
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        for optimizer in both:
-            optimizer.step(_closure(model, x, y, job))
-
-    return both, train
-
-
-def _closure(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> Callable[[], float]:
-    def closure() -> float:
-        model.zero_grad()
-        loss = _loss(model, x, y)
-        job.backward(loss)
-        return float(loss.detach())
-
-    return closure
-
-
-def policy_for_some_epochs(net: nn.Module) -> tuple[list[Optimizer], Train]:
+def policy_for_some_epochs(job: Alone, x: Tensor, y: Tensor) -> None:
     """PPO: a batch is trained several times, on a ratio to what the model said before."""
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        with torch.no_grad():
-            before = F.log_softmax(model(x), 1)
-        for _ in range(3):
-            ratio = (F.log_softmax(model(x), 1) - before).exp().gather(1, y[:, None])
-            loss = -ratio.clamp(0.8, 1.2).mean()
-            optimizer.zero_grad()
-            job.backward(loss)
-            optimizer.step()
-
-    return [optimizer], train
+    with torch.no_grad():
+        before = F.log_softmax(job.model(x), 1)
+    for _ in range(3):
+        ratio = (F.log_softmax(job.model(x), 1) - before).exp().gather(1, y[:, None])
+        job.optimizer.zero_grad()
+        job.backward(-ratio.clamp(0.8, 1.2).mean())
+        job.optimizer.step()
 
 
-def inner_step_and_outer_step(net: nn.Module) -> tuple[list[Optimizer], Train]:
+def inner_step_and_outer_step(job: Alone, x: Tensor, y: Tensor) -> None:
     """First-order MAML: the gradient after a step is applied before it."""
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        before = copy.deepcopy(net.state_dict())
-        for last in (False, True):
-            optimizer.zero_grad()
-            job.backward(_loss(model, x, y))
-            if not last:
-                optimizer.step()
-        net.load_state_dict(before)
-        optimizer.step()
-
-    return [optimizer], train
+    before = copy.deepcopy(job.net.state_dict())
+    job.gradient(x, y)
+    job.optimizer.step()
+    job.gradient(x, y)
+    job.net.load_state_dict(before)
+    job.optimizer.step()
 
 
-def two_losses_of_one_pass(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        optimizer.zero_grad()
-        logits, again = model(x), model(x + 0.1)
-        job.backward(F.cross_entropy(logits, y) + F.mse_loss(again, logits.detach()))
-        optimizer.step()
-
-    return [optimizer], train
-
-
-def line_search_of_ones_own(net: nn.Module) -> tuple[list[Optimizer], Train]:
+def line_search_of_ones_own(job: Alone, x: Tensor, y: Tensor) -> None:
     """The rate is halved until the step makes the loss smaller; the gradient at the new place is kept for the next."""
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        optimizer.zero_grad()
-        loss = _loss(model, x, y)
-        job.backward(loss)
-        before, start = float(job.mean(loss.detach())), copy.deepcopy(net.state_dict())
-        slope = [p.grad for p in net.parameters()]
-        for halved in range(5):
-            net.load_state_dict(start)
-            for parameter, gradient in zip(net.parameters(), slope, strict=True):
-                parameter.grad = gradient.clone()  # type: ignore[union-attr]
-            optimizer.param_groups[0]["lr"] = 0.5**halved
-            optimizer.step()
-            optimizer.zero_grad()
-            loss = _loss(model, x, y)
-            job.backward(loss)
-            if float(job.mean(loss.detach())) < before:
-                return
-
-    return [optimizer], train
+    before, start = job.mean(job.gradient(x, y).detach()), copy.deepcopy(job.net.state_dict())
+    slope = [p.grad for p in job.net.parameters()]
+    for halved in range(5):
+        job.net.load_state_dict(start)
+        for parameter, gradient in zip(job.net.parameters(), slope, strict=True):
+            parameter.grad = gradient.clone()
+        job.optimizer.param_groups[0]["lr"] = 0.5**halved
+        job.optimizer.step()
+        if job.mean(job.gradient(x, y).detach()) < before:
+            return
 
 
-def _newton(net: nn.Module, **options: Any) -> tuple[list[Optimizer], Train]:
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3, **options)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = _loss(model, x, y)
-            job.backward(loss)
-            return float(job.mean(loss.detach()))  # so all ranks go the same way
-
-        optimizer.step(closure)
-
-    return [optimizer], train
+def newton(job: Alone, x: Tensor, y: Tensor) -> None:
+    job.optimizer.step(job.closure(x, y))
 
 
-def newton(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    return _newton(net)
+def one_gradient_twice(job: Alone, x: Tensor, y: Tensor) -> None:
+    job.gradient(x, y)
+    job.optimizer.step()
+    job.optimizer.step()
 
 
-def newton_with_a_line_search(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    return _newton(net, line_search_fn="strong_wolfe")
+def two_losses_that_both_cross(job: Alone, x: Tensor, y: Tensor) -> None:
+    job.gradient(x, y)
+    job.backward(job.model(x).square().mean())
+    job.optimizer.step()
 
 
-def one_gradient_twice(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        optimizer.zero_grad()
-        job.backward(_loss(model, x, y))
-        optimizer.step()
-        optimizer.step()
-
-    return [optimizer], train
+def two_passes_of_one_forward(job: Alone, x: Tensor, y: Tensor) -> None:
+    job.optimizer.zero_grad()
+    logits = job.model(x)
+    F.cross_entropy(logits, y).backward(retain_graph=True)
+    logits.square().mean().backward()
+    job.optimizer.step()
 
 
-def rate_halved_until_the_loss_falls(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    """A line search that needs no gradient but the first."""
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        optimizer.zero_grad()
-        loss = _loss(model, x, y)
-        job.backward(loss)
-        before, start = float(job.mean(loss.detach())), copy.deepcopy(net.state_dict())
-        for halved in range(5):
-            net.load_state_dict(start)
-            optimizer.param_groups[0]["lr"] = 64 * 0.5**halved
-            optimizer.step()
-            with torch.no_grad():
-                if float(job.mean(_loss(model, x, y))) < before:
-                    return
-
-    return [optimizer], train
-
-
-def two_losses_that_both_cross(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        optimizer.zero_grad()
-        job.backward(_loss(model, x, y))
-        job.backward(model(x).square().mean())
-        optimizer.step()
-
-    return [optimizer], train
-
-
-def two_passes_of_one_forward(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        optimizer.zero_grad()
-        logits = model(x)
-        F.cross_entropy(logits, y).backward(retain_graph=True)
-        logits.square().mean().backward()
-        optimizer.step()
-
-    return [optimizer], train
-
-
-def a_loss_for_each_update(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        for loss in (lambda: _loss(model, x, y), lambda: model(x + 0.1).square().mean()):
-            optimizer.zero_grad()
-            job.backward(loss())
-            optimizer.step()
-
-    return [optimizer], train
-
-
-def parts_of_a_batch(net: nn.Module) -> tuple[list[Optimizer], Train]:
+def parts_of_a_batch(job: Alone, x: Tensor, y: Tensor) -> None:
     """An update for each half of a batch, which is in proportion to the share."""
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        for _ in range(2):
-            for half in range(2):
-                optimizer.zero_grad()
-                job.backward(_loss(model, x[half::2], y[half::2]))
-                optimizer.step()
-
-    return [optimizer], train
+    for half in (0, 1, 0, 1):
+        job.gradient(x[half::2], y[half::2])
+        job.optimizer.step()
 
 
-def against_each_other(net: nn.Module) -> tuple[list[Optimizer], Train]:
+def against_each_other(job: Alone, x: Tensor, y: Tensor) -> None:
     """The body is trained for what the head is trained against, and each is frozen while the other is."""
-    parts = [(net[0], net[2], 1.0), (net[2], net[0], -1.0)]  # type: ignore[index]
-    steps = [(SGD(mine.parameters(), lr=0.1), mine, other, sign) for mine, other, sign in parts]
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        for optimizer, mine, other, sign in steps:
-            mine.requires_grad_(True)
-            other.requires_grad_(False)
-            optimizer.zero_grad()
-            job.backward(sign * _loss(model, x, y))
-            optimizer.step()
-        net.requires_grad_(True)
-
-    return [optimizer for optimizer, *_ in steps], train
+    parts = [job.net[0], job.net[2]]
+    for optimizer, mine, sign in zip(job.optimizers, parts, (1.0, -1.0), strict=True):
+        job.net.requires_grad_(False)
+        mine.requires_grad_(True)
+        optimizer.zero_grad()
+        job.backward(sign * job.loss(x, y))
+        optimizer.step()
+    job.net.requires_grad_(True)
 
 
-def penalty_on_gradients(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        for _ in range(2):
-            optimizer.zero_grad()
-            x = x.detach().requires_grad_()
-            logits = model(x)
-            (slope,) = torch.autograd.grad(logits.logsumexp(1).sum(), x, create_graph=True)
-            job.backward(F.cross_entropy(logits, y) + slope.square().sum(1).mean())
-            optimizer.step()
-
-    return [optimizer], train
+def penalty_on_gradients(job: Alone, x: Tensor, y: Tensor) -> None:
+    for _ in range(2):
+        job.optimizer.zero_grad()
+        x = x.detach().requires_grad_()
+        logits = job.model(x)
+        (slope,) = torch.autograd.grad(logits.logsumexp(1).sum(), x, create_graph=True)
+        job.backward(F.cross_entropy(logits, y) + slope.square().sum(1).mean())
+        job.optimizer.step()
 
 
-def a_scaler_that_skips(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer, scaler = SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        for factor in (1.0, float("inf"), 1.0):
-            optimizer.zero_grad(set_to_none=False)
-            job.backward(scaler.scale(_loss(model, x, y)) * factor)
-            scaler.step(optimizer)
-            scaler.update()
-
-    return [optimizer], train
+def a_scaler_that_skips(job: Alone, x: Tensor, y: Tensor) -> None:
+    for factor in (1.0, float("inf"), 1.0):
+        job.optimizer.zero_grad(set_to_none=False)
+        job.backward(job.scaler.scale(job.loss(x, y)) * factor)
+        job.scaler.step(job.optimizer)
+        job.scaler.update()
 
 
-def two_losses_accumulated(net: nn.Module) -> tuple[list[Optimizer], Train]:
+def two_losses_accumulated(job: Alone, x: Tensor, y: Tensor) -> None:
     """All of them cross."""
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        job.backward(_loss(model, x, y) / 2)
-        job.backward(model(x).square().mean() / 2)
-        if job.due:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return [optimizer], train
+    job.backward(job.loss(x, y) / 2)
+    job.backward(job.model(x).square().mean() / 2)
+    if job.due:
+        job.optimizer.step()
+        job.optimizer.zero_grad()
 
 
-def two_updates_after_an_accumulation(net: nn.Module) -> tuple[list[Optimizer], Train]:
-    optimizer, first = SGD(net.parameters(), lr=0.1), two_losses_accumulated(net)
-
-    def train(model: nn.Module, x: Tensor, y: Tensor, job: Alone) -> None:
-        first[1](model, x, y, job)
-        if job.due:
-            job.backward(_loss(model, x, y))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return [optimizer, *first[0]], train
+def two_updates_after_an_accumulation(job: Alone, x: Tensor, y: Tensor) -> None:
+    two_losses_accumulated(job, x, y)
+    if job.due:
+        job.gradient(x, y)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
 
 
-RECIPES: tuple[Recipe, ...] = (
+Recipe = Callable[[Any, Tensor, Tensor], None]  # for one batch
+
+
+def _of_parts(net: Any) -> list[Optimizer]:
+    return [SGD(part.parameters(), lr=0.1) for part in (net[0], net[2])]
+
+
+# Where it is not SGD of the whole net.
+OPTIMIZERS: dict[Recipe, Callable[[Any], list[Optimizer]]] = {
+    newton: lambda net: [torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")],
+    policy_for_some_epochs: lambda net: [torch.optim.Adam(net.parameters(), lr=0.01)],
+    one_gradient_twice: lambda net: [SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)],
+    **dict.fromkeys(
+        (body_and_head_in_turn, body_and_head_in_closures, body_and_head_by_batch, against_each_other), _of_parts
+    ),
+}
+ACCUMULATED = (two_losses_accumulated, two_updates_after_an_accumulation)  # they have one count for each batch
+OTHERS = (
     sharpness_aware,
-    sharpness_aware_in_a_closure,
-    body_and_head_in_turn,
-    body_and_head_in_closures,
-    body_and_head_by_batch,
-    one_optimizer_twice,
-    two_updates_in_closures,
-    policy_for_some_epochs,
     inner_step_and_outer_step,
-    two_losses_of_one_pass,
     line_search_of_ones_own,
-    newton,
-    newton_with_a_line_search,
-    one_gradient_twice,
-    rate_halved_until_the_loss_falls,
     two_losses_that_both_cross,
-    a_loss_for_each_update,
     parts_of_a_batch,
-    against_each_other,
     penalty_on_gradients,
     a_scaler_that_skips,
-    two_losses_accumulated,
-    two_updates_after_an_accumulation,
 )
-ACCUMULATED = (two_losses_accumulated, two_updates_after_an_accumulation)
+COUNTED = (sharpness_aware, policy_for_some_epochs, two_losses_that_both_cross, newton)
 # Under FSDP2, where a second backward pass of one forward pass crosses ranks, too.
-SHARDED = (
-    sharpness_aware,
-    two_losses_that_both_cross,
-    two_passes_of_one_forward,
-    a_loss_for_each_update,
-    one_optimizer_twice,
-)
-# Losses that accumulate have one count for each batch.
+SHARDED = (sharpness_aware, two_losses_that_both_cross, two_passes_of_one_forward, policy_for_some_epochs)
 CASES = [
-    (recipe, weighting)
-    for recipe in RECIPES
-    for weighting in WEIGHTINGS
-    if not (recipe in ACCUMULATED and weighting == "counts")
-] + [(recipe, "sharded") for recipe in SHARDED]
+    *((recipe, weighting) for recipe in (*OPTIMIZERS, *ACCUMULATED, *OTHERS) for weighting in ("hook", "loss")),
+    *((recipe, "counts") for recipe in COUNTED),
+    *((recipe, "sharded") for recipe in SHARDED),
+]
 
 
-def _accumulated_unlike(rank: int) -> float | str:
-    """What becomes of losses that all cross, where the batches of an optimizer step are unlike in size."""
-    try:
-        return _trained(two_losses_accumulated, "hook", dist.new_group(), fewer=9)
-    except dynamix.UsageError as error:
-        return str(error)
-
-
-def test_what_has_crossed_is_not_scaled_by_a_second_loss_of_a_smaller_batch() -> None:
-    for told in run_ranks(_accumulated_unlike, 2, timeout_s=60):
-        assert isinstance(told, str), told
-        assert "write (loss1 + loss2).backward()" in told
-
-
-def _furthest(rank: int) -> dict[tuple[str, str], float | str]:
-    """By recipe and weighting: how far parameters come from those of the union, or what the loop is refused with."""
-    told: dict[tuple[str, str], float | str] = {}
-    for recipe, weighting in CASES:
-        try:
-            told[recipe.__name__, weighting] = _trained(recipe, weighting, dist.new_group())
-        except dynamix.DynamixError as error:
-            told[recipe.__name__, weighting] = str(error)
-    return told
-
-
-def _trained(recipe: Recipe, weighting: str, group: Any, fewer: int = 0) -> float:
+def _trained(recipe: Recipe, weighting: str, *, fewer: int = 0) -> float | str:
+    """How far parameters come from those of the union, or what the loop is refused with."""
     torch.manual_seed(1)
-    samples = TOTAL * BATCHES - fewer
+    samples, group = TOTAL * BATCHES - fewer, dist.new_group()
     dataset = TensorDataset(torch.randn(samples, 6, dtype=torch.float64), torch.randint(0, 3, (samples,)))
     net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    whole = copy.deepcopy(net)
-    _, train_whole = recipe(whole)
-    accumulate = 2 if recipe in ACCUMULATED else 1
-    controller = dynamix.Controller(
-        Script(SHARES, accumulate),
-        TOTAL // 2,
-        max_batch_size=12,
-        interval=1,
-        accumulate=accumulate,
-        process_group=group,
-    )
+    optimizers_of = OPTIMIZERS.get(recipe, lambda net: [SGD(net.parameters(), lr=0.1)])
+    whole, accumulate = copy.deepcopy(net), 2 if recipe in ACCUMULATED else 1
+    options = {"max_batch_size": 12, "interval": 1, "accumulate": accumulate, "process_group": group}
+    controller = dynamix.Controller(Script(SHARES, accumulate), TOTAL // 2, **options)
     sampler = controller.batch_sampler(dataset, shuffle=False)
     if weighting == "sharded":
         for part in (net[0], net):
             fully_shard(part, mesh=DeviceMesh.from_group(group, "cpu"))
-    optimizers, train = recipe(net)
     unused = recipe is against_each_other
     model = net if weighting == "sharded" else DDP(net, process_group=group, find_unused_parameters=unused)
-    for optimizer in optimizers:
+    job = Shared(net, model, optimizers_of(net), controller, weighting)
+    alone, worst = Alone(whole, optimizers_of(whole)), 0.0
+    for optimizer in job.optimizers:
         controller.wrap(model, optimizer, weighting="loss" if weighting in ("loss", "counts") else "hook")
-    job, alone, worst = Shared(controller, weighting), Alone(), 0.0
-    for number, (x, y) in enumerate(DataLoader(dataset, batch_sampler=sampler)):
-        job.own, job.due = len(x), controller.optimizer_due
-        alone.due = job.due
-        train(model, x, y, job)
-        controller.step()
-        train_whole(whole, *dataset[TOTAL * number : TOTAL * (number + 1)], alone)
-        for mine, theirs in zip(net.parameters(), whole.parameters(), strict=True):
-            worst = larger(worst, float((full(mine.detach()) - theirs.detach()).norm() / theirs.detach().norm()))
+    try:
+        for number, (x, y) in enumerate(DataLoader(dataset, batch_sampler=sampler)):
+            job.own, job.due = len(x), controller.optimizer_due
+            alone.due = job.due
+            recipe(job, x, y)
+            controller.step()
+            recipe(alone, *dataset[TOTAL * number : TOTAL * (number + 1)])
+            for mine, theirs in zip(net.parameters(), whole.parameters(), strict=True):
+                worst = larger(worst, float((full(mine.detach()) - theirs.detach()).norm() / theirs.detach().norm()))
+    except dynamix.DynamixError as error:
+        return str(error)
     assert number == BATCHES - 1
     controller.close()
     return worst
 
 
-Told = list[dict[tuple[str, str], float | str]]  # of each rank
+def _all_trained(rank: int) -> list[float | str]:
+    unlike = _trained(two_losses_accumulated, "hook", fewer=9)
+    return [*(_trained(recipe, weighting) for recipe, weighting in CASES), unlike]
 
 
 @pytest.fixture(scope="module")
-def told() -> Told:
-    return run_ranks(_furthest, 2, timeout_s=200)
+def told() -> list[list[float | str]]:
+    """Of each rank: of all cases, and of an accumulation over batches that are unlike in size."""
+    return run_ranks(_all_trained, 2, timeout_s=200)
 
 
-@pytest.mark.parametrize(("recipe", "weighting"), CASES, ids=lambda value: getattr(value, "__name__", value))
-def test_its_gradients_are_those_of_the_union(recipe: Recipe, weighting: str, told: Told) -> None:
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda n: f"{CASES[n][0].__name__}-{CASES[n][1]}")
+def test_its_gradients_are_those_of_the_union(case: int, told: list[list[float | str]]) -> None:
     for of_rank in told:
-        furthest = of_rank[recipe.__name__, weighting]
+        furthest = of_rank[case]
         assert isinstance(furthest, float), furthest
         assert furthest < 1e-10
+
+
+def test_what_has_crossed_is_not_scaled_by_a_second_loss_of_a_smaller_batch(told: list[list[float | str]]) -> None:
+    for of_rank in told:
+        assert "write (loss1 + loss2).backward()" in str(of_rank[-1])
