@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DistributedSampler
 
 from dynamix.data import Allocations, BatchSampler, StepPlan
+from dynamix.data.computed_order import ComputedOrder
 from dynamix.data.cutting import next_group, whole_epoch
-from dynamix.data.owner import Nobody
 from dynamix.errors import ConfigError, StateError, UsageError
 
 SETTINGS = settings(max_examples=60, deadline=None)
@@ -207,16 +204,6 @@ def test_examples_of_tails(left, sizes, accumulate, high, group) -> None:
     assert next_group(left, size, accumulate=accumulate, **bounds).tolist() == group
 
 
-def test_an_epoch_of_hardly_more_than_a_step_has_a_step_of_the_usual_sizes() -> None:
-    sampler = BatchSampler(100, Allocations([40, 40]), rank=0, world_size=2)
-    assert [len(batch) for batch in sampler] == [40, 10]
-    sampler = BatchSampler(100, Allocations([40, 40]), rank=0, world_size=2)
-    assert len(sampler) == 2
-    for _ in sampler:
-        break
-    assert sampler.plan().regular
-
-
 def test_regions_cut_by_other_rules_are_refused_before_anything_is_loaded() -> None:
     def made() -> BatchSampler:
         return BatchSampler(47, Allocations([16, 3, 1]), rank=0, world_size=3, partition="contiguous")
@@ -273,10 +260,22 @@ def test_every_sample_once_under_random_histories(data, sizes, accumulate, size,
     accumulate=st.integers(1, 3),
     size=st.integers(140, 300),
     partition=st.sampled_from(["stream", "contiguous"]),
+    computed=st.booleans(),
 )
 def test_stops_and_resumes_at_other_world_sizes_lose_and_repeat_nothing(
-    data, sizes, accumulate, size, partition
+    data, sizes, accumulate, size, partition, computed
 ) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        if computed:  # an order, whatever the size
+            patched.setattr("dynamix.data.sampler.LARGE", 1)
+        order = _over_resumes(data, sizes, accumulate, size, partition)
+    assert sorted(order) == list(range(size))
+    if partition == "stream":
+        assert order == (ComputedOrder(size, 0, 0)[0:size].tolist() if computed else expected_order(size))
+
+
+def _over_resumes(data, sizes, accumulate, size, partition) -> list[int]:
+    """The samples of an epoch in which the job ends and goes on at other world sizes."""
     state, order, steps = None, [], 0
     for _ in range(data.draw(st.integers(1, 4))):
         job = Job(size, sizes, state, accumulate=accumulate, partition=partition)
@@ -299,9 +298,7 @@ def test_stops_and_resumes_at_other_world_sizes_lose_and_repeat_nothing(
             break
     if not state["finished"]:
         order += seen(Job(size, sizes, state, accumulate=accumulate, partition=partition).run())
-    assert sorted(order) == list(range(size))
-    if partition == "stream":
-        assert order == expected_order(size)
+    return order
 
 
 @SETTINGS
@@ -325,14 +322,6 @@ def test_abandoned_iterations_lose_nothing(data, sizes, accumulate, partition) -
     assert sorted(seen(results)) == list(range(size))
     assert [plan.index for plan, _ in results] == list(range(len(results)))
     assert [plan.micro for plan, _ in results] == [i % accumulate for i in range(len(results))]
-
-
-def test_idle_ranks_get_flagged_placeholders_of_real_samples() -> None:
-    job = Job(64, [8, 0, 8])
-    results = job.run()
-    assert job.placeholders == len(results)
-    assert sorted(seen(results)) == list(range(64))
-    assert all(index < 64 for index in next(iter(job.samplers[1])))
 
 
 def test_contiguous_gives_each_rank_one_region_cut_anew_each_epoch() -> None:
@@ -407,56 +396,6 @@ def test_length_is_exact_while_the_allocation_stays() -> None:
             assert len(job.samplers[0]) == total - 4
 
 
-class Decides(Nobody):
-    """An owner with a decision under way, on the rounds from 2 on."""
-
-    def __init__(self, ledger: Allocations) -> None:
-        super().__init__()
-        self.ledger, self.horizon, self.begun, self.resumes = ledger, 2, list[int](), 0
-        self.sampler = BatchSampler(100, ledger, rank=0, world_size=2, accumulate=2, owner=self)
-
-    def settle(self) -> None:
-        assert not self.lock.locked()
-        self.begun.append(self.sampler.begun)
-        self.ledger.schedule(2, [12, 8])
-        self.horizon = math.inf
-
-    def resumed(self) -> None:
-        self.resumes += 1
-
-
-def test_no_round_is_begun_that_a_decision_under_way_may_change() -> None:
-    owner = Decides(Allocations([8, 12]))
-    assert [len(batch) for batch in owner.sampler] == [4, 4, 4, 4, 6, 6, 6, 6, 6, 6]
-    assert owner.begun == [2]
-
-
-def test_the_owner_hears_of_a_resumed_job_once_when_the_iterator_exists() -> None:
-    job, owner = Job(100, [4, 6], accumulate=2), Decides(Allocations([8, 12]))
-    job.run(2)
-    owner.sampler.load_state_dict(job.samplers[0].state_dict())
-    iterator = iter(owner.sampler)
-    assert owner.resumes == 0
-    next(iterator)
-    next(iterator)
-    assert owner.resumes == 1
-
-
-def test_what_is_in_hand_is_the_first_batch_that_waits() -> None:
-    sampler = BatchSampler(40, Allocations([4, 6]), rank=1, world_size=2, micro_batch=4)
-    batches, hands = iter(sampler), [sampler.current]
-    for ask in (True, True, True, False, False):
-        next(batches) if ask else sampler.consume()
-        hands.append(sampler.current)
-    assert [None if piece is None else (piece.plan.index, piece.number, piece.last) for piece in hands] == [
-        *(None, (0, 0, False), (0, 0, False), (0, 0, False)),
-        *((0, 1, True), (1, 0, False)),
-    ]
-    assert (sampler.issued, sampler.consumed, sampler.batches_issued, sampler.batches_consumed) == (2, 1, 3, 2)
-    iter(sampler)
-    assert (sampler.current, sampler.issued, sampler.consumed, sampler.batches_issued) == (None, 1, 1, 2)
-
-
 def test_bounds_that_are_found_later_hold_from_the_next_round_on() -> None:
     sampler = BatchSampler(31, Allocations([4, 6]), rank=1, world_size=2)  # in the last round there is one over
     assert [len(batch) for batch in sampler] == [6, 6, 7]
@@ -500,35 +439,6 @@ def test_a_checkpoint_of_another_order_is_refused() -> None:
 
 
 # ---------------------------------------------------------------- real loaders
-
-
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_loaders_with_workers_prefetch_and_persistence(workers: int, persistent: bool) -> None:
-    data = TensorDataset(torch.arange(200))
-    ledgers = [Allocations([8, 24]) for _ in range(2)]
-    samplers = [BatchSampler(200, ledger, rank=i, world_size=2, seed=5) for i, ledger in enumerate(ledgers)]
-    loaders = [DataLoader(data, batch_sampler=s, num_workers=workers, persistent_workers=persistent) for s in samplers]
-    counted: list[Counter[int]] = []
-    for epoch in range(3):
-        counter: Counter[int] = Counter()
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        for step, batches in enumerate(zip(*loaders, strict=True)):
-            if step == 1:  # from the step no sampler has issued yet, as the controller does
-                start = max(sampler.issued for sampler in samplers)
-                for ledger in ledgers:
-                    ledger.schedule(start, [16 - epoch, 16 + epoch])
-            for sampler, (batch,) in zip(samplers, batches, strict=True):
-                plan = sampler.consume()
-                count = int(plan.counts[sampler.rank])
-                assert len(batch) == (count or 2)
-                counter.update(batch[:count].tolist())
-            if epoch == 1 and step == 2:
-                break
-        counted.append(counter)
-    assert counted[0] == counted[2] == Counter(range(200))
-    assert len(counted[1]) == counted[1].total()
-    assert samplers[0].issued == samplers[1].issued == samplers[0].consumed
 
 
 def test_planning_is_cheap_for_a_thousand_ranks() -> None:
