@@ -119,3 +119,10 @@ def test_a_lean_speaks_for_its_offset_from_the_next_window_on() -> None:
     np.testing.assert_allclose(leaning.lean[..., -1], 50.0 * np.log(2.0) ** 2)  # growth with a power has no offset
     again = costs.restored(json.loads(json.dumps(saved(costs))), lean=leaning.lean)
     np.testing.assert_array_equal(again.update(window).weights, after.weights)
+
+
+def test_clusters_lean_each_for_itself() -> None:
+    costs = WorkerCosts().update(Window.of(np.full((2, 1, 2), 100), compute=np.full((2, 1, 2), 0.1)))
+    together = costs.lean_to(np.array([[[0.5]], [[2.0]]]), 10.0)
+    for c, offset in enumerate((0.5, 2.0)):
+        np.testing.assert_array_equal(together.lean[c, 0], costs.lean_to(np.array([offset]), 10.0).lean)
