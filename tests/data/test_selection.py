@@ -239,3 +239,9 @@ def test_weights_of_the_first_samples_draw_from_these() -> None:
     assert set(_kept(WeightedRandomSampler([1.0, 0.0, 2.0] * 20, 120))) <= {i for i in range(60) if i % 3 != 1}
     with pytest.raises(ConfigError, match=r"indices\[200\]=200 is not possible"):
         _kept(WeightedRandomSampler([1.0] * 201, 120))  # torch's loader would ask for a sample that is not there
+
+
+def test_a_number_of_draws_may_be_numpys() -> None:
+    sampler = _controller().batch_sampler(DATA, weights=WEIGHTS, num_samples=np.int64(48))  # type: ignore[arg-type]
+    assert type(sampler.state_dict()["dataset_size"]) is int
+    assert len(sampler) == 8
