@@ -14,7 +14,7 @@ from dynamix.data import Allocations, StepPlan, Stream
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.runtime.ranks.threads import ThreadGroup, ThreadWatch, ThreadWire
 
-SETTINGS = settings(max_examples=25, deadline=None)
+SETTINGS = settings(max_examples=60, deadline=None)
 Result = list[tuple[StepPlan, list[int]]]
 
 
@@ -58,10 +58,10 @@ def streams(sources, sizes, schedule=(), states=None, **options) -> list[Stream]
     for rank, source in enumerate(sources):
         accumulate = options.get("accumulate", 1)
         ledger = Allocations(accumulate * np.array(sizes))
-        if states is not None:
-            ledger.reset(states[rank]["consumed"] // accumulate, accumulate * np.array(sizes))
+        begin = 0 if states is None else states[rank]["consumed"] // accumulate
+        ledger.reset(begin, accumulate * np.array(sizes))
         for step, later in schedule:
-            ledger.schedule(step, accumulate * np.array(later))
+            ledger.schedule(begin + step, accumulate * np.array(later))
         group = ThreadGroup(wire, ThreadWatch(wire, rank))
         agree = lambda vector, group=group: group.all_sum(vector.clone(), vector)  # noqa: E731
         made.append(Stream(source, ledger, rank=rank, world_size=len(sizes), agree=agree, **options))
@@ -127,7 +127,8 @@ def test_a_global_stream_keeps_its_order_whatever_the_split_and_resumes_at_anoth
     assert state["consumed"] == whole
     fewer = data.draw(sizes_of)
     sources = [source(0, size) for _ in fewer]
-    resumed = streams(sources, fewer, states=[state] * len(fewer), accumulate=accumulate)
+    shares = history(data.draw, len(fewer))
+    resumed = streams(sources, fewer, shares, [state] * len(fewer), accumulate=accumulate)
     order = union([rank[:whole] for rank in first])
     if not state["finished"]:
         order += union(run_all(resumed))
@@ -155,7 +156,8 @@ def test_shards_of_unequal_length_are_each_read_once_and_resume_where_each_rank_
     first = run_all(made, data.draw(st.none() | st.integers(0, 8)))
     whole = len(first[0]) // accumulate * accumulate
     states = [stream.state_dict() for stream in made]
-    resumed = streams(sources(), sizes, states=states, accumulate=accumulate, sharded=True)
+    shares = history(data.draw, len(sizes))
+    resumed = streams(sources(), sizes, shares, states, accumulate=accumulate, sharded=True)
     rest = [[] for _ in sizes] if states[0]["finished"] else run_all(resumed)
     again = run_all(resumed)
     assert len(again[0]) % accumulate == 0
