@@ -84,7 +84,7 @@ FREE = dict.fromkeys(WAYS, 0.0)
     hop_s=st.sampled_from([3e-5, 5e-4]),
     computing=st.tuples(*[st.floats(0, 2e-9)] * len(CANDIDATES)),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_run_takes_at_most_five_percent_longer_than_the_best_way(
     dense: int, own: float, overlap: float, workers: int, byte_s: float, hop_s: float, computing: tuple[float, ...]
 ) -> None:
@@ -93,20 +93,6 @@ def test_a_run_takes_at_most_five_percent_longer_than_the_best_way(
     link = Link(_spread(own, union, workers, dense), byte_s=byte_s, hop_s=hop_s, computing=computed)
     _, ratio = _run(lambda step: link, 1000, noise=0.02)
     assert ratio < 1.05
-
-
-def test_a_dense_step_on_a_slow_link_is_never_paid_to_learn_that_it_is_slow() -> None:
-    link = Link(_spread(0.001, 0.004), byte_s=1e-7, hop_s=1e-4, computing=FREE)
-    ways, ratio = _run(lambda step: link, 2000)
-    assert "dense" not in ways
-    assert ratio < 1.01
-
-
-def test_ranks_that_hold_the_same_rows_go_in_blocks_and_others_are_gathered() -> None:
-    same = Link(_spread(0.05, 0.05, workers=8), byte_s=1e-7, hop_s=1e-5, computing=FREE)
-    apart = Link(_spread(0.05, 0.4, workers=8), byte_s=1e-7, hop_s=1e-5, computing=FREE)
-    assert _run(lambda step: same, 300)[0][-1] == "blocks"
-    assert _run(lambda step: apart, 300)[0][-1] == "gather"
 
 
 @pytest.mark.parametrize("slower", [True, False])
@@ -127,19 +113,6 @@ def test_gradients_that_fill_up_are_noticed() -> None:
     ways, ratio = _run(lambda step: full if step >= 400 else empty, 1000)
     assert ways[399] == "gather"
     assert ratio < 1.05
-
-
-@pytest.mark.parametrize("late", [True, False])
-@pytest.mark.parametrize("byte_s", [1e-7, 1e-8])
-def test_gradients_that_were_full_for_long_are_looked_at_again(late: bool, byte_s: float) -> None:
-    computing = {"dense": 0.0, "gather": 0.01, "blocks": 0.02, "compaction": 0.02, "lhc": 0.04}
-    empty = Link(_spread(0.01, 0.03), byte_s=byte_s, hop_s=1e-5, computing=computing)
-    full = Link(_spread(1.0, 1.0), byte_s=byte_s, hop_s=1e-5, computing=computing)
-    first = 0 if late else 400
-    ways, ratio = _run(lambda step: full if first <= step < 1500 else empty, 6000)
-    best = min(WAYS, key=empty.cost)
-    assert ways[-2000:].count(best) > 1900
-    assert ratio < (1.6 if late else 1.5)
 
 
 @pytest.mark.parametrize("was", [(1.0, 1.0), (0.6, 0.7)])  # full for all ways, and for a gather alone

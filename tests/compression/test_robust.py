@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
 
-import dynamix
 from dynamix.compression import CompressionState, compression_hook
 from dynamix.compression.path import backend_on
 from dynamix.errors import ConfigError, StateError, UsageError
@@ -36,41 +35,6 @@ class Recommender(nn.Module):
 
 def _pairs(count: int, seed: int) -> Tensor:
     return torch.randint(0, ROWS, (count, 2), generator=torch.Generator().manual_seed(seed))
-
-
-def _union_gradient(rank: int) -> float:
-    """Unequal shares under the controller: the largest relative error to the gradient of all samples at once."""
-    torch.manual_seed(0)
-    net, whole = Recommender(sparse=True).double(), Recommender(sparse=False).double()
-    whole.load_state_dict(net.state_dict())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", batch_size=6, interval=100, global_batch="adaptive")
-    data = TensorDataset(
-        _pairs(6 * dist.get_world_size() * 4 + 7, 0), torch.arange(6.0 * dist.get_world_size() * 4 + 7)
-    )
-    sampler = controller.batch_sampler(data, seed=0)
-    state = CompressionState("gather", model=net)
-    model = controller.wrap(DDP(net, bucket_cap_mb=0.0002), optimizer, hook=compression_hook, hook_state=state)
-    worst = 0.0
-    for pairs, numbers in DataLoader(data, batch_sampler=sampler):
-        (model(pairs) * numbers.double()).mean().backward()
-        everybodys: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybodys, (pairs, numbers))
-        whole.load_state_dict(net.state_dict())
-        whole.zero_grad()
-        x, y = (torch.cat([one[i] for one in everybodys]) for i in range(2))
-        (whole(x) * y.double()).mean().backward()
-        for mine, theirs in zip(net.parameters(), whole.parameters(), strict=True):
-            assert mine.grad is not None
-            assert theirs.grad is not None
-            found = mine.grad.to_dense()
-            worst = max(worst, float((found - theirs.grad).norm() / (theirs.grad.norm() + 1e-30)))
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
-    controller.close()
-    assert state.statistics.buckets["gather"] > 4
-    return worst
 
 
 def _trained(mode: str, *, sparse: bool, steps: int, rank: int, change: Any = None) -> tuple[Tensor, CompressionState]:
@@ -98,7 +62,7 @@ def _load_on_first(rank: int) -> Any:
 
 
 def _everything(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"error": _union_gradient(rank)}
+    found: dict[str, Any] = {}
     for mode, steps in (("gather", 20), ("auto", 70), ("compaction", 20)):
         dense, _ = _trained("dense", sparse=False, steps=steps, rank=rank)
         for sparse in (True, False):
@@ -111,15 +75,10 @@ def _everything(rank: int) -> dict[str, Any]:
 
 @pytest.mark.multiproc
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("workers", [2, 3, 4])
-def test_ragged_sparse_and_dense_gradients_give_the_union_gradient_on_all_ranks_alike(workers: int) -> None:
+def test_ragged_sparse_and_dense_gradients_train_all_ranks_alike_as_a_dense_mean_does() -> None:
     """A checkpoint loaded in mid-run on one rank only changes nothing; `auto` switches in mid-run, on all alike."""
-    results = run_ranks(_everything, workers, timeout_s=180)
-    for result in results:
-        assert result["error"] < 1e-12
+    results = run_ranks(_everything, 3, timeout_s=180)
     for name in results[0]:
-        if name == "error":
-            continue
         weights, buckets, ways = results[0][name]
         assert all(torch.equal(result[name][0], weights) for result in results)
         assert all(result[name][1:] == (buckets, ways) for result in results)
@@ -141,6 +100,7 @@ def _mistakes(rank: int) -> dict[str, Any]:
         found[f"two models, {given is not None}"] = [train(models[0]), train(models[0]), train(models[1])]
     alone = [dist.new_group([one]) for one in range(2)][rank]
     found["another group"] = refusal(UsageError, InnerHook, alone, compression_hook, CompressionState())
+    found["modes"] = refusal(ConfigError, CompressionState, "gather" if rank else "blocks")
     found["seeds"] = refusal(ConfigError, CompressionState, "compaction", seed=rank)
     found["model on one rank"] = refusal(ConfigError, CompressionState, "compaction", model=net if rank else None)
     state = CompressionState("lhc")
@@ -155,22 +115,33 @@ def test_mistakes_are_named() -> None:
             assert found[name][:2] == ["accepted"] * 2
             assert "one CompressionState for each model" in found[name][2]
         assert "process_group=" in found["another group"]
+        assert "the same on every rank" in found["modes"]
         assert "the same on every rank" in found["seeds"]
         assert "the same on every rank" in found["model on one rank"]
         assert "written with mode" in found["another mode"]
 
 
-def _with_backend(rank: int, backend: str | None, store: str) -> dict[str, Any]:
-    dist.destroy_process_group()
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
-    weights, state = _trained("compaction", sparse=True, steps=5, rank=rank)
-    return {"weights": weights, "buckets": dict(state.statistics.buckets), "on": backend_on(state.process_group, "cpu")}
+def test_refused_without_a_process_group_and_for_unknown_modes() -> None:
+    with pytest.raises(UsageError, match="init_process_group"):
+        CompressionState()
+    with pytest.raises(ConfigError, match="mode='zip'"):
+        CompressionState("zip")  # type: ignore[arg-type]
+
+
+def _with_back_ends(rank: int, folder: Path) -> list[dict[str, Any]]:
+    found = []
+    for backend in (None, "cpu:gloo"):
+        dist.destroy_process_group()
+        dist.init_process_group(backend, init_method=f"file://{folder}/{backend}", rank=rank, world_size=2)
+        weights, state = _trained("compaction", sparse=True, steps=5, rank=rank)
+        on = backend_on(state.process_group, "cpu")
+        found.append({"weights": weights, "buckets": dict(state.statistics.buckets), "on": on})
+    return found
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
-def test_whatever_the_back_end_was_called(backend: str | None, tmp_path: Any) -> None:
-    one, other = run_ranks(_with_backend, 2, backend, str(tmp_path / "store"))
-    assert torch.equal(one["weights"], other["weights"])
-    assert one["on"] == "gloo"
-    assert one["buckets"]["compaction"] > 10
+def test_whatever_the_back_end_was_called(tmp_path: Path) -> None:
+    for one, other in zip(*run_ranks(_with_back_ends, 2, tmp_path), strict=True):
+        assert torch.equal(one["weights"], other["weights"])
+        assert one["on"] == "gloo"
+        assert one["buckets"]["compaction"] > 10

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import dynamix
 from dynamix import plugins
 from dynamix.compression import BucketExchange, CompressionState, Layout, ways
 from dynamix.compression.auto import Chooser
@@ -74,12 +73,6 @@ def test_an_aggregator_that_is_not_installed_says_what_to_install(installed: Cal
         CompressionState(aggregator="127.0.0.1:1")
 
 
-@pytest.mark.parametrize("name", ["Aggregator", "AggregatorWire", "LossyState", "lossy_hook"])
-def test_names_that_moved_say_what_to_write_and_to_install(name: str) -> None:
-    with pytest.raises(ImportError, match=rf"removed in 0\.3: write from dynamix_homomorphic import {name} \(pip "):
-        getattr(dynamix.compression, name)
-
-
 @pytest.mark.parametrize("mode", ["aggregator-compaction", "aggregator-gather", "atuo"])
 def test_what_is_no_mode_is_refused_with_all_that_are(mode: str) -> None:
     with pytest.raises(ConfigError, match=f"mode='{mode}' .*allowed is auto, dense, "):
@@ -118,14 +111,3 @@ def test_what_does_not_import_or_takes_a_name_is_left_out_and_said_once(
     assert "broken" in caplog.text
     assert "left out" in caplog.text
     assert why in caplog.text
-
-
-def test_entry_points_are_not_looked_up_at_import() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import importlib.metadata as m, torch\nm.entry_points = None\n"
-        "import dynamix.compression, dynamix.compression.ways as w\nassert w.registry.cache_info().currsize == 0\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

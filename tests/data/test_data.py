@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DistributedSampler
 
 from dynamix.data import Allocations, BatchSampler, StepPlan
-from dynamix.data.cutting import next_group, whole_epoch
-from dynamix.data.owner import Nobody
+from dynamix.data.computed_order import ComputedOrder
 from dynamix.errors import ConfigError, StateError, UsageError
 
 SETTINGS = settings(max_examples=60, deadline=None)
@@ -35,7 +31,6 @@ class Job:
             BatchSampler(size, ledger, rank=i, world_size=self.world, **options)
             for i, ledger in enumerate(self.ledgers)
         ]
-        self.placeholders = 0
         if state is not None:
             for sampler in self.samplers:
                 sampler.load_state_dict(state)
@@ -64,7 +59,6 @@ class Job:
         for rank, batch in enumerate(batches):
             count = int(plans[0].counts[rank])
             assert len(batch) == (count or 2)
-            self.placeholders += count == 0
             used.append(batch if count else [])
         return plans[0], used
 
@@ -95,128 +89,6 @@ def another(draw, workers: int) -> list[int]:
     return draw(st.lists(st.integers(0, 9), min_size=workers, max_size=workers).filter(any))
 
 
-# ---------------------------------------------------------------- the ledger
-
-
-def test_a_ledger_knows_what_is_in_force_and_since_when() -> None:
-    ledger = Allocations([4, 4])
-    ledger.schedule(10, [2, 6])
-    ledger.schedule(20, [1, 7])
-    ledger.schedule(20, [3, 5])
-    ledger.schedule(30, [3, 5])
-    assert [ledger.at(s).tolist() for s in (0, 9, 10, 19, 20, 99)] == [[4, 4], [4, 4], [2, 6], [2, 6], [3, 5], [3, 5]]
-    assert [ledger.since(s) for s in (5, 15, 99)] == [0, 10, 20]
-    again = Allocations.from_state(ledger.state_dict())
-    assert again.state_dict() == ledger.state_dict()
-    ledger.forget(15)
-    assert ledger.at(15).tolist() == [2, 6]
-    with pytest.raises(UsageError, match="forgotten"):
-        ledger.at(9)
-    with pytest.raises(ValueError, match="read-only"):
-        ledger.at(15)[0] = 1
-
-
-@pytest.mark.parametrize("sizes", [[1, 2, 3], [-1, 5], [0, 0], [1.5, 2], []])
-def test_a_ledger_refuses_impossible_sizes(sizes) -> None:
-    ledger = Allocations([4, 4])
-    with pytest.raises(ConfigError):
-        ledger.schedule(5, sizes)
-    assert ledger.at(5).tolist() == [4, 4]
-
-
-def test_a_ledger_refuses_the_past_and_another_world_size() -> None:
-    ledger = Allocations([4, 4])
-    ledger.schedule(10, [2, 6])
-    with pytest.raises(ConfigError, match="from_step=9"):
-        ledger.schedule(9, [1, 1])
-    with pytest.raises(StateError, match="3 ranks"):
-        ledger.load_state_dict(Allocations([1, 2, 3]).state_dict())
-
-
-# ---------------------------------------------------------------- cutting
-
-
-@SETTINGS
-@given(sizes=sizes_of, accumulate=st.integers(1, 5), left=st.integers(1, 400), room=st.integers(0, 6))
-def test_groups_end_an_epoch_within_bounds(sizes, accumulate, left, room) -> None:
-    size = np.array(sizes)
-    low, high = np.ones_like(size), size + room
-    rest, groups = left, []
-    while rest:
-        group = next_group(rest, size, accumulate=accumulate, low=low, high=high)
-        assert group.shape == (accumulate, size.size)
-        assert 0 < group.sum() <= rest
-        assert (group >= 0).all()
-        assert (group <= high).all()
-        assert (group[:, size == 0] == 0).all()
-        rest -= int(group.sum())
-        groups.append(group)
-    steps, totals = whole_epoch(left, size, accumulate=accumulate, low=low, high=high)
-    assert steps == len(groups)
-    assert totals.tolist() == sum(g.sum(0) for g in groups).tolist()
-    if left < 2 * accumulate or high.max() < 2 + accumulate:
-        return  # bounds that leave no clean split are the next test's
-    for group in groups:
-        assert (group[0] == group[:-1]).all() or accumulate == 1
-        changed = np.flatnonzero(group[-1] != group[0])
-        assert changed.size <= 1
-        assert (group[-1] >= group[0]).all()
-        assert ((group > 0).all(0) | (group == 0).all(0)).all()
-        assert (group[group > 0] >= np.minimum(2, np.broadcast_to(size, group.shape)[group > 0])).all()
-    for group in groups[:-1]:
-        assert (group == group[0]).all()
-    if left >= accumulate * size.sum() >= 4 * accumulate:
-        parts = 2 if room >= accumulate - 1 else 4  # a tail whose remainder has no room is halved too
-        assert min(group.sum() for group in groups) >= accumulate * (size.sum() // parts - 1)
-
-
-def test_caps_that_leave_no_clean_split_still_take_every_sample() -> None:
-    size = high = np.ones(8, dtype=np.int64)
-    for left in range(1, 400):
-        rest = left
-        while rest:
-            group = next_group(rest, size, accumulate=16, low=size, high=high)
-            assert group.max() <= 1
-            assert group.sum() > 0
-            rest -= int(group.sum())
-
-
-@pytest.mark.parametrize(
-    ("left", "sizes", "accumulate", "high", "group"),
-    [
-        (24, [8, 8], 1, 99, [[8, 8]]),  # leaves half a step
-        (23, [8, 8], 1, 99, [[6, 6]]),  # would leave 7: halved
-        (36, [16, 8, 8], 1, 99, [[9, 5, 4]]),
-        (45, [8, 8], 2, 99, [[6, 6], [6, 6]]),  # leaves 21
-        (17, [8], 2, 8, [[5], [5]]),
-        (99, [9, 11], 5, 11, [[4, 6]] * 5),  # a step less one: [9, 10] and 4 more have no room
-        (23, [4], 4, 4, [[4], [4], [4], [4]]),  # halves would end in a single sample
-        (17, [8, 8], 1, 99, [[9, 8]]),  # one left over: it joins
-        (17, [8, 8], 1, 8, [[5, 4]]),  # nobody has room: halved too
-        (5, [8, 8], 1, 99, [[3, 2]]),
-        (3, [8, 8, 8], 1, 99, [[3, 0, 0]]),
-        (7, [4, 8, 8], 1, 99, [[2, 3, 2]]),
-        (35, [8, 8], 2, 99, [[9, 8], [10, 8]]),
-        (11, [8, 8], 2, 99, [[3, 2], [4, 2]]),
-        (6, [0, 9], 1, 99, [[0, 6]]),
-    ],
-)
-def test_examples_of_tails(left, sizes, accumulate, high, group) -> None:
-    size = np.array(sizes)
-    bounds = {"low": np.ones_like(size), "high": np.full_like(size, high)}
-    assert next_group(left, size, accumulate=accumulate, **bounds).tolist() == group
-
-
-def test_an_epoch_of_hardly_more_than_a_step_has_a_step_of_the_usual_sizes() -> None:
-    sampler = BatchSampler(100, Allocations([40, 40]), rank=0, world_size=2)
-    assert [len(batch) for batch in sampler] == [40, 10]
-    sampler = BatchSampler(100, Allocations([40, 40]), rank=0, world_size=2)
-    assert len(sampler) == 2
-    for _ in sampler:
-        break
-    assert sampler.plan().regular
-
-
 def test_regions_cut_by_other_rules_are_refused_before_anything_is_loaded() -> None:
     def made() -> BatchSampler:
         return BatchSampler(47, Allocations([16, 3, 1]), rank=0, world_size=3, partition="contiguous")
@@ -235,6 +107,21 @@ def test_regions_cut_by_other_rules_are_refused_before_anything_is_loaded() -> N
 # ---------------------------------------------------------------- exactly once
 
 
+def _with_breaks(draw, job: Job) -> list[tuple[StepPlan, list[list[int]]]]:
+    """An epoch whose iterations are left and begun anew; what a loader had asked for ahead is never consumed."""
+    results: list[tuple[StepPlan, list[list[int]]]] = []
+    while not (results and results[-1][0].last):
+        iterators = [iter(sampler) for sampler in job.samplers]
+        for _ in range(draw(st.integers(1, 40))):
+            if (result := job.step(iterators)) is None:
+                break
+            results.append(result)
+        for iterator in iterators:  # ranks differ
+            for _ in range(draw(st.integers(0, 3))):
+                next(iterator, None)
+    return results
+
+
 @SETTINGS
 @given(
     data=st.data(),
@@ -244,14 +131,16 @@ def test_regions_cut_by_other_rules_are_refused_before_anything_is_loaded() -> N
     partition=st.sampled_from(["stream", "contiguous"]),
     seed=st.integers(0, 3),
 )
-def test_every_sample_once_under_random_histories(data, sizes, accumulate, size, partition, seed) -> None:
-    job = Job(size, sizes, accumulate=accumulate, partition=partition, seed=seed)
+def test_every_sample_once_whatever_is_scheduled_and_abandoned(data, sizes, accumulate, size, partition, seed) -> None:
+    job, begun = Job(size, sizes, accumulate=accumulate, partition=partition, seed=seed), 0
     for epoch in range(2):
         step = max(job.samplers[0].begun, job.ledgers[0].state_dict()["steps"][-1])
         for _ in range(data.draw(st.integers(0, 4))):
             step += data.draw(st.integers(1, 12))
             job.schedule(step, another(data.draw, job.world))
-        results = job.run()
+        results = _with_breaks(data.draw, job)
+        assert [plan.index for plan, _ in results] == list(range(begun, begun + len(results)))
+        begun += len(results)
         order = seen(results)
         assert sorted(order) == list(range(size))
         if partition == "stream":
@@ -273,10 +162,22 @@ def test_every_sample_once_under_random_histories(data, sizes, accumulate, size,
     accumulate=st.integers(1, 3),
     size=st.integers(140, 300),
     partition=st.sampled_from(["stream", "contiguous"]),
+    computed=st.booleans(),
 )
 def test_stops_and_resumes_at_other_world_sizes_lose_and_repeat_nothing(
-    data, sizes, accumulate, size, partition
+    data, sizes, accumulate, size, partition, computed
 ) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        if computed:  # an order, whatever the size
+            patched.setattr("dynamix.data.sampler.LARGE", 1)
+        order = _over_resumes(data, sizes, accumulate, size, partition)
+    assert sorted(order) == list(range(size))
+    if partition == "stream":
+        assert order == (ComputedOrder(size, 0, 0)[0:size].tolist() if computed else expected_order(size))
+
+
+def _over_resumes(data, sizes, accumulate, size, partition) -> list[int]:
+    """The samples of an epoch in which the job ends and goes on at other world sizes."""
     state, order, steps = None, [], 0
     for _ in range(data.draw(st.integers(1, 4))):
         job = Job(size, sizes, state, accumulate=accumulate, partition=partition)
@@ -299,40 +200,7 @@ def test_stops_and_resumes_at_other_world_sizes_lose_and_repeat_nothing(
             break
     if not state["finished"]:
         order += seen(Job(size, sizes, state, accumulate=accumulate, partition=partition).run())
-    assert sorted(order) == list(range(size))
-    if partition == "stream":
-        assert order == expected_order(size)
-
-
-@SETTINGS
-@given(
-    data=st.data(), sizes=sizes_of, accumulate=st.integers(1, 3), partition=st.sampled_from(["stream", "contiguous"])
-)
-def test_abandoned_iterations_lose_nothing(data, sizes, accumulate, partition) -> None:
-    size = 150
-    job = Job(size, sizes, accumulate=accumulate, partition=partition)
-    results = []
-    while not (results and results[-1][0].last):
-        iterators = [iter(sampler) for sampler in job.samplers]
-        for _ in range(data.draw(st.integers(1, 15))):
-            result = job.step(iterators)
-            if result is None:
-                break
-            results.append(result)
-        for iterator in iterators:  # prefetched by a loader, never consumed; ranks differ
-            for _ in range(data.draw(st.integers(0, 3))):
-                next(iterator, None)
-    assert sorted(seen(results)) == list(range(size))
-    assert [plan.index for plan, _ in results] == list(range(len(results)))
-    assert [plan.micro for plan, _ in results] == [i % accumulate for i in range(len(results))]
-
-
-def test_idle_ranks_get_flagged_placeholders_of_real_samples() -> None:
-    job = Job(64, [8, 0, 8])
-    results = job.run()
-    assert job.placeholders == len(results)
-    assert sorted(seen(results)) == list(range(64))
-    assert all(index < 64 for index in next(iter(job.samplers[1])))
+    return order
 
 
 def test_contiguous_gives_each_rank_one_region_cut_anew_each_epoch() -> None:
@@ -407,56 +275,6 @@ def test_length_is_exact_while_the_allocation_stays() -> None:
             assert len(job.samplers[0]) == total - 4
 
 
-class Decides(Nobody):
-    """An owner with a decision under way, on the rounds from 2 on."""
-
-    def __init__(self, ledger: Allocations) -> None:
-        super().__init__()
-        self.ledger, self.horizon, self.begun, self.resumes = ledger, 2, list[int](), 0
-        self.sampler = BatchSampler(100, ledger, rank=0, world_size=2, accumulate=2, owner=self)
-
-    def settle(self) -> None:
-        assert not self.lock.locked()
-        self.begun.append(self.sampler.begun)
-        self.ledger.schedule(2, [12, 8])
-        self.horizon = math.inf
-
-    def resumed(self) -> None:
-        self.resumes += 1
-
-
-def test_no_round_is_begun_that_a_decision_under_way_may_change() -> None:
-    owner = Decides(Allocations([8, 12]))
-    assert [len(batch) for batch in owner.sampler] == [4, 4, 4, 4, 6, 6, 6, 6, 6, 6]
-    assert owner.begun == [2]
-
-
-def test_the_owner_hears_of_a_resumed_job_once_when_the_iterator_exists() -> None:
-    job, owner = Job(100, [4, 6], accumulate=2), Decides(Allocations([8, 12]))
-    job.run(2)
-    owner.sampler.load_state_dict(job.samplers[0].state_dict())
-    iterator = iter(owner.sampler)
-    assert owner.resumes == 0
-    next(iterator)
-    next(iterator)
-    assert owner.resumes == 1
-
-
-def test_what_is_in_hand_is_the_first_batch_that_waits() -> None:
-    sampler = BatchSampler(40, Allocations([4, 6]), rank=1, world_size=2, micro_batch=4)
-    batches, hands = iter(sampler), [sampler.current]
-    for ask in (True, True, True, False, False):
-        next(batches) if ask else sampler.consume()
-        hands.append(sampler.current)
-    assert [None if piece is None else (piece.plan.index, piece.number, piece.last) for piece in hands] == [
-        *(None, (0, 0, False), (0, 0, False), (0, 0, False)),
-        *((0, 1, True), (1, 0, False)),
-    ]
-    assert (sampler.issued, sampler.consumed, sampler.batches_issued, sampler.batches_consumed) == (2, 1, 3, 2)
-    iter(sampler)
-    assert (sampler.current, sampler.issued, sampler.consumed, sampler.batches_issued) == (None, 1, 1, 2)
-
-
 def test_bounds_that_are_found_later_hold_from_the_next_round_on() -> None:
     sampler = BatchSampler(31, Allocations([4, 6]), rank=1, world_size=2)  # in the last round there is one over
     assert [len(batch) for batch in sampler] == [6, 6, 7]
@@ -500,35 +318,6 @@ def test_a_checkpoint_of_another_order_is_refused() -> None:
 
 
 # ---------------------------------------------------------------- real loaders
-
-
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_loaders_with_workers_prefetch_and_persistence(workers: int, persistent: bool) -> None:
-    data = TensorDataset(torch.arange(200))
-    ledgers = [Allocations([8, 24]) for _ in range(2)]
-    samplers = [BatchSampler(200, ledger, rank=i, world_size=2, seed=5) for i, ledger in enumerate(ledgers)]
-    loaders = [DataLoader(data, batch_sampler=s, num_workers=workers, persistent_workers=persistent) for s in samplers]
-    counted: list[Counter[int]] = []
-    for epoch in range(3):
-        counter: Counter[int] = Counter()
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        for step, batches in enumerate(zip(*loaders, strict=True)):
-            if step == 1:  # from the step no sampler has issued yet, as the controller does
-                start = max(sampler.issued for sampler in samplers)
-                for ledger in ledgers:
-                    ledger.schedule(start, [16 - epoch, 16 + epoch])
-            for sampler, (batch,) in zip(samplers, batches, strict=True):
-                plan = sampler.consume()
-                count = int(plan.counts[sampler.rank])
-                assert len(batch) == (count or 2)
-                counter.update(batch[:count].tolist())
-            if epoch == 1 and step == 2:
-                break
-        counted.append(counter)
-    assert counted[0] == counted[2] == Counter(range(200))
-    assert len(counted[1]) == counted[1].total()
-    assert samplers[0].issued == samplers[1].issued == samplers[0].consumed
 
 
 def test_planning_is_cheap_for_a_thousand_ranks() -> None:

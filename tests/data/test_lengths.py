@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamix.data import Allocations, BatchSampler
-from dynamix.data.lengths import CutRound, SampleCosts
+from dynamix.data.lengths import SampleCosts
 from dynamix.errors import ConfigError, StateError
 from tests.data.test_data import Job, seen
 
@@ -96,22 +96,6 @@ def test_bounds_of_samples_hold(seed: int, padded: bool, in_pieces: bool) -> Non
     assert (cut.counts <= np.where(shares > 0, np.maximum(high, shares), 0)).all()
     assert sorted(samples.tolist()) == sorted((samples if cut.samples is None else cut.samples).tolist())
     assert cut.work.sum() == pytest.approx(costs.costs[samples].sum() / costs.mean)
-
-
-def excess(cut: CutRound, shares: np.ndarray) -> float:
-    """How much later than the mean the slowest rank is."""
-    return float((cut.work / shares).max() / (cut.work.sum() / shares.sum()))
-
-
-def test_what_it_gains() -> None:
-    shares, rng = np.full(8, 32), np.random.default_rng(0)
-    lengths = lognormal(5000, 1, 0.5)
-    costs = SampleCosts(lengths, 5000)
-    rounds = [rng.permutation(5000)[:256] for _ in range(40)]
-    by_cost = np.mean([excess(costs.cut(r, shares, **NO_BOUNDS), shares) for r in rounds])
-    by_number = np.mean([lengths[r].reshape(8, 32).sum(1).max() / lengths[r].sum() * 8 for r in rounds])
-    assert by_number > 1.12
-    assert by_cost < 1.04
 
 
 def test_what_dealing_by_length_gains() -> None:

@@ -69,7 +69,7 @@ def consumed(reader: Reader, source: SampleOrder) -> list[tuple[int, list[int]]]
 
 
 @pytest.mark.parametrize("names", [False, True])
-@pytest.mark.parametrize(("workers", "persistent"), [(None, False), (0, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("workers", "persistent"), [(None, False), (2, False), (2, True)])
 def test_every_epoch_follows_the_one_before(workers: int | None, persistent: bool, names: bool) -> None:
     sampler = sampler_of()
     batches: Any = sampler

@@ -179,25 +179,27 @@ def _train(folder: str, rank: int, sizes: list[int], given: dict[str, Any], batc
     return seen, [p.tolist() for p in net.parameters()], done
 
 
-def _ranked(rank: int, *given: Any) -> Any:
-    return _train(given[0], rank, *given[1:])
+KINDS: list[dict[str, Any]] = [{"indices": TRAIN}, {"weights": WEIGHTS, "num_samples": 90}]
+
+
+def _ranked(rank: int, folder: Path, sizes: list[int], batches: int) -> list[Any]:
+    return [_train(str(folder / str(i)), rank, sizes, given, batches) for i, given in enumerate(KINDS)]
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("given", [{"indices": TRAIN}, {"weights": WEIGHTS, "num_samples": 90}])
-def test_ranks_train_on_the_union_and_resume_at_other_world_sizes(given: dict[str, Any], tmp_path: Any) -> None:
-    (tmp_path / "alone").mkdir()
-    whole, alone, _ = _train(str(tmp_path / "alone"), 0, [12], given, -1)
-    seen: list[int] = []
-    for sizes, batches in (([9, 3], 3), ([2, 7, 3], 2), ([5, 7], -1)):
-        of_ranks = run_ranks(_ranked, len(sizes), str(tmp_path), sizes, given, batches)
-        seen += [i for of_rank in of_ranks for i in of_rank[0]]
-    assert all(done for *_, done in of_ranks)
-    assert Counter(seen) == Counter(whole)
-    for mine, theirs in zip(of_ranks[0][1], alone, strict=True):
-        assert np.allclose(mine, theirs, rtol=1e-5)  # as one process on the same batches of 12
-    if "indices" in given:
-        assert sorted(whole) == TRAIN
+def test_ranks_train_on_the_union_and_resume_at_other_world_sizes(tmp_path: Path) -> None:
+    for name in ("alone0", "alone1", "0", "1"):
+        (tmp_path / name).mkdir()
+    phases = [([9, 3], 3), ([2, 7, 3], 2), ([5, 7], -1)]
+    of_ranks = [run_ranks(_ranked, len(sizes), tmp_path, sizes, batches) for sizes, batches in phases]
+    for i, given in enumerate(KINDS):
+        whole, alone, _ = _train(str(tmp_path / f"alone{i}"), 0, [12], given, -1)
+        assert Counter(whole) == Counter(sample for ranks in of_ranks for of_rank in ranks for sample in of_rank[i][0])
+        assert all(of_rank[i][2] for of_rank in of_ranks[-1]), "the epoch is done"
+        for mine, theirs in zip(of_ranks[-1][0][i][1], alone, strict=True):
+            assert np.allclose(mine, theirs, rtol=1e-5)  # as one process on the same batches of 12
+        if "indices" in given:
+            assert sorted(whole) == TRAIN
 
 
 def test_a_state_of_another_subset_or_other_weights_is_refused() -> None:
@@ -218,17 +220,19 @@ def test_a_state_of_another_subset_or_other_weights_is_refused() -> None:
         made(weights=[1.0] * 200).load_state_dict(made(weights=WEIGHTS).state_dict())
 
 
-def _other(rank: int, name: str) -> str:
-    given = {"indices": [TRAIN, TRAIN[::-1]][rank]} if name == "indices" else {"weights": [WEIGHTS, [1.0] * 200][rank]}
-    return refusal(DynamixError, _train, "/nowhere", rank, [6, 6], given, 2)
+def _other(rank: int) -> dict[str, str]:
+    given = {"indices": [TRAIN, TRAIN[::-1]][rank], "weights": [WEIGHTS, [1.0] * 200][rank]}
+    return {
+        name: refusal(DynamixError, _train, "/nowhere", rank, [6, 6], {name: value}, 2) for name, value in given.items()
+    }
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("name", ["indices", "weights"])
-def test_ranks_that_were_given_other_samples_are_told(name: str) -> None:
-    for said in run_ranks(_other, 2, name):
-        assert f"{name} is " in said
-        assert f"batch_sampler(dataset, {name}=...) the same on every rank" in said
+def test_ranks_that_were_given_other_samples_are_told() -> None:
+    for told in run_ranks(_other, 2):
+        for name, said in told.items():
+            assert f"{name} is " in said
+            assert f"batch_sampler(dataset, {name}=...) the same on every rank" in said
 
 
 def test_weights_of_the_first_samples_draw_from_these() -> None:
@@ -241,8 +245,3 @@ def test_a_number_of_draws_may_be_numpys() -> None:
     sampler = _controller().batch_sampler(DATA, weights=WEIGHTS, num_samples=np.int64(48))  # type: ignore[arg-type]
     assert type(sampler.state_dict()["dataset_size"]) is int
     assert len(sampler) == 8
-
-
-def test_no_indices_are_said() -> None:
-    with pytest.raises(ConfigError, match=r"indices=\[\] is not possible: allowed is one index or more"):
-        _controller().batch_sampler(DATA, indices=[])

@@ -138,9 +138,9 @@ def kind(request: pytest.FixtureRequest, recwarn: pytest.WarningsRecorder) -> An
     return request.param  # `recwarn`: torchdata 0.11 calls what torch has done away with
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batches", [10, 25, None])
-@pytest.mark.parametrize("loaders", [True, False])
+@pytest.mark.parametrize(
+    ("workers", "batches", "loaders"), [(0, 10, True), (2, 10, True), (2, 10, False), (2, 25, True), (2, None, False)]
+)
 def test_the_controllers_place_holds(kind: Any, workers: int, batches: int | None, loaders: bool) -> None:
     job = Job(kind, workers)
     seen = job.train(batches)

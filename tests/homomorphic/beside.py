@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dynamix.compression import CompressionState, compression_hook
 
@@ -42,6 +43,33 @@ def beside_fixed(
 
     hook.__annotations__.clear()
     return hook
+
+
+class Net(nn.Module):
+    """An embedding with mostly zero gradients under layers without any zeros, every one a bucket; it learns means."""
+
+    def __init__(self, layers: int = 3, words: int = 300) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.table(words).mean(1)
+        for layer in self.layers:
+            out = out + torch.tanh(layer(out))
+        return out
+
+
+def trained(net: Net, model: Any, rank: int, steps: int) -> Iterator[float]:
+    """The loss of each step, which is done then."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(steps):
+        words = words_of(rank, step)
+        loss = F.mse_loss(model(words), (words.float().mean(1, keepdim=True) / 300).expand(-1, 16))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield float(loss.detach())
 
 
 def words_of(rank: int, step: int, words: int = 300) -> Tensor:

@@ -8,18 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dynamix.compression import CompressionState, Layout
@@ -27,10 +22,9 @@ from dynamix.compression.wire import WireLost
 from dynamix.errors import ConfigError
 from dynamix_homomorphic import Aggregator, AggregatorWire
 from dynamix_homomorphic.aggregator.server import AggregatorServer
-from dynamix_homomorphic.aggregator.wire import ONE_ROUND, maximum_by_or
 from tests.compression.local import exchange, reference
 from tests.homomorphic.aggregators import TOKEN, join_wires
-from tests.homomorphic.beside import beside_fixed, words_of
+from tests.homomorphic.beside import Net, beside_fixed, trained, words_of
 from tests.ranks import _CONTEXT, refusal, run_ranks
 
 LAYOUT = Layout.of([(6000, 1), (64, 16)])
@@ -42,33 +36,6 @@ def _sparse(workers: int, seed: int = 0) -> list[Tensor]:
     return list(torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.08))
 
 
-@given(st.integers(0, 3 * ONE_ROUND), st.integers(1, 4), st.integers(0, 1 << 20))
-@settings(max_examples=50, deadline=None)
-def test_the_maximum_is_had_by_or(n: int, workers: int, seed: int) -> None:
-    values = np.random.default_rng(seed).integers(0, 256, (workers, n)).astype(np.uint8)
-    rounds: list[list[np.ndarray]] = [[] for _ in range(workers)]
-    known: list[np.ndarray] = []
-
-    def union(rank: int) -> Callable[[np.ndarray], None]:
-        def record(bits: np.ndarray) -> None:
-            place = len(rounds[rank])
-            rounds[rank].append(bits.copy())
-            if place < len(known):
-                bits[:] = known[place]
-
-        return record
-
-    for _ in range(1 if n <= ONE_ROUND else 2):  # a round at a time: what all ranks bring, then what all are told
-        for rank in range(workers):
-            rounds[rank].clear()
-            maximum_by_or(values[rank], union(rank))
-        known.append(np.bitwise_or.reduce([one[len(known)] for one in rounds]))
-    for rank in range(workers):
-        rounds[rank].clear()
-        assert np.array_equal(maximum_by_or(values[rank], union(rank)), values.max(0))
-        assert sum(bits.nbytes for bits in rounds[rank]) == n * (32 if n <= ONE_ROUND else 4)
-
-
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_every_way_through_an_aggregator_equals_the_integer_reference(workers: int, server: AggregatorServer) -> None:
     inputs = _sparse(workers, seed=2)
@@ -77,15 +44,6 @@ def test_every_way_through_an_aggregator_equals_the_integer_reference(workers: i
         results, statistics = exchange(inputs, way, LAYOUT, steps=2, wires=wires)
         assert [s.buckets for s in statistics] == [{way: 2}] * workers
         assert all(torch.equal(result, reference(inputs, LAYOUT)) for result in results)
-
-
-def test_a_gradient_that_is_not_finite_goes_dense_and_the_next_one_does_not(server: AggregatorServer) -> None:
-    bad, wires = _sparse(2), join_wires(server, 2)
-    bad[1][100] = float("nan")
-    _, statistics = exchange(bad, "compaction", LAYOUT, wires=wires)
-    assert all(s.dense_after == {"nonfinite": 1} for s in statistics)
-    _, statistics = exchange(_sparse(2), "compaction", LAYOUT, wires=wires)
-    assert all(s.buckets == {"compaction": 1} for s in statistics)
 
 
 class Breaking(AggregatorWire):
@@ -132,19 +90,6 @@ def test_wherever_one_rank_loses_it_all_ranks_end_with_the_same_integers(
 # training on real ranks
 
 
-class Net(nn.Module):
-    """An embedding under three layers, every one a bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(300, 16)
-        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-
-    def forward(self, words: Tensor) -> Tensor:
-        out: Tensor = self.layers(self.table(words).mean(1))
-        return out
-
-
 STEPS = 8
 
 
@@ -171,12 +116,7 @@ def _train_while_it_dies(rank: int, address: str, pid: int, mode: str, at: int) 
     client.reduce_ = killing  # type: ignore[method-assign]
 
     model.register_comm_hook(None, hook)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    for step in range(STEPS):
-        words = words_of(rank, step)
-        F.mse_loss(model(words), (words.float().mean(1, keepdim=True) / 300).expand(-1, 16)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    assert len(list(trained(net, model, rank, STEPS))) == STEPS
     weights = torch.cat([p.detach().flatten() for p in net.parameters()])
     return {"equal": equal, "weights": weights, "statistics": state.statistics.as_dict(), "ways": state.ways}
 

@@ -110,12 +110,11 @@ def test_an_aggregator_that_does_not_know_the_token_is_left() -> None:
         _against(impostor, token=TOKEN)
 
 
-@pytest.mark.parametrize("idle", [300, 700])
-def test_connections_that_say_nothing_keep_no_worker_out(idle: int) -> None:
+def test_connections_that_say_nothing_keep_no_worker_out() -> None:
     """A worker is in within a second; the test allows more where other jobs hold the cores."""
     with AggregatorServer(limits=SMALL) as server:
         host, port = parse_address(server.address)
-        silent = [socket.create_connection((host, port), timeout=30) for _ in range(idle)]
+        silent = [socket.create_connection((host, port), timeout=30) for _ in range(300)]
         began = time.monotonic()
         workers = join(server, 2)
         assert time.monotonic() - began < 5
@@ -231,19 +230,6 @@ def test_a_bad_message_ends_the_round_for_all_of_the_job(sent: bytes, kind: str,
     with pytest.raises(WireLost, match=str(lost.value)[:20]):
         good.reduce_((ADD, values.view(np.uint8)))
     eventually(lambda: server.statistics()["failed"] == {kind: 1})
-
-
-def test_messages_that_arrive_side_by_side_and_differ_are_not_combined(server: AggregatorServer) -> None:
-    clients = join(server, 2)
-    messages = [FIRST, _message(OR, 0, 0, 8192, bytes(4096))]
-    eventually(lambda: len(server._running) == 1)
-    job = next(iter(server._running.values()))
-    for client, message in zip(clients, messages, strict=True):
-        client._sock.sendall(message[:100])
-    eventually(lambda: all(worker.filled == 100 for worker in job._workers))
-    for client, message in zip(clients, messages, strict=True):
-        client._sock.sendall(message[100:])
-    eventually(lambda: server.statistics()["failed"] == {"mixed": 1})
 
 
 def test_a_worker_that_stalls_ends_the_round_and_is_named(server: AggregatorServer) -> None:

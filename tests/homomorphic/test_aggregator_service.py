@@ -110,10 +110,6 @@ def test_recipes_use_options_that_the_command_has(file: str, begin: str) -> None
     assert _options(line[0]) <= known
 
 
-def test_the_container_file_says_that_it_is_untested() -> None:
-    assert (RECIPES / "aggregator.Containerfile").read_text().startswith("# UNTESTED")
-
-
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "dynamix-aggregator.service"

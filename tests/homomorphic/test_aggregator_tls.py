@@ -20,7 +20,6 @@ from dynamix.compression.wire import WireLost
 from dynamix.errors import ConfigError
 from dynamix_homomorphic import Aggregator
 from dynamix_homomorphic.aggregator.client import AggregatorClient
-from dynamix_homomorphic.aggregator.job import AggregatorLimits
 from dynamix_homomorphic.aggregator.protocol import ADD, OR, parse_address
 from dynamix_homomorphic.aggregator.server import AggregatorServer
 from dynamix_homomorphic.aggregator.tls import TlsFiles
@@ -60,25 +59,23 @@ def secured(folder: Path) -> AggregatorServer:
     return AggregatorServer(token=TOKEN, tls=files_of(folder / "here", "aggregator"), limits=SMALL)
 
 
-@pytest.mark.parametrize("limits", [SMALL, AggregatorLimits()], ids=["small chunks", "usual chunks"])
-def test_sums_over_tls_equal_the_integers(limits: AggregatorLimits, folder: Path) -> None:
+def test_sums_over_tls_equal_the_integers(secured: AggregatorServer, folder: Path) -> None:
     generator = np.random.default_rng(0)
     values = generator.integers(-(2**31), 2**31, (3, 400_001)).astype(np.int32)
     bits = generator.integers(0, 256, (3, 5_000)).astype(np.uint8)
 
     def work(rank: int, client: AggregatorClient) -> None:
-        for _ in range(2):
-            total, union = values[rank].copy(), bits[rank].copy()
-            client.reduce_((OR, union), (ADD, total.view(np.uint8)))
-            assert np.array_equal(total, values.astype(np.int64).sum(0).astype(np.int32))
-            assert np.array_equal(union, np.bitwise_or.reduce(bits))
+        total, union = values[rank].copy(), bits[rank].copy()
+        client.reduce_((OR, union), (ADD, total.view(np.uint8)))
+        assert np.array_equal(total, values.astype(np.int64).sum(0).astype(np.int32))
+        assert np.array_equal(union, np.bitwise_or.reduce(bits))
         client.close()
 
-    with AggregatorServer(token=TOKEN, tls=files_of(folder / "here", "aggregator"), limits=limits) as server:
-        where = worker_of(folder / "here", server.address)
+    with secured:
+        where = worker_of(folder / "here", secured.address)
         in_threads([connect(where, 3, rank) for rank in range(3)], work)
-        eventually(lambda: server.statistics()["jobs"]["done"] == 1)
-        assert not server.statistics()["failed"]
+        eventually(lambda: secured.statistics()["jobs"]["done"] == 1)
+        assert not secured.statistics()["failed"]
 
 
 def test_who_has_no_certificate_of_the_authority_is_told_so_at_once(secured: AggregatorServer, folder: Path) -> None:
@@ -174,16 +171,6 @@ def test_an_aggregator_of_another_name_or_without_tls_is_not_trusted(folder: Pat
             connect(worker_of(folder / "here", server.address))
         assert time.monotonic() - began < 5
         eventually(lambda: server.statistics()["refused"] == {"tls": 1})
-
-
-def test_connections_that_say_nothing_keep_no_worker_out(secured: AggregatorServer, folder: Path) -> None:
-    with secured:
-        silent = [socket.create_connection(parse_address(secured.address), timeout=30) for _ in range(300)]
-        began = time.monotonic()
-        worker = connect(worker_of(folder / "here", secured.address))
-        assert time.monotonic() - began < 5, "a second, and more where other jobs hold the cores"
-        for one in [worker, *silent]:
-            one.close()
 
 
 def test_beyond_this_machine_token_and_tls_are_needed_on_both_sides(folder: Path) -> None:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from dynamix.errors import ConfigError
 from tests.compression.local import exchange, reference
 
 LOSSLESS = ["fixed", "compaction", "lhc", "lhc-one-phase"]  # in fixed point
+CLOSE = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float64: 1e-7}
 KINDS = ("random", "cancelling", "zero", "one", "all", "strided", "clustered", "tiny", "wide")
 
 
@@ -51,65 +52,31 @@ def _inputs(kind: str, workers: int, n: int, seed: int, dtype: torch.dtype = tor
 
 @given(
     kind=st.sampled_from(KINDS),
-    workers=st.sampled_from([1, 2, 3, 4]),
+    workers=st.sampled_from([1, 2, 3, 4, 4, 17]),
     n=st.integers(1, 5000),
     rows=st.integers(0, 40),
     seed=st.integers(0, 1 << 20),
     way=st.sampled_from(LOSSLESS),
+    dtype=st.sampled_from([torch.float32, torch.float32, *CLOSE]),
+    compiled=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_decoded_mean_is_the_exact_integer_sum(kind: str, workers: int, n: int, rows: int, seed: int, way: str) -> None:
+def test_decoded_mean_is_the_exact_integer_sum(
+    kind: str, workers: int, n: int, rows: int, seed: int, way: str, dtype: torch.dtype, compiled: bool
+) -> None:
+    assume(dtype not in CLOSE or kind not in ("tiny", "wide"))
     layout = Layout.of([(n, 1), (rows, 24), (3, 1)])
-    inputs = _inputs(kind, workers, layout.elements, seed)
-    results, statistics = exchange(inputs, way, layout, steps=2)
-    assert all(torch.equal(result, results[0]) for result in results)
+    inputs = _inputs(kind, workers, layout.elements, seed, dtype)
+    with pytest.MonkeyPatch.context() as patched:
+        if not compiled:
+            patched.setattr(kernels, "available", lambda: False)
+        results, statistics = exchange(inputs, way, layout, steps=2)
+    assert all(result.dtype == dtype and torch.equal(result, results[0]) for result in results)
     assert not statistics[0].dense_after
     assert torch.equal(results[0], reference(inputs, layout))
-
-
-@pytest.mark.parametrize("workers", [16, 17, 32])
-@pytest.mark.parametrize("way", LOSSLESS)
-def test_many_workers(workers: int, way: str) -> None:
-    layout = Layout.of([(2500, 1), (33, 16)])
-    for kind in ("random", "cancelling", "all"):
-        inputs = _inputs(kind, workers, layout.elements, seed=workers)
-        results, statistics = exchange(inputs, way, layout)
-        assert not statistics[0].dense_after
-        want = reference(inputs, layout)
-        assert all(torch.equal(result, want) for result in results)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("way", LOSSLESS)
-def test_other_dtypes(dtype: torch.dtype, way: str) -> None:
-    layout = Layout.of([(3000, 1), (20, 8)])
-    inputs = _inputs("random", 3, layout.elements, 5, dtype)
-    results, statistics = exchange(inputs, way, layout)
-    assert not statistics[0].dense_after
-    assert results[0].dtype == dtype
-    assert torch.equal(results[0], reference(inputs, layout))
-    close = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float64: 1e-7}[dtype]
-    torch.testing.assert_close(results[0].double(), torch.stack(inputs).double().mean(0), rtol=close, atol=close)
-
-
-@pytest.mark.parametrize("kind", ["random", "strided", "clustered"])
-def test_lhc_decodes_structured_gradients(kind: str) -> None:
-    layout = Layout.of([(1 << 18, 1)])
-    inputs = _inputs(kind, 2, layout.elements, 3)
-    results, statistics = exchange(inputs, "lhc", layout)
-    assert statistics[0].buckets == {"lhc": 1}
-    assert torch.equal(results[0], reference(inputs, layout))
-
-
-@pytest.mark.parametrize("way", [*LOSSLESS, "blocks"])
-def test_pure_torch_gives_the_same_bits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout.of([(7001, 1), (50, 24)])
-    inputs = _inputs("random", 2, layout.elements, 9)
-    compiled, sent = exchange(inputs, way, layout, steps=2)
-    monkeypatch.setattr(kernels, "available", lambda: False)
-    plain, sent_plain = exchange(inputs, way, layout, steps=2)
-    assert torch.equal(compiled[0], plain[0])
-    assert sent == sent_plain
+    if close := CLOSE.get(dtype):
+        mean = torch.stack(inputs).double().mean(0)
+        torch.testing.assert_close(results[0].double(), mean, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize(("way", "width", "most"), [("compaction", 1, 1.2), ("lhc", 1, 1.6), ("compaction", 16, 1.2)])

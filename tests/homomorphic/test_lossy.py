@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dynamix
 from dynamix.compression import CompressionState
 from dynamix.errors import ConfigError, StateError, UsageError
-from dynamix_homomorphic.lossy import ErrorFeedback, LossyState, _largest_of, lossy_hook, lossy_topk_hook
+from dynamix_homomorphic.lossy import ErrorFeedback, LossyState, lossy_hook, lossy_topk_hook
 from tests.ranks import run_ranks
 
 SIZE = 60
@@ -120,8 +118,6 @@ def _make(kind: str) -> tuple[Sums, DDP, LossyState, Any]:
     elif kind == "threshold":
         state = LossyState(net, threshold=100.0, hook_state=CompressionState("lhc"))
         hook = lossy_hook
-    elif kind == "everything":
-        state, hook = LossyState(net, keep=1.0, hook=allreduce_hook), lossy_hook
     else:
         state, hook = LossyState(net, keep=0.1, hook_state=CompressionState("compaction")), lossy_hook
     return net, DDP(net), state, hook
@@ -184,52 +180,12 @@ def _not_finite(rank: int, kind: str) -> dict[str, Any]:
     return {"held": held, "finite": finite}
 
 
-def _dense(rank: int) -> bool:
-    net, model, state, hook = _make("everything")
-    model.register_comm_hook(state, hook)
-    plain = Sums()
-    other = DDP(plain)
-    same = []
-    for step in range(4):
-        for m in (model, other):
-            m.zero_grad()
-            m(_input(rank, step) / 3).backward()
-        same.append(torch.equal(_gradient(net), _gradient(plain)))
-    return all(same)
-
-
 def _all(rank: int) -> dict[str, Any]:
     return {
         "conserve": {kind: _conserve(rank, kind) for kind in ("gathered", "threshold", "compaction")},
         "resume": _resume(rank, "compaction"),
         "not finite": {kind: _not_finite(rank, kind) for kind in ("gathered", "compaction")},
-        "dense": _dense(rank),
-        "controller": _in_the_controller(rank),
     }
-
-
-def _in_the_controller(rank: int) -> dict[str, Any]:
-    """As its inner hook: a group per bucket, and memory that an infinity leaves alone."""
-    net = nn.Linear(30, 20)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    controller = dynamix.Controller("static", batch_size=4, interval=5, global_batch="adaptive")
-    data = torch.utils.data.TensorDataset(torch.randn(200, 30, generator=torch.Generator().manual_seed(0)))
-    loader = torch.utils.data.DataLoader(data, batch_sampler=controller.batch_sampler(data))
-    state = LossyState(net, keep=0.1, hook_state=CompressionState("compaction"))
-    model = controller.wrap(DDP(net), optimizer, hook=lossy_hook, hook_state=state)
-    largest = 0.0
-    for step, (x,) in enumerate(loader):
-        loss = model(x).square().mean() * (float("inf") if step == 7 and rank == 0 else 1.0)
-        loss.backward()
-        finite = all(bool(torch.isfinite(p.grad).all()) for p in net.parameters() if p.grad is not None)
-        assert finite == (step != 7)
-        if finite:
-            optimizer.step()
-        optimizer.zero_grad()
-        controller.step(loss=loss)
-        largest = max([largest, *(float(m.abs().max()) for m in state.feedback.memory.values())])
-    controller.close()
-    return {"largest": largest, "names": sorted(state.feedback.memory), "weights": net.weight.detach().clone()}
 
 
 @pytest.mark.multiproc
@@ -243,16 +199,12 @@ def test_on_two_ranks() -> None:
         assert torch.equal(2 * parts[0]["applied"] + held, came), f"{kind}: applied and held are all that came"
     for found in (one, other):
         assert found["resume"], "a resumed job goes on bit for bit"
-        assert found["dense"], "keeping everything is a dense all-reduce"
         for kind, seen in found["not finite"].items():
             assert seen["finite"] == [True, True, False, True]
             assert torch.equal(seen["held"][2], seen["held"][1]), (
                 f"{kind}: a step that cannot be applied leaves no trace"
             )
             assert torch.isfinite(seen["held"][3]).all()
-    assert one["controller"]["names"] == ["bias", "weight"]
-    assert 0 < one["controller"]["largest"] < 1e3
-    assert torch.equal(one["controller"]["weights"], other["controller"]["weights"])
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -284,16 +236,3 @@ class Bucket:
 def test_another_models_bucket_is_refused() -> None:
     with pytest.raises(UsageError, match="another model"):
         LossyState(Sums(), keep=0.1).sparsify_(Bucket(torch.zeros(4)))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("zeros", [0.0, 0.4, 0.9, 0.995, 1.0])
-@pytest.mark.parametrize("k", [1, 10, 400])
-def test_the_largest_are_found_among_any_number_of_zeros(zeros: float, k: int) -> None:
-    rng = np.random.default_rng(k)
-    values = np.where(rng.random(1000) < zeros, 0.0, np.abs(rng.normal(size=1000))).astype(np.float32)
-    values[rng.integers(1000)] = np.nan
-    found = _largest_of(values, k)
-    assert len(set(found.tolist())) == k
-    assert np.isnan(values[found]).any()
-    want = torch.topk(torch.from_numpy(values), k).values.sort().values
-    torch.testing.assert_close(torch.from_numpy(values[found]).sort().values, want, equal_nan=True)

@@ -118,12 +118,6 @@ def test_a_round_apart_is_a_small_part_of_what_was_trained(trained: float) -> No
         assert job.sizes.sum() <= max(0.1 * trained, 2 * job.piece * len(job.sizes))
 
 
-def test_what_optimizers_remember_makes_a_meeting_dearer() -> None:
-    job = Job()
-    job.see(job.seen(0.01), payload=3.0)
-    assert "a meeting takes 30 ms" in job.ways.why
-
-
 def test_workers_that_stall_now_and_then_need_not_wait_for_each_other_in_every_step() -> None:
     job = Job()
     for _ in range(4):
@@ -166,11 +160,6 @@ def test_nothing_measured_changes_nothing() -> None:
     job.sizes, job.piece = 8 * job.sizes, PIECE
     assert job.see(Window.of(job.sizes)).sizes.tolist() == [8 * PIECE] * 4
     assert job.piece == PIECE
-
-
-def test_a_data_set_of_less_than_two_steps_has_no_rounds_apart() -> None:
-    job = Job(samples=2 * 4 * PIECE - 1)
-    assert not job.see(job.seen(10.0)).apart
 
 
 # ---------------------------------------------------------------- a batch that moves

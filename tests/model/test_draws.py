@@ -91,21 +91,6 @@ def test_a_speedup_is_of_the_same_worlds_on_both_sides() -> None:
     assert middle == pytest.approx(float(model.step_s(model.sizes)), rel=0.03)
 
 
-def test_many_clusters_and_many_allocations_are_each_as_if_alone() -> None:
-    windows = [
-        Window.of([[32, 64], [48, 48]], compute=[[0.1, 0.3], [0.2, 0.2]], wait=0.0, communication=0.1, step=s)
-        for s in (5, 10)
-    ]
-    both = JobModel().update(windows[0]).update(windows[1])
-    alone = JobModel()
-    for step in (5, 10):
-        alone = alone.update(Window.of([32, 64], compute=[0.1, 0.3], wait=0.0, communication=0.1, step=step))
-    asked = np.array([[16.0, 80.0], [48.0, 48.0]])
-    together = both.step_s(np.stack([asked[0], asked[1]])[:, None] + np.zeros((2, 2, 1)), quantile=0.7)
-    assert together.shape == (2, 2)
-    np.testing.assert_allclose(together[:, 0], [float(alone.step_s(one, quantile=0.7)) for one in asked], rtol=1e-9)
-
-
 def test_what_was_never_measured_is_nan() -> None:
     model = JobModel().update(Window.of([32, 32]))
     assert np.isnan(model.step_s([16, 48], quantile=0.5))

@@ -9,8 +9,6 @@ from dynamix.model.measured import (
     base_total,
     busy_seconds,
     exposed_seconds,
-    mean_of_known,
-    median_of_known,
     noise_scale,
     slowest_seconds,
     step_seconds,
@@ -41,12 +39,6 @@ def test_a_step_is_the_slowest_worker_and_the_exchange_if_that_is_known() -> Non
     assert np.isnan(step_seconds(Window.of([4, 4], communication=0.2)))
 
 
-def test_each_window_is_measured_though_others_were_between() -> None:
-    one, other = (Window.of([4, 4], compute=[0.1, x]) for x in (0.2, 0.3))
-    assert [float(slowest_seconds(w)) for w in (one, other, one)] == [0.2, 0.3, 0.2]
-    assert busy_seconds(one) is busy_seconds(one)
-
-
 @pytest.mark.parametrize("base", [np.nan, 0.0, -5.0, np.inf])
 def test_the_base_batch_counts_per_round_and_is_the_present_one_where_unknown(base: float) -> None:
     assert float(base_total(Window.of([40, 60], base_batch=400, micro_batches=2))) == 400.0
@@ -61,15 +53,3 @@ def test_the_noise_scale_counts_samples_of_a_round_and_is_kept_within_reason() -
     assert of(300.0) == 300.0
     assert [of(1e12), of(1.0, 0.0), of(0.001), of(0.0)] == [1e5, 1e5, 0.1, 0.1]
     assert np.isnan(of(np.nan))
-
-
-def test_means_and_medians_are_of_what_is_known() -> None:
-    x = np.array([[1.0, np.nan, 5.0, np.inf], [np.nan] * 4, [4.0, 2.0, 8.0, 1.0]])
-    np.testing.assert_array_equal(mean_of_known(x), [3.0, np.nan, 3.75])
-    np.testing.assert_array_equal(median_of_known(np.where(np.isinf(x), np.nan, x)), [1.0, np.nan, 2.0])
-    assert float(mean_of_known(np.array([1.0, 2.0]))) == 1.5
-    assert [float(median_of_known(np.array(v))) for v in ([7.0], [3.0, 1.0, 2.0], [np.nan, 4.0, 1.0])] == [
-        7.0,
-        2.0,
-        1.0,
-    ]

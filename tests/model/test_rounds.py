@@ -34,11 +34,6 @@ def test_a_round_has_about_the_steps_of_the_rule(meeting_s: float) -> None:
     assert wanted / NEAR - 0.1 <= steps <= max(wanted * NEAR, FLAT) + 0.1
 
 
-def test_what_serves_as_well_stays() -> None:
-    now = window([128] * 4, [0.1] * 4, 0.1)
-    assert int(RoundSize(16).within(Bounds.of(4, 1, 10**5, quantum=4), now).total_low) == 512
-
-
 def test_a_slow_worker_is_not_waited_for_with_a_piece_too_many() -> None:
     """Speeds 5:1 and few steps: totals are chosen at which the slow worker's part ends with the others'."""
     chosen = RoundSize(16)

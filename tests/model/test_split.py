@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamix.model.split import at_most, best_split, finish_for, finishing_at, split
+from dynamix.model.split import at_most, best_split, finish_for, split
 from dynamix.projection import project
 from dynamix.window import Bounds
 
@@ -22,20 +22,6 @@ CASES = st.tuples(
 
 def _slowest(sizes: np.ndarray, alpha: np.ndarray, beta: np.ndarray) -> np.ndarray:
     return np.asarray((alpha + beta * sizes).max(-1))
-
-
-def test_an_optimum_at_whole_numbers_is_what_brute_force_finds() -> None:
-    alpha, beta, high = np.array([0.1, 0.0, 0.06]), np.array([0.01, 0.02, 0.03]), 20
-    everything = np.array(list(itertools.product(range(1, high + 1), repeat=3)))
-    for finish in (0.2, 0.24, 0.3):  # b = (T - alpha) / beta are whole numbers
-        sizes = np.rint((finish - alpha) / beta).astype(int)
-        total = int(sizes.sum())
-        same = everything[everything.sum(-1) == total]
-        best = same[_slowest(same, alpha, beta).argmin()]
-        ours = project(split(np.array(float(total)), alpha, beta, Bounds.of(3, 1, high)), Bounds.of(3, 1, high))
-        if (sizes <= high).all():
-            assert ours.tolist() == sizes.tolist()
-        assert _slowest(ours, alpha, beta) <= _slowest(best, alpha, beta) + 1e-9
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,30 +67,9 @@ def test_the_range_of_the_global_batch_is_kept() -> None:
     assert best_split(alpha, beta, above, lambda finish, total: -total).sum() >= 249.999
 
 
-def test_leading_dimensions_are_independent_clusters() -> None:
-    rng = np.random.default_rng(0)
-    alpha, beta = rng.uniform(0, 0.1, (2, 3, 4)), rng.uniform(1e-3, 1e-2, (2, 3, 4))
-    bounds = Bounds.of(4, 1, 200)
-
-    def log_goodput(finish: np.ndarray, total: np.ndarray) -> np.ndarray:
-        return np.asarray(np.log(total) - np.log(finish + 0.05) - np.log(total + 300.0))
-
-    together = best_split(alpha, beta, bounds, log_goodput)
-    for i, j in np.ndindex(2, 3):
-        np.testing.assert_allclose(together[i, j], best_split(alpha[i, j], beta[i, j], bounds, log_goodput))
-
-
 def test_limits_of_the_global_batch_are_whole_steps_of_the_grid_and_stay_within_the_bounds() -> None:
     bounds = Bounds.of(2, 8, 400, quantum=8)
     assert [int(at_most(bounds, np.array(t)).total_high) for t in (100.0, 104.0, 1.0, 1e6)] == [104, 104, 16, 800]
-
-
-def test_bounds_that_are_one_number_are_those_of_every_worker() -> None:
-    alpha, beta = np.array([0.1, 0.2, 0.0]), np.array([1e-3, 2e-3, 3e-3])
-    for total in (2.0, 3.5, 200.0, 899.0, 1200.0):
-        one = finish_for(np.array(total), alpha, beta, np.array(1.0), np.array(300.0))
-        each = finish_for(np.array(total), alpha, beta, np.full(3, 1.0), np.full(3, 300.0))
-        assert float(one) == float(each)
 
 
 def test_the_smallest_batch_is_finished_a_little_after_its_time_and_never_at_none() -> None:
@@ -115,17 +80,3 @@ def test_the_smallest_batch_is_finished_a_little_after_its_time_and_never_at_non
     assert 0.5 < later < 0.5 + 1e-9
     sizes = best_split(alpha, beta, Bounds.of(2, 0, 100), lambda finish, total: -np.abs(np.log(total / 30.0)))
     assert abs(sizes.sum() - 30.0) < 3.0
-
-
-def test_the_search_comes_as_near_as_its_resolution() -> None:
-    rng = np.random.default_rng(3)
-    for _ in range(20):
-        alpha, beta = rng.uniform(0, 0.1, 4), rng.uniform(1e-3, 1e-2, 4)
-        wanted = rng.uniform(100, 900)
-        low, high = np.full(4, 1.0), np.full(4, 300.0)
-        at = float(finish_for(np.array(wanted), alpha, beta, low, high))
-        sizes = best_split(alpha, beta, Bounds.of(4, 1, 300), lambda finish, total, at=at: -np.abs(finish - at))
-        best = finishing_at(np.array(at), alpha, beta, low, high)
-        found = float(finish_for(np.array(sizes.sum()), alpha, beta, low, high))
-        assert abs(np.log(found / at)) < 0.01
-        assert abs(sizes.sum() / best.sum() - 1) < 0.05

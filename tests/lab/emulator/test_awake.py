@@ -74,19 +74,6 @@ def test_one_idle_process_turns_on_every_processor_until_it_is_stopped() -> None
     _wait(lambda: all(map(_gone, turning)))
 
 
-def test_a_child_of_the_owner_that_holds_the_pipe_does_not_delay_the_stop() -> None:
-    with _awake():
-        child = os.fork()
-        if not child:
-            time.sleep(90)
-            os._exit(0)
-        began = time.monotonic()
-    took = time.monotonic() - began
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert took < 45
-
-
 @pytest.mark.parametrize("dies", ["owner", "helper"])
 def test_nothing_turns_on_when_somebody_above_is_killed(dies) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
@@ -103,6 +90,8 @@ def test_nothing_turns_on_when_somebody_above_is_killed(dies) -> None:
         owner.wait()
 
 
+@pytest.mark.long
+@pytest.mark.emulator
 def test_who_works_loses_little_to_it() -> None:
     """Processor time beside one busy process on every processor; other load takes from both."""
     with _awake() as turning:
@@ -154,15 +143,6 @@ def test_ranks_keep_their_heap_unless_told_otherwise(tmp_path) -> None:
         assert hosts.wait(60) == [0]
     assert (tmp_path / "rank0.out").read_text().split() == [str(2**25), str(2**30), str(2**26)]
     assert (tmp_path / "mine.rank0.out").read_text().split() == [str(2**25), str(2**30), "0"]
-
-
-def test_what_a_virtual_machine_is(tmp_path) -> None:
-    path = tmp_path / "cpuinfo"
-    path.write_text("flags : fpu hypervisor lahf_lm")
-    assert awake.is_virtual(path)
-    path.write_text("flags : fpu lahf_lm")
-    assert not awake.is_virtual(path)
-    assert not awake.is_virtual(tmp_path / "absent")
 
 
 def _ticks(pid: int) -> int:

@@ -45,6 +45,7 @@ def cores_in(folder: Path, rank: int, slot: int, start: float) -> float:
     return float(np.diff(np.interp(ends, rows[:, 0], rows[:, 1]))[0] / 1.25)
 
 
+@pytest.mark.long
 def test_the_neighbour_halves_one_host_and_moves_on_schedule(tmp_path: Path, mechanism: str) -> None:
     scenario = {
         "hosts": [{"cpu": 0.25}, {"cpu": 0.2}],
@@ -70,6 +71,7 @@ def test_the_neighbour_halves_one_host_and_moves_on_schedule(tmp_path: Path, mec
             assert 0.65 * want < got < 1.2 * want, (rank, slot)  # a machine may take away, a limit never gives more
 
 
+@pytest.mark.long
 def test_a_trace_and_a_schedule_change_quotas_in_time(tmp_path: Path, mechanism: str) -> None:
     scenario = {
         "hosts": [{"cpu": 0.25}, {"cpu": 0.2}],
@@ -101,28 +103,6 @@ def test_a_schedule_that_cannot_be_followed_is_no_longer_the_scenario(
         monkeypatch.setattr(cluster._limiter, "limit", lambda group, cores: 1 / 0)
         refused(EmulationError, "schedule could not be followed: division by zero", cluster.wait, 10)
         monkeypatch.undo()
-
-
-def test_limits_come_and_go_when_told(tmp_path: Path, mechanism: str) -> None:
-    with Emulation({"hosts": [{"cpu": 0.1}]}, run_dir=tmp_path, mechanism=mechanism) as cluster:
-        assert cluster.speeds() is None
-        cluster.launch([*PYTHON, METER, "4.5"])
-        time.sleep(1.5)
-        cluster.throttle()
-        limited = time.monotonic()
-        assert cluster.speeds() == [0.1]
-        time.sleep(1.5)
-        cluster.unthrottle()
-        free = time.monotonic()
-        assert cluster.wait(30) == [0]
-    rows = np.loadtxt(tmp_path / "rank0.out")
-
-    def cores(begin: float, end: float) -> float:
-        return float(np.diff(np.interp([begin, end], rows[:, 0], rows[:, 1]))[0] / (end - begin))
-
-    assert 0.06 < cores(limited + 0.2, free) < 0.12
-    assert cores(limited - 1.0, limited) > 0.2
-    assert cores(free + 0.1, rows[-1, 0]) > 0.2
 
 
 def test_ranks_get_torchruns_environment_and_output_goes_to_files(tmp_path: Path, mechanism: str) -> None:
@@ -213,7 +193,17 @@ with Emulation(scenario, run_dir=folder, mechanism=mechanism) as cluster:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("mechanism", "number"),
+    [
+        ("privileged", signal.SIGTERM),
+        ("privileged", signal.SIGKILL),
+        ("duty-cycle", signal.SIGINT),
+        ("duty-cycle", signal.SIGKILL),
+    ],
+    indirect=["mechanism"],
+)
+@pytest.mark.emulator
 def test_a_signal_to_the_owner_leaves_nothing(tmp_path: Path, mechanism: str, number: signal.Signals) -> None:
     with owner(OWNER, mechanism, tmp_path) as (process, name):
         process.send_signal(number)
@@ -222,8 +212,10 @@ def test_a_signal_to_the_owner_leaves_nothing(tmp_path: Path, mechanism: str, nu
         assert wait_until_gone(name)
 
 
-def test_the_next_start_sweeps_what_is_provably_abandoned_and_nothing_else(tmp_path: Path, mechanism: str) -> None:
-    found = find_cgroup()
+@pytest.mark.emulator
+@pytest.mark.usefixtures("privileged")
+def test_the_next_start_sweeps_what_is_provably_abandoned_and_nothing_else(tmp_path: Path) -> None:
+    mechanism, found = "privileged", find_cgroup()
     roots = [] if isinstance(found, str) else [found[0]]
     folders = (tmp_path / "dead", tmp_path / "alive")
     with owner(OWNER, mechanism, folders[0]) as (dead, abandoned), owner(OWNER, mechanism, folders[1]) as (_, alive):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import os
 import socket
 import time
 from pathlib import Path
@@ -11,126 +9,10 @@ import pytest
 
 from dynamix.errors import ConfigError, EmulationError
 from dynamix_lab.emulator import Emulation, keeper
-from dynamix_lab.emulator.hosts import new_namespace
 from tests.lab.emulator.conftest import PYTHON, enter
 from tests.refused import refused
 
 pytestmark = pytest.mark.emulator
-
-# Rank 0 takes what rank 1 sends and prints Mbit/s; both print their interfaces.
-TRANSFER = """
-import os, socket, time, json
-size = int(os.environ["SIZE"])
-address = (os.environ["MASTER_ADDR"], 5000)
-if os.environ["RANK"] == "0":
-    server = socket.create_server(address)
-    peer, _ = server.accept()
-    got, start = 0, None
-    while chunk := peer.recv(65536):
-        start = start or time.monotonic()
-        got += len(chunk)
-    print(json.dumps(got * 8 / 1e6 / (time.monotonic() - start)))
-else:
-    while True:
-        try:
-            link = socket.create_connection(address, 1); break
-        except OSError:
-            time.sleep(0.05)
-    link.settimeout(None)
-    link.sendall(bytes(size)); link.close()
-print(json.dumps([name for _, name in socket.if_nameindex()]))
-"""
-
-
-def own_interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex()]
-
-
-@pytest.mark.usefixtures("privileged")
-def test_a_link_rate_holds_and_nothing_appears_in_the_callers_namespace(tmp_path: Path) -> None:
-    before = own_interfaces()
-    hosts = [{"cpu": 0.5, "rate_mbit_s": 20}, {"cpu": 0.5, "rate_mbit_s": 20}]
-    with Emulation({"hosts": hosts}, run_dir=tmp_path) as cluster:
-        assert cluster.mechanisms["network"] == "netns+veth"
-        assert cluster.mechanisms["link"] == "tbf"
-        cluster.launch([*PYTHON, TRANSFER], env={"SIZE": "4000000"})
-        assert own_interfaces() == before
-        assert cluster.wait(30) == [0, 0]
-    rate, interfaces = map(json.loads, (tmp_path / "rank0.out").read_text().splitlines())
-    assert 12 < rate < 22  # a machine that pauses wastes some of it
-    assert interfaces == ["lo", "dynamix0"]
-    assert own_interfaces() == before
-
-
-@pytest.mark.usefixtures("privileged")
-def test_a_rank_reaches_nothing_outside(tmp_path: Path) -> None:
-    with socket.create_server(("0.0.0.0", 0)) as outside:
-        addresses = [a.address for card in psutil.net_if_addrs().values() for a in card if a.family == socket.AF_INET]
-        program = f"""
-import socket
-for address in {addresses!r}:
-    try:
-        socket.create_connection((address, {outside.getsockname()[1]}), 2)
-        print("reached", address)
-    except OSError:
-        pass
-"""
-        with Emulation({"hosts": [{"cpu": 0.5}]}, run_dir=tmp_path, mechanism="privileged") as cluster:
-            cluster.launch([*PYTHON, program])
-            assert cluster.wait(30) == [0]
-    assert (tmp_path / "rank0.out").read_text() == ""
-
-
-def test_link_rates_are_not_silently_ignored_on_loopback(tmp_path: Path) -> None:
-    hosts = [{"cpu": 0.2, "rate_mbit_s": 20}]
-    refused(EmulationError, "rate_mbit_s", enter, {"hosts": hosts}, run_dir=tmp_path, mechanism="duty-cycle")
-
-
-def test_a_refusal_of_the_kernel_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr("dynamix_lab.emulator.hosts.new_namespace", refuse)
-    monkeypatch.setattr("dynamix_lab.emulator.cluster.find_cgroup", lambda: "no permission")
-    demo = {"hosts": [{"cpu": 0.2}]}
-    refused(EmulationError, "no permission", enter, demo, run_dir=tmp_path, mechanism="privileged")
-    with Emulation(demo, run_dir=tmp_path) as cluster:  # "auto" takes what there is, and says so
-        assert cluster.mechanisms == {"network": "loopback", "cpu": "duty-cycle", "link": "none"}
-
-
-@pytest.mark.usefixtures("privileged")
-def test_two_emulations_at_once_use_the_same_addresses(tmp_path: Path) -> None:
-    hosts = {"hosts": [{"cpu": 0.4}, {"cpu": 0.4}]}
-    with (
-        Emulation(hosts, run_dir=tmp_path / "a", mechanism="privileged") as a,
-        Emulation(hosts, run_dir=tmp_path / "b", mechanism="privileged") as b,
-    ):
-        for cluster in (a, b):
-            cluster.launch([*PYTHON, TRANSFER], env={"SIZE": "1000"})
-        assert [a.wait(30), b.wait(30)] == [[0, 0], [0, 0]]
-        assert a.name != b.name
-
-
-@pytest.mark.usefixtures("privileged")
-def test_making_hosts_leaves_no_process_or_descriptor_behind(tmp_path: Path) -> None:
-    me = psutil.Process()
-    enter({"hosts": [{"cpu": 0.1}]}, run_dir=tmp_path, mechanism="privileged")
-    before = me.num_fds(), len(me.children(recursive=True)), me.num_threads()
-    enter({"hosts": [{"cpu": 0.1}] * 4}, run_dir=tmp_path, mechanism="privileged")
-    assert (me.num_fds(), len(me.children(recursive=True)), me.num_threads()) == before
-    assert keeper.start_time(me.pid) is not None
-
-
-@pytest.mark.usefixtures("privileged")
-def test_a_namespace_leaves_the_calling_thread_where_it_was() -> None:
-    before = os.stat("/proc/thread-self/ns/net").st_ino
-    fd = new_namespace()
-    try:
-        assert os.fstat(fd).st_ino != before
-        assert os.stat("/proc/thread-self/ns/net").st_ino == before
-    finally:
-        os.close(fd)
-
 
 # Every rank greets all others every 50 ms with the time and prints whom it hears.
 GREET = """
@@ -153,6 +35,71 @@ while time.monotonic() < end:
     except OSError:
         pass
 """
+
+
+def own_interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+@pytest.mark.usefixtures("privileged")
+def test_a_rank_reaches_nothing_outside(tmp_path: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as outside:
+        addresses = [a.address for card in psutil.net_if_addrs().values() for a in card if a.family == socket.AF_INET]
+        program = f"""
+import socket
+for address in {addresses!r}:
+    try:
+        socket.create_connection((address, {outside.getsockname()[1]}), 2)
+        print("reached", address)
+    except OSError:
+        pass
+"""
+        with Emulation({"hosts": [{"cpu": 0.5}]}, run_dir=tmp_path, mechanism="privileged") as cluster:
+            cluster.launch([*PYTHON, program])
+            assert cluster.wait(30) == [0]
+    assert (tmp_path / "rank0.out").read_text() == ""
+
+
+def test_a_refusal_of_the_kernel_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("dynamix_lab.emulator.hosts.new_namespace", refuse)
+    monkeypatch.setattr("dynamix_lab.emulator.cluster.find_cgroup", lambda: "no permission")
+    demo = {"hosts": [{"cpu": 0.2}]}
+    refused(EmulationError, "no permission", enter, demo, run_dir=tmp_path, mechanism="privileged")
+    with Emulation(demo, run_dir=tmp_path) as cluster:  # "auto" takes what there is, and says so
+        assert cluster.mechanisms == {"network": "loopback", "cpu": "duty-cycle", "link": "none"}
+
+
+@pytest.mark.usefixtures("privileged")
+def test_two_emulations_at_once_use_the_same_addresses(tmp_path: Path) -> None:
+    """And nothing of either appears in the caller's namespace."""
+    hosts, before = {"hosts": [{"cpu": 0.4}, {"cpu": 0.4}]}, own_interfaces()
+    with (
+        Emulation(hosts, run_dir=tmp_path / "a", mechanism="privileged") as a,
+        Emulation(hosts, run_dir=tmp_path / "b", mechanism="privileged") as b,
+    ):
+        for cluster in (a, b):
+            assert cluster.mechanisms["network"] == "netns+veth"
+            cluster.launch([*PYTHON, GREET, "1"])
+        assert own_interfaces() == before
+        assert [a.wait(30), b.wait(30)] == [[0, 0], [0, 0]]
+        assert a.name != b.name
+    for rank in range(2):
+        heard = {line.split()[1] for line in (tmp_path / "a" / f"rank{rank}.out").read_text().splitlines()}
+        assert heard == {"0", "1"}
+    assert own_interfaces() == before
+
+
+@pytest.mark.usefixtures("privileged")
+def test_making_hosts_leaves_no_process_or_descriptor_behind(tmp_path: Path) -> None:
+    me = psutil.Process()
+    enter({"hosts": [{"cpu": 0.1}]}, run_dir=tmp_path, mechanism="privileged")
+    before = me.num_fds(), len(me.children(recursive=True)), me.num_threads()
+    enter({"hosts": [{"cpu": 0.1}] * 4}, run_dir=tmp_path, mechanism="privileged")
+    assert (me.num_fds(), len(me.children(recursive=True)), me.num_threads()) == before
+    assert keeper.start_time(me.pid) is not None
 
 
 @pytest.mark.usefixtures("privileged")

@@ -4,11 +4,9 @@ way."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
-import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import psutil
 import pytest
 
 from dynamix.errors import EmulationError, ScenarioError
-from dynamix_lab.emulator import Emulation, loss, probe_mechanisms
+from dynamix_lab.emulator import Emulation, probe_mechanisms
 from dynamix_lab.emulator.cluster import Mechanism
 from tests.lab.emulator.conftest import PYTHON, enter, owner, wait_until_gone
 from tests.refused import refused
@@ -146,6 +144,7 @@ def test_up_and_down_have_rates_of_their_own(tmp_path: Path) -> None:
 
 
 @needs_root
+@pytest.mark.long
 def test_a_rate_changes_on_schedule_under_a_stream(tmp_path: Path) -> None:
     scenario = {
         "hosts": hosts({"rate_mbit_s": 6}, {}),
@@ -173,6 +172,7 @@ def test_the_part_of_packets_that_get_lost_is_what_both_hosts_lose(tmp_path: Pat
 
 
 @needs_root
+@pytest.mark.long
 def test_loss_begins_and_ends_on_schedule(tmp_path: Path) -> None:
     scenario = {
         "hosts": hosts({}, {}),
@@ -192,14 +192,7 @@ def test_loss_begins_and_ends_on_schedule(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_tcp_sends_again_what_is_lost(tmp_path: Path) -> None:
-    scenario = {"hosts": hosts({"loss": 0.02}, {})}  # and no rate: a full queue drops as well
-    ((down, _), (again, _)), _ = run(tmp_path, scenario, STREAM, SECONDS=1.5)
-    segments = down[-1][1] / 1448
-    assert 0.01 < again / segments < 0.08
-
-
-@needs_root
+@pytest.mark.long
 def test_background_traffic_takes_its_part_of_the_link_and_stops(tmp_path: Path) -> None:
     load = {"kind": "load", "hosts": [0], "traffic_mbit_s": 12, "start_s": 0.5, "end_s": 8}
     scenario = {"hosts": hosts({"rate_mbit_s": 20}, {}), "disturbances": [load]}
@@ -270,53 +263,6 @@ with Emulation({"hosts": hosts, "disturbances": [load]}, run_dir=sys.argv[2], me
     print(cluster.name, flush=True)
     time.sleep(600)
 """
-
-
-def bpf(command: int, attributes: bytes) -> tuple[int, bytes]:
-    data = ctypes.create_string_buffer(attributes, 128)
-    number = loss._SYSTEM_CALL[os.uname().machine]
-    return ctypes.CDLL(None, use_errno=True).syscall(number, command, data, 128), data.raw
-
-
-def tag(fd: int) -> bytes:
-    """The hash of a loaded program's instructions."""
-    info = ctypes.create_string_buffer(256)
-    assert bpf(15, struct.pack("=IIQ", fd, 256, ctypes.addressof(info)))[0] == 0
-    return info.raw[8:16]
-
-
-def programs_like(wanted: float) -> int:
-    """How many loaded programs drop exactly this part."""
-    with loss._loaded(wanted) as fd:
-        own, found, last = tag(fd), -1, 0
-        while True:
-            code, data = bpf(11, struct.pack("=I", last))
-            if code != 0:
-                return found
-            last = struct.unpack_from("=I", data, 4)[0]
-            other, _ = bpf(13, struct.pack("=I", last))
-            if other >= 0:
-                found += tag(other) == own
-                os.close(other)
-
-
-@needs_root
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_dead_owner_leaves_no_queue_no_program_and_no_traffic(tmp_path: Path, number: signal.Signals) -> None:
-    odd = round(0.1 + 1e-6 * os.getpid() % 0.01, 8)  # nobody else's
-    with owner(_OWNER, tmp_path, odd) as (process, name):
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert any("traffic.py" in " ".join(child.cmdline()) for child in children)
-        assert programs_like(odd) == 2  # at the card and at the port
-        process.send_signal(number)
-        process.wait(20)
-        assert wait_until_gone(name)
-        psutil.wait_procs(children, timeout=10)
-        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-        deadline = time.monotonic() + 10  # the kernel takes namespaces apart when it has time
-        while programs_like(odd) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert programs_like(odd) == 0
 
 
 @needs_root

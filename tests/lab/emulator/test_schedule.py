@@ -75,19 +75,13 @@ def test_nothing_changes_before_the_next_change(scenario: Any, t_s: float, seed:
             assert state(t_s + 0.999 * (change - t_s) - 1e-6) == state(t_s)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(st.integers(2, 8), st.integers(0, 10), st.integers(1, 60))
 def test_a_neighbour_never_stays_and_comes_to_every_host(hosts: int, seed: int, visits: int) -> None:
     scenario = load_scenario({"hosts": [{"cpu": 0.1}] * hosts, "disturbances": [NEIGHBOUR]})
     order = [disturbed_hosts(scenario, 0, 15.0 * k, seed)[0] for k in range(visits)]
     assert all(a != b for a, b in pairwise(order))
     assert {disturbed_hosts(scenario, 0, 15.0 * k, seed)[0] for k in range(50 * hosts)} == set(range(hosts))
-
-
-def test_seeds_give_different_schedules_and_the_same_seed_the_same() -> None:
-    demo = load_scenario("demo")
-    orders = {tuple(disturbed_hosts(demo, 0, 15.0 * k, seed) for k in range(20)) for seed in range(20)}
-    assert len(orders) == 20
 
 
 def test_a_load_comes_and_goes_and_bursts_as_often_as_it_says() -> None:
