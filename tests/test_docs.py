@@ -56,12 +56,6 @@ def code(page: Path) -> list[str]:
     return lines + [" ".join(text.split()) for text in INLINE.findall(BLOCK.sub("", now(page)).replace("\n", " "))]
 
 
-@on_every_page
-def test_python_blocks_compile(page: Path) -> None:
-    for block in blocks(page, "python"):
-        ast.parse(block)
-
-
 def known(page: Path) -> dict[str, Any]:
     """What the page's code may call: what its blocks import from dynamix, and a controller with its methods."""
     names: dict[str, Any] = {"dynamix": dynamix, "controller": dynamix.Controller}
@@ -112,7 +106,7 @@ def script_of(page: str) -> str:
 
 def test_every_python_block_runs() -> None:
     """But whole scripts, which have tests of their own below, and those that need Ray or torchft's server."""
-    done = run(ROOT / "tests" / "doc_blocks.py", *PAGES, timeout_s=200)
+    done = run(ROOT / "tests" / "doc_blocks.py", *PAGES, timeout_s=280)
     found = json.loads(done.stdout.strip().split("\n")[-1])
     assert not found["failed"], json.dumps(found["failed"], indent=1)
     assert found["ran"] > 30
@@ -195,11 +189,6 @@ def test_the_diff_of_the_readme_is_that_of_the_guide() -> None:
     assert shown in blocks(ROOT / "docs" / "frameworks.md", "diff")
 
 
-@pytest.mark.parametrize(("page", "most"), [("README.md", 91), ("docs/results.md", 601)])
-def test_what_many_read_is_short(page: str, most: int) -> None:
-    assert len((ROOT / page).read_text().split("\n")) <= most
-
-
 def test_every_recorded_result_is_linked_from_the_page_of_results() -> None:
     linked = set(re.findall(r"\.\./results/([\w-]+)/", (ROOT / "docs" / "results.md").read_text()))
     assert linked == {file.parent.name for file in (ROOT / "results").glob("*/result.json")}
@@ -277,28 +266,3 @@ def test_files_that_are_named_exist(page: Path) -> None:
     for text in code(page):
         for path in re.findall(r"(?:^|\s)((?:examples|scripts|src|lab|docs|tests)/[\w./-]+)", text):
             assert (ROOT / path).exists(), path
-
-
-@on_every_page
-def test_programs_are_commands(page: Path) -> None:
-    assert not re.search(r"python -m dynamix(?!\.observe)", now(page))
-
-
-@on_every_page
-def test_lines_are_at_most_120_wide(page: Path) -> None:
-    tables = re.compile(r"<!-- table: .*?<!-- end -->", re.S)
-    text = tables.sub(lambda made: "\n" * made[0].count("\n"), page.read_text())
-    wide = [i for i, line in enumerate(text.split("\n"), 1) if len(line) > 120]
-    assert not wide, wide
-
-
-def test_structure_names_classes_that_exist() -> None:
-    defined = {
-        node.name
-        for folder in ("src", "homomorphic/src", "lab/src")
-        for file in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
-    named = set(re.findall(r"`([A-Z][A-Za-z]+)`", (ROOT / "docs" / "structure.md").read_text()))
-    assert named <= defined, named - defined

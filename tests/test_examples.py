@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamix_homomorphic.aggregator.server import AggregatorServer
-from tests.processes import run, torchrun
+from tests.processes import run
 from tests.ranks import run_script
 from tests.telemetry.simulated import simulate
 
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.multiproc
 
 FILM = "excavation.py"
 LOGGERS = "loggers.py"
-ELSEWHERE = (FILM, LOGGERS, "ray_train.py", "torchft_replicas.py")  # the latter two in tests/integrations
-BY_TORCHRUN = "balance.py"
+# The last three in tests/integrations and, by torchrun itself, in tests/runtime/decide/test_alternating.py.
+ELSEWHERE = (FILM, LOGGERS, "ray_train.py", "torchft_replicas.py", "balance.py")
 
 
 @pytest.mark.parametrize(
     "line", [*sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in ELSEWHERE), "local_steps.py --meet auto"]
 )
 def test_example_runs(line: str, tmp_path: Path) -> None:
-    """On as many ranks as it says; one of them by torchrun itself."""
+    """On as many ranks as it says."""
     name, *options = line.split()
     script = EXAMPLES / name
     ranks = re.search(rf"torchrun --nproc-per-node (\d) examples/{name}", script.read_text())
@@ -41,10 +41,7 @@ def test_example_runs(line: str, tmp_path: Path) -> None:
             options += [str(simulate(tmp_path / "events.jsonl", windows=5)), "--once"]
         if name == "elastic.py":
             options += ["--folder", str(tmp_path)]
-        if name == BY_TORCHRUN:
-            said = torchrun(script, ranks=ranks[1])
-        else:
-            said = run_script(script, options, ranks=None if ranks is None else int(ranks[1]))
+        said = run_script(script, options, ranks=None if ranks is None else int(ranks[1]))
     if name == "sparse_gradients.py":
         assert "'compaction': " in said
         assert "'lost': 0" in said
@@ -65,7 +62,7 @@ LOGGED = {"tensorboard": "events.out.tfevents.*", "wandb": "wandb/offline-run-*/
 def test_metrics_reach_the_loggers_that_are_installed(logger: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(logger) is None:
         pytest.skip(f"{logger} is not installed")
-    torchrun(EXAMPLES / LOGGERS, "--to", logger, "--folder", str(tmp_path), ranks=2)
+    run_script(EXAMPLES / LOGGERS, ["--to", logger, "--folder", str(tmp_path)], ranks=2)
     (kept,) = tmp_path.glob(LOGGED[logger])
     if logger == "mlflow":
         with contextlib.closing(sqlite3.connect(kept)) as store:

@@ -39,27 +39,28 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
 
 
-def run_text(script: str) -> str:
-    return run("-c", script).stdout
-
-
 def _without(names: tuple[str, ...]) -> str:
     return f"import sys; sys.modules.update(dict.fromkeys({names!r}))\n"
 
 
-def test_importing_the_package_imports_nothing_else() -> None:
-    script = "import sys, dynamix; print([m for m in sys.modules if m in ('torch', 'numpy') or m[:8] == 'dynamix.'])"
-    assert run_text(script).strip() == "['dynamix.errors', 'dynamix.removed']"
-
-
-def test_everything_public_is_reached_and_listed() -> None:
-    script = (
+def test_importing_the_package_changes_nothing_and_leaves_the_rest_until_it_is_used() -> None:
+    run(
+        "-c",
+        "import os, random, sys\n"
+        "before, state = dict(os.environ), random.getstate()\n"
         "import dynamix\n"
+        "own = [m for m in sys.modules if m in ('torch', 'numpy') or m[:8] == 'dynamix.']\n"
+        "assert own == ['dynamix.errors', 'dynamix.removed'], own\n"
+        "dynamix.Controller\n"
+        "slow = {'torch.distributed.fsdp', 'psutil', 'sympy'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
         f"for name in {SUBMODULES!r}: assert getattr(dynamix, name).__name__ == 'dynamix.' + name\n"
         "for name in dynamix.__all__: assert getattr(dynamix, name) is not None, name\n"
         f"assert set(dir(dynamix)) >= {{*dynamix.__all__, *{SUBMODULES!r}}}\n"
+        "assert dict(os.environ) == before and random.getstate() == state\n"
+        "heavy = {'matplotlib', 'pyroute2', 'gymnasium', 'mnist1d', 'typer', 'fastapi', 'numba'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n",
     )
-    run_text(script)
 
 
 def test_the_public_names_are_these() -> None:
@@ -78,24 +79,13 @@ def test_features_is_a_module_and_a_function() -> None:
 
 
 def test_training_needs_no_package_of_an_extra() -> None:
-    run_text(_without(MISSING) + TRAIN)
-    run_text(_without(MISSING) + GROUP + TRAIN + "dist.destroy_process_group()")
-
-
-def test_what_a_training_job_uses_imports_without_the_extras() -> None:
+    """Alone, and then in a process group."""
     rooms = ("compression", "data", "events", "policies", "probes")
-    script = _without(MISSING) + f"import dynamix\nfor name in {rooms!r}: getattr(dynamix, name)\n"
-    names = "import dynamix.runtime.memory.limits\nfor n in dynamix.__all__: getattr(dynamix, n)"
-    run_text(script + names)
+    reached = f"import dynamix\nfor name in {rooms!r}: getattr(dynamix, name)\nimport dynamix.runtime.memory.limits\n"
+    run("-c", _without(MISSING) + reached + TRAIN + GROUP + TRAIN + "dist.destroy_process_group()")
 
 
 def test_the_command_says_what_to_install() -> None:
-    script = _without(MISSING) + "sys.argv = ['dynamix', 'doctor']\nfrom dynamix.cli import main\nmain()"
-    done = call("-c", script)
+    done = call("-c", _without(MISSING) + "sys.argv = ['dynamix', 'doctor']\nfrom dynamix.cli import main\nmain()")
     assert done.returncode == 1
     assert "pip install '.[cli]'" in done.stderr
-
-
-def test_the_controller_leaves_slow_imports_until_they_are_used() -> None:
-    slow = {"torch.distributed.fsdp", "psutil", "sympy"}
-    assert run_text(f"import sys, dynamix; dynamix.Controller; print({slow} & set(sys.modules))").strip() == "set()"

@@ -18,7 +18,7 @@ from dynamix.policies.files import describe_policy, trained_as
 from dynamix.policies.registry import parse_name
 from dynamix.probes import probe_report, probes_here
 from dynamix_lab.papers.additive import PRETRAINED
-from tests.processes import Done, call, run
+from tests.processes import Done, run
 from tests.refused import refused
 
 SOURCE = Path(dynamix.__file__).parents[1]
@@ -81,6 +81,19 @@ class Kind:
 """
 
 
+# Each argument is a command line; what ended it is printed behind its output.
+LINES = """
+import shlex, sys
+from dynamix.cli import main
+for line in sys.argv[1:]:
+    sys.argv = ["dynamix", *shlex.split(line)]
+    try:
+        main()
+    except SystemExit as end:
+        print("ended with", end.code, flush=True)
+"""
+
+
 class Site:
     """A folder of distributions, on Python's path."""
 
@@ -96,12 +109,10 @@ class Site:
         lines = [f"{key.replace('__', ' ')} = {module}:{value}" for key, value in entries.items()]
         (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
 
-    def dynamix(self, *arguments: str) -> Done:
-        """The command line in a process of its own, which these distributions are installed for."""
+    def dynamix(self, *lines: str) -> Done:
+        """These command lines in one process, which these distributions are installed for."""
         path = os.pathsep.join([str(self.folder), str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return call(
-            "-c", "from dynamix.cli import main; main()", *arguments, env={"PYTHONPATH": path, "COLUMNS": "200"}
-        )
+        return run("-c", LINES, *lines, env={"PYTHONPATH": path, "COLUMNS": "200"})
 
 
 @pytest.fixture
@@ -130,16 +141,13 @@ def test_a_policy_of_another_distribution_is_made_by_its_name(site: Site) -> Non
     assert str(parse_name("guarded:mine")) == "guarded:mine"
 
 
-def test_a_policy_that_does_not_import_says_whose_it_is_and_breaks_no_other(site: Site) -> None:
+def test_what_makes_no_policy_says_whose_it_is_and_breaks_no_other(site: Site) -> None:
     site.install("broken-rules", "broken_rules", "import no_such_module", "dynamix.policies", broken="Mine")
+    site.install("rules-of-mine", "wordy_rules", POLICY, "dynamix.policies", wordy="word")
     with pytest.raises(ConfigError, match=r"No module named 'no_such_module'; mend or remove broken of broken-rules"):
         make_policy("broken")
     assert make_policy("goodput") is not None
     assert "broken" in policy_names()
-
-
-def test_what_makes_no_policy_is_refused(site: Site) -> None:
-    site.install("rules-of-mine", "wordy_rules", POLICY, "dynamix.policies", wordy="word")
     refused(ConfigError, "a plug-in that makes a policy; mend or remove wordy of rules-of-mine", make_policy, "wordy")
 
 
@@ -159,12 +167,10 @@ def test_of_two_plug_ins_with_one_name_the_first_by_distribution_is_taken(site: 
     assert told == ["twice of b-second is left out: twice of a-first has that name"]
 
 
-@pytest.mark.parametrize("name", ["cannikin", "dynamix-paper", "noise_scale", "pollux", "guarded:pollux"])
-def test_a_policy_of_the_laboratory_says_what_to_install_where_that_is_missing(name: str, no_laboratory: None) -> None:
-    refused(ConfigError, r"part of the laboratory: pip install \./lab  \(in dynamix's source tree\)", make_policy, name)
-
-
-def test_a_policy_file_of_the_laboratory_says_what_to_install(no_laboratory: None) -> None:
+def test_a_policy_of_the_laboratory_says_what_to_install_where_that_is_missing(no_laboratory: None) -> None:
+    says = r"part of the laboratory: pip install \./lab  \(in dynamix's source tree\)"
+    for name in ("cannikin", "dynamix-paper", "noise_scale", "pollux", "guarded:pollux"):
+        refused(ConfigError, says, make_policy, name)
     refused(PolicyFileError, r"part of the laboratory: pip install \./lab", make_policy, str(PRETRAINED))
 
 
@@ -182,19 +188,19 @@ def test_a_probe_of_another_distribution_is_asked_unless_it_says_that_nobody_wan
     assert "dear" not in names
 
 
-def test_a_probe_that_does_not_import_is_left_out_and_said(site: Site) -> None:
-    site.install("broken-probes", "broken_probes", "1 / 0", "dynamix.probes", bad="Told")
-    with pytest.warns(RuntimeWarning, match="bad of broken-probes is left out: ZeroDivisionError"):
+@pytest.mark.parametrize(
+    ("name", "text", "why"), [("bad", "1 / 0", "ZeroDivisionError"), ("host", PROBE, "host is dynamix's own")]
+)
+def test_a_probe_that_fails_or_takes_a_name_of_ours_is_left_out_and_said(
+    name: str, text: str, why: str, site: Site
+) -> None:
+    site.install("wrong-probes", f"wrong_{name}", text, "dynamix.probes", **{name: "Told"})
+    with pytest.warns(RuntimeWarning, match=f"{name} of wrong-probes is left out: {why}"):
         names = [probe.name for probe in probes_here(torch.device("cpu"))]
     assert names[0] == "host"
-    with pytest.warns(RuntimeWarning, match="bad of broken-probes"):
+    assert "told" not in names
+    with pytest.warns(RuntimeWarning, match=f"{name} of wrong-probes"):
         assert "bad" not in [name for name, _, _ in probe_report()]
-
-
-def test_a_probe_cannot_take_a_built_ins_name(site: Site) -> None:
-    site.install("thief-of-probes", "thief_probes", PROBE, "dynamix.probes", host="Told")
-    with pytest.warns(RuntimeWarning, match="host of thief-of-probes is left out"):
-        assert "told" not in [probe.name for probe in probes_here(torch.device("cpu"))]
 
 
 def test_a_plug_in_that_ends_the_process_as_it_is_imported_does_not(site: Site) -> None:
@@ -207,53 +213,35 @@ def test_a_plug_in_that_ends_the_process_as_it_is_imported_does_not(site: Site) 
 def test_commands_of_others_are_there_with_their_settings(site: Site) -> None:
     entries = {"greet": "greet", "several": "several", "single": "single", "policy__greet": "greet"}
     site.install("commands-of-mine", "commands_of_mine", COMMANDS, "dynamix.commands", **entries)
-    for arguments, said in (
-        (["greet", "--loud"], "HELLO"),
-        (["policy", "greet"], "hello"),
-        (["several", "second"], "the second"),
-        (["single", "a", "--", "b"], "a b"),
-    ):
-        done = site.dynamix(*arguments)
-        assert (done.returncode, done.stdout.strip(), done.stderr) == (0, said, "")
+    done = site.dynamix("greet --loud", "policy greet", "several second", "single a -- b")
+    said = [line for line in done.stdout.splitlines() if line != "ended with 0"]
+    assert (said, done.stderr) == (["HELLO", "hello", "the second", "a b"], "")
 
 
-def test_a_command_that_does_not_import_is_said_in_one_line_and_breaks_no_other(site: Site) -> None:
+WRONG = {
+    "word": ("word", "str is neither a function nor a typer.Typer"),
+    "kind": ("Kind", "type is neither a function nor a typer.Typer"),
+    "odd": ("odd", "NameError: name 'NoSuchType' is not defined"),
+    "gone": ("gone", "AttributeError: module 'commands_of_mine' has no attribute 'gone'"),
+    "no such group": ("greet", "no such group"),
+    "report": ("greet", "report is dynamix's own"),
+    "policy show": ("greet", "policy show is dynamix's own"),
+    "policy": ("several", "policy is dynamix's own"),
+}
+
+
+def test_what_is_wrong_with_others_commands_is_said_in_a_line_each_and_breaks_none_of_ours(site: Site) -> None:
+    entries = {name.replace(" ", "__"): value for name, (value, _) in WRONG.items()}
+    site.install("commands-of-mine", "commands_of_mine", COMMANDS, "dynamix.commands", **entries)
     site.install("broken-commands", "broken_commands", "import no_such_module", "dynamix.commands", bad="x")
-    done = site.dynamix("policy", "show", "goodput")
-    assert done.returncode == 0
-    assert "Goodput" in done.stdout
-    said = "dynamix: plug-in bad of broken-commands is left out: ModuleNotFoundError: No module named 'no_such_module'"
-    assert done.stderr.splitlines() == [said]
-
-
-@pytest.mark.parametrize(
-    ("entry", "why"),
-    [
-        ({"word": "word"}, "str is neither a function nor a typer.Typer"),
-        ({"kind": "Kind"}, "type is neither a function nor a typer.Typer"),
-        ({"odd": "odd"}, "NameError: name 'NoSuchType' is not defined"),
-        ({"gone": "gone"}, "AttributeError: module 'commands_of_mine' has no attribute 'gone'"),
-        ({"no__such__group": "greet"}, "no such group"),
-        ({"report": "greet"}, "report is dynamix's own"),
-        ({"policy__show": "greet"}, "policy show is dynamix's own"),
-        ({"policy": "several"}, "policy is dynamix's own"),
-    ],
-)
-def test_what_is_no_command_and_what_takes_a_name_of_ours_is_left_out_and_said(
-    entry: dict[str, str], why: str, site: Site
-) -> None:
-    site.install("commands-of-mine", "commands_of_mine", COMMANDS, "dynamix.commands", **entry)
-    done = site.dynamix("policy", "show", "static")
-    assert done.returncode == 0
-    name = next(iter(entry)).replace("__", " ")
-    assert done.stderr.splitlines() == [f"dynamix: plug-in {name} of commands-of-mine is left out: {why}"]
-
-
-def test_an_area_of_the_doctor_that_fails_says_why(site: Site) -> None:
     site.install("ill", "ill", "def rows():\n    raise OSError('no pulse')", "dynamix.doctor", heart="rows")
-    done = site.dynamix("doctor")
-    assert done.returncode == 0
+    done = site.dynamix("policy show goodput", "doctor")
+    assert done.stdout.count("ended with 0") == 2
+    assert "Goodput" in done.stdout
     assert "OSError: no pulse" in done.stdout
+    said = [f"{name} of commands-of-mine is left out: {why}" for name, (_, why) in WRONG.items()]
+    said.append("bad of broken-commands is left out: ModuleNotFoundError: No module named 'no_such_module'")
+    assert {f"dynamix: plug-in {line}" for line in said} == set(done.stderr.splitlines())
 
 
 WITHOUT = """
@@ -263,25 +251,16 @@ found = metadata.entry_points
 ours = ("dynamix-lab", "dynamix-homomorphic")
 metadata.entry_points = lambda **kind: [e for e in found(**kind) if e.dist.name not in ours]
 sys.modules["dynamix_lab"] = sys.modules["dynamix_homomorphic"] = None
-from dynamix.cli import main
-main()
 """
-
-
 LAB = "dynamix-lab: pip install ./lab (in dynamix's source tree)"
 HOMOMORPHIC = "dynamix-homomorphic: pip install './homomorphic[cli]' (in dynamix's source tree)"
 
 
-@pytest.mark.parametrize(
-    ("command", "where"),
-    [*((command, LAB) for command in ("bench", "demo", "emulate", "policy train")), ("aggregator", HOMOMORPHIC)],
-)
-def test_a_command_of_another_distribution_says_what_to_install_where_that_is_missing(command: str, where: str) -> None:
-    done = call("-c", WITHOUT, *command.split(), "--any", "thing")
-    assert (done.returncode, done.stderr.strip()) == (2, f"error: dynamix {command} is part of {where}")
-
-
-def test_doctor_says_that_the_laboratory_is_missing() -> None:
-    done = run("-c", WITHOUT, "doctor", "--json")
+def test_a_command_of_another_distribution_says_what_to_install_where_that_is_missing() -> None:
+    where = dict.fromkeys(("bench", "demo", "emulate", "policy train"), LAB) | {"aggregator": HOMOMORPHIC}
+    done = run("-c", WITHOUT + LINES, *(f"{command} --any thing" for command in where), "doctor --json")
+    said = [f"error: dynamix {command} is part of {place}" for command, place in where.items()]
+    assert done.stderr.splitlines() == said
+    assert done.stdout.count("ended with 2") == len(where)
     assert "pip install ./lab  (in dynamix's source tree)" in done.stdout
     assert '"emulation"' not in done.stdout

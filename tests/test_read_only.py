@@ -8,63 +8,48 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import dynamix
 from dynamix.window import Bounds, Ints, Window
 from dynamix_lab.simulator import ClusterEnv, sample_clusters
+from tests.runtime.jobs import Training, adaptive, classes
 from tests.union import Script
 
 ARRAYS = [f.name for f in dataclasses.fields(Window)]
 
 
+WRITES: dict[str, Callable[[Window, Bounds], Any]] = {
+    "high": lambda window, bounds: bounds.high.fill(10**6),
+    "low": lambda window, bounds: np.subtract(bounds.low, 1, out=bounds.low),
+    "size": lambda window, bounds: window.batch_size.fill(10**6),
+}
+
+
 class Writes(Script):
     """Answers what is in force, after writing where it was told to."""
 
-    def __init__(self, write: Callable[[Window, Bounds], None]) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__([])
-        self.write = write
+        self.where = where
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
-        self.write(window, bounds)
+        WRITES[self.where](window, bounds)
         return window.batch_size
 
 
-def _raise_high(window: Window, bounds: Bounds) -> None:
-    bounds.high[...] = 10**6
-
-
-def _lower_low(window: Window, bounds: Bounds) -> None:
-    np.subtract(bounds.low, 1, out=bounds.low)
-
-
-def _change_size(window: Window, bounds: Bounds) -> None:
-    window.batch_size[0] = 10**6
-
-
-@pytest.mark.parametrize("write", [_raise_high, _lower_low, _change_size])
-def test_a_policy_that_writes_fails_and_the_jobs_bounds_are_unharmed(write: Any) -> None:
-    data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-    net = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(Writes(write), batch_size=8, interval=1, global_batch="adaptive")
-    sampler = controller.batch_sampler(data)
-    controller.wrap(net, optimizer)
-    before = controller.bounds
+@pytest.mark.parametrize("where", WRITES)
+def test_a_policy_that_writes_fails_and_the_jobs_bounds_are_unharmed(where: str) -> None:
+    job = Training(adaptive(Writes(where), interval=1), classes(64))
+    before = job.controller.bounds
     allowed = before.low.tolist(), before.high.tolist()
 
     def train() -> None:
-        for x, y in DataLoader(data, batch_sampler=sampler):
-            nn.functional.mse_loss(net(x), y).backward()
-            optimizer.step()
-            controller.step()
+        for x, y in job.loader:
+            job.train(x, y)
 
     with pytest.raises(ValueError, match="read-only"):
         train()
-    assert (controller.bounds.low.tolist(), controller.bounds.high.tolist()) == allowed
-    assert controller.batch_sizes.tolist() == [8]
+    assert (job.controller.bounds.low.tolist(), job.controller.bounds.high.tolist()) == allowed
+    assert job.controller.batch_sizes.tolist() == [8]
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3)])

@@ -10,19 +10,25 @@ from typing import Any
 import pytest
 
 import dynamix
-from dynamix import compression, removed
+from dynamix import removed
 from tests.refused import refused
 
 
-@pytest.mark.parametrize("name", sorted(removed.MODULES))
-def test_a_module_that_is_gone_says_what_to_write(name: str) -> None:
-    refused(ImportError, r"removed in 0\.3: write ", importlib.import_module, name)
-
-
-@pytest.mark.parametrize("name", ["dynamix.emulator.scenario", "dynamix.simulator.env", "dynamix.training.ppo"])
-def test_a_module_in_a_package_that_moved_says_where_to(name: str) -> None:
-    with pytest.raises(ImportError, match=r"removed in 0\.3: write import dynamix_lab\.\w+ \(pip install \./lab, in"):
-        importlib.import_module(name)
+def test_what_is_gone_says_what_to_write_and_what_is_to_be_imported_instead_is_there() -> None:
+    for name in removed.NAMES:
+        refused(ImportError, r"removed in 0\.3: write ", getattr, dynamix, name)
+    for name, says in removed.MODULES.items():
+        refused(ImportError, r"removed in 0\.3: write ", importlib.import_module, name)
+        if found := re.match(r"import (dynamix_\S+) \(pip install \./(\w+),", says):
+            importlib.import_module(found[1])
+            assert (Path(__file__).parents[1] / found[2] / "pyproject.toml").is_file()
+    moved = r"removed in 0\.3: write import dynamix_lab\.\w+ \(pip install \./lab, in"
+    for name in ("dynamix.emulator.scenario", "dynamix.simulator.env", "dynamix.training.ppo"):
+        refused(ImportError, moved, importlib.import_module, name)
+    for name in ("Aggregator", "AggregatorWire", "ErrorFeedback", "LossyState", "lossy_hook", "lossy_topk_hook"):
+        says = rf"removed in 0\.3: write from dynamix_homomorphic import {name} \(pip"
+        refused(ImportError, says, getattr, dynamix.compression, name)
+        exec(f"from dynamix_homomorphic import {name}", {})
 
 
 @pytest.mark.parametrize(
@@ -48,27 +54,6 @@ def test_a_module_in_a_package_that_moved_says_where_to(name: str) -> None:
 def test_however_a_module_that_is_gone_is_reached_it_says_what_to_write(wrote: str) -> None:
     with pytest.raises(ImportError, match=r"removed in 0\.3: write "):
         exec(wrote, {})
-
-
-@pytest.mark.parametrize("module", sorted(removed.MODULES))
-def test_what_is_to_be_imported_instead_is_there(module: str) -> None:
-    if found := re.match(r"import (dynamix_\S+) \(pip install \./(\w+),", removed.MODULES[module]):
-        pytest.importorskip(found[1].partition(".")[0])
-        importlib.import_module(found[1])
-        assert (Path(__file__).parents[1] / found[2] / "pyproject.toml").is_file()
-
-
-@pytest.mark.parametrize("name", compression._MOVED)
-def test_a_name_of_compression_that_moved_is_where_it_says(name: str) -> None:
-    homomorphic = pytest.importorskip("dynamix_homomorphic")
-    with pytest.raises(ImportError, match=rf"removed in 0\.3: write from dynamix_homomorphic import {name} \(pip"):
-        getattr(compression, name)
-    assert hasattr(homomorphic, name)
-
-
-@pytest.mark.parametrize("name", sorted(removed.NAMES))
-def test_a_name_that_is_gone_says_what_to_write(name: str) -> None:
-    refused(ImportError, r"removed in 0\.3: write ", getattr, dynamix, name)
 
 
 def test_other_names_and_modules_are_missing_as_usual() -> None:

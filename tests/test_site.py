@@ -8,10 +8,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import dynamix
 from tests.processes import run
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.slow
 
 
 class Page(HTMLParser):
@@ -34,17 +34,14 @@ class Page(HTMLParser):
         self.loads |= {named["src"]} if "src" in named else set()
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_site_is_built_its_links_lead_somewhere_it_loads_nothing_and_has_all_public_names(tmp_path: Path) -> None:
     """Built as scripts/docs builds it."""
-    folder = tmp_path_factory.mktemp("site")
-    options = ["--fail-on-warning", "--keep-going", "--quiet", "-b", "html", "-d", str(folder / "doctrees")]
+    site = tmp_path / "html"
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "-b", "html", "-d", str(tmp_path / "doctrees")]
     assert all(option in (ROOT / "scripts" / "docs").read_text() for option in options[:4])
-    run("-m", "sphinx", *options, ROOT / "docs", folder / "html", timeout_s=240)
-    return folder / "html"
-
-
-def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    run("-m", "sphinx", *options, ROOT / "docs", site, timeout_s=240)
     pages = {file: Page(file) for file in site.rglob("*.html")}
     assert len(pages) > 60
     broken, foreign = [], []
@@ -63,14 +60,15 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site: P
     sheets = "".join(file.read_text(encoding="utf-8") for file in site.rglob("*.css"))
     assert "url(http" not in sheets
     assert "@import" not in sheets
-
-
-def test_a_public_name_has_its_docstring_on_a_page(site: Path) -> None:
-    import dynamix
-
-    pages = "".join(file.read_text(encoding="utf-8") for file in (site / "api").glob("*.html"))
+    api = "".join(file.read_text(encoding="utf-8") for file in (site / "api").glob("*.html"))
     for name in sorted({*dynamix.__all__} - {"__version__"}):
-        assert f'id="dynamix.{name}"' in pages or f'id="dynamix.errors.{name}"' in pages or f'.{name}"' in pages, name
+        assert f'id="dynamix.{name}"' in api or f'id="dynamix.errors.{name}"' in api or f'.{name}"' in api, name
+
+
+def test_every_public_name_is_on_a_page_of_the_site() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").rglob("*.md"))
+    for name in sorted({*dynamix.__all__} - {"__version__"}):
+        assert name in pages or hasattr(dynamix.errors, name), name
 
 
 def test_pictures_are_drawn_again_from_results(tmp_path: Path) -> None:

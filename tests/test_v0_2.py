@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dynamix.errors import DynamixError
-from dynamix.events.records import read_events
 from dynamix.policies import make_policy
 from dynamix.policies.files import describe_policy
 from dynamix.window import Bounds, Window
@@ -110,15 +107,3 @@ def test_a_policy_file_of_a_users_own_decides() -> None:
     bounds = Bounds.of(2, 1, 32)
     for _ in range(3):
         assert len(policy.decide(_window(), bounds)) == 2
-
-
-@pytest.mark.parametrize("file", sorted((FIXTURES / "events").iterdir()), ids=lambda file: file.stem)
-def test_an_events_file_is_read(file: Path) -> None:
-    events = read_events(file)
-    assert [event["window_index"] for event in events] == list(range(len(events)))
-    assert len(events) >= 4
-    for event in events:
-        assert len(event["allocation"]) == len(event["window"]["batch_size"])
-        assert event["decision"] in ("new", "keep", "late")
-        assert math.isfinite(event["time_s"])
-    assert any(event["decision"] == "new" for event in events)

@@ -1,4 +1,4 @@
-"""All distributions are built; the wheel of dynamix-train trains in an environment that has what a job needs alone."""
+"""All distributions are built; their wheels do what they are for in an environment that has what they ask for alone."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ CLI = ("typer", "rich", "pydantic")
 LAB = ("pyroute2", "pyyaml")
 NOT_THERE = ("typer", "rich", "pydantic", "pyroute2", "yaml", "gymnasium", "scipy", "pytest")
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiproc]
-
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -37,42 +35,31 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def empty(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel, and links to the packages that training needs. Nothing is downloaded."""
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    (wheel,) = built.glob("dynamix_train-*.whl")
-    venv.create(folder / "env", with_pip=False)
-    python = folder / "env" / "bin" / "python"
-    borrowed = folder / "borrowed"
-    borrowed.mkdir()
-    for name in _with_requirements(NEEDED):
-        _link(name, borrowed)
-    site = next((folder / "env" / "lib").glob("python*/site-packages"))
-    (site / "borrowed.pth").write_text(f"{borrowed}\n")
-    _run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], folder)
-    return folder
+class Environment:
+    """One without pip, and links to packages that are installed here. Nothing is downloaded."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.borrowed = folder, folder / "borrowed"
+        venv.create(folder / "env", with_pip=False)
+        self.python, self.command = (str(folder / "env" / "bin" / name) for name in ("python", "dynamix"))
+        self.borrowed.mkdir()
+        site = next((folder / "env" / "lib").glob("python*/site-packages"))
+        (site / "borrowed.pth").write_text(f"{self.borrowed}\n")
 
-@pytest.fixture(scope="module")
-def with_cli(empty: Path) -> Path:
-    """The same environment, and what the extra `cli` asks for."""
-    for name in _with_requirements(CLI):
-        _link(name, empty / "borrowed")
-    return empty
+    def borrow(self, names: tuple[str, ...]) -> None:
+        for name in _with_requirements(names):
+            _link(name, self.borrowed)
 
+    def install(self, wheel: Path) -> None:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--python", self.python]
+        self.run(*pip, "install", "--no-deps", "--no-index", str(wheel))
 
-@pytest.fixture(scope="module")
-def with_lab(with_cli: Path, built: Path) -> Path:
-    """The same environment, with the wheel of dynamix-lab and what that asks for without its extras."""
-    for name in _with_requirements(LAB):
-        _link(name, with_cli / "borrowed")
-    (wheel,) = built.glob("dynamix_lab-*.whl")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    python = str(with_cli / "env" / "bin" / "python")
-    _run([*pip, "--python", python, "install", "--no-deps", "--no-index", str(wheel)], with_cli)
-    return with_cli
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return _run([*command], self.folder)
+
+    def refused(self, code: int, says: str, *words: str) -> None:
+        done = _call([self.command, *words], self.folder)
+        assert (done.returncode, says in done.stderr) == (code, True), done.stderr
 
 
 def _with_requirements(names: tuple[str, ...]) -> set[str]:
@@ -116,49 +103,43 @@ def _call(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_example_trains_on_two_ranks(empty: Path) -> None:
-    python = str(empty / "env" / "bin" / "python")
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_wheels_do_what_they_are_for_with_what_they_ask_for(built: Path, tmp_path: Path) -> None:
+    """Each part adds packages: those that training needs, those of the extra `cli`, the base of the laboratory."""
+    (product,), (laboratory,) = (sorted(built.glob(f"dynamix_{name}-*.whl")) for name in ("train", "lab"))
+    there = Environment(tmp_path)
+    there.borrow(NEEDED)
+    there.install(product)
     look = f"import importlib.util as u, dynamix; print([n for n in {NOT_THERE!r} if u.find_spec(n)], dynamix.__file__)"
-    seen, _, path = _run([python, "-c", look], empty).stdout.strip().partition(" ")
-    assert seen == "[]"
-    assert path.startswith(str(empty / "env"))
-    script = empty / "train.py"
-    script.write_text((ROOT / "examples" / "train.py").read_text())
+    assert there.run(there.python, "-c", look).stdout.startswith(f"[] {tmp_path / 'env'}")
+    (script := tmp_path / "train.py").write_text((ROOT / "examples" / "train.py").read_text())
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = _run([python, *ranks, str(script), "--epochs", "1"], empty)
+    done = there.run(there.python, *ranks, str(script), "--epochs", "1")
     assert re.search(r"epoch 0: loss \d", done.stdout), done.stdout
+    there.refused(1, "pip install '.[cli]'", "demo")
 
-
-def test_the_command_says_how_to_install_what_is_missing(empty: Path) -> None:
-    done = _call([str(empty / "env" / "bin" / "dynamix"), "demo"], empty)
-    assert done.returncode == 1
-    assert "pip install '.[cli]'" in done.stderr
-
-
-def test_the_wheel_holds_the_data_files(empty: Path) -> None:
-    package = next((empty / "env" / "lib").glob("python*/site-packages/dynamix"))
-    held = {file.suffix for file in package.rglob("*")}
-    assert {".safetensors", ".json", ".typed", ".js", ".css", ".html", ".LICENSE"} <= held
-
-
-def test_with_the_extra_cli_the_commands_are_there(with_cli: Path) -> None:
-    """Behind those that use less: it adds packages to the environment."""
-    said = _run([str(with_cli / "env" / "bin" / "dynamix"), "--help"], with_cli).stdout
+    there.borrow(CLI)
+    said = there.run(there.command, "--help").stdout
     assert all(name in said for name in ("observe", "policy", "report", "doctor"))
-    done = _call([str(with_cli / "env" / "bin" / "dynamix"), "emulate", "demo"], with_cli)
-    assert (done.returncode, "pip install ./lab" in done.stderr) == (2, True)
+    there.refused(2, "pip install ./lab", "emulate", "demo")
 
-
-def test_the_base_of_the_laboratory_is_what_emulate_needs(with_lab: Path) -> None:
-    command = str(with_lab / "env" / "bin" / "dynamix")
-    assert "hosts" in json.loads(_run([command, "emulate", "demo", "--schema"], with_lab).stdout)["properties"]
-    line = ["emulate", "demo", "--mechanism", "duty-cycle", "--out", str(with_lab / "run"), "--json", "--"]
-    python = str(with_lab / "env" / "bin" / "python")
-    ran = _run([command, *line, python, "-c", "import dynamix; dynamix.make_policy('pollux')"], with_lab)
+    there.borrow(LAB)
+    there.install(laboratory)
+    assert "hosts" in json.loads(there.run(there.command, "emulate", "demo", "--schema").stdout)["properties"]
+    line = ["emulate", "demo", "--mechanism", "duty-cycle", "--out", str(tmp_path / "run"), "--json", "--"]
+    ran = there.run(there.command, *line, there.python, "-c", "import dynamix; dynamix.make_policy('pollux')")
     assert json.loads(ran.stdout)["exit_code"] == 0
     for words in (["bench", "stepcount"], ["demo"], ["policy", "evaluate"]):
-        done = _call([command, *words], with_lab)
-        assert (done.returncode, "pip install ./homomorphic './lab[bench]'" in done.stderr) == (2, True), done.stderr
+        there.refused(2, "pip install ./homomorphic './lab[bench]'", *words)
+
+
+def test_the_wheel_holds_the_data_files(built: Path) -> None:
+    (wheel,) = built.glob("dynamix_train-*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        held = {Path(name).suffix for name in packed.namelist() if name.startswith("dynamix/")}
+    assert {".safetensors", ".json", ".typed", ".js", ".css", ".html", ".LICENSE"} <= held
 
 
 def _metadata(file: Path) -> Message:

@@ -49,6 +49,8 @@ def test_version_is_printed_by_the_installed_command():
         (["emulate", "demo", "--mechanism", "magic", "--", "true"], ["mechanism='magic'", "duty-cycle"]),
         (["emulate", "nowhere", "--", "true"], ["nowhere"]),
         (["bench", "overhead", "--out", "/proc/run"], ["/proc/run", "folder that can be made"]),
+        (["exporter", "runs/mine", "--port", "9642"], ["removed in 0.3: write python examples/exporter.py"]),
+        (["policy", "explain", "dynamix", "--out", "page.html"], ["removed in 0.3: write `dynamix policy show NAME`"]),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_exit_code_2_and_nothing_left(arguments, named, tmp_path, monkeypatch):
@@ -71,52 +73,44 @@ def test_a_full_folder_is_never_written_into(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize("scenario", ["hosts: [{cpu: 0}]", "hosts: [{cpu: 0.5}]\nspeed: 3"])
-def test_a_bad_scenario_is_explained(scenario, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.yaml").write_text(scenario)
-    result = call("demo", "--scenario", "bad.yaml")
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert [p.name for p in tmp_path.iterdir()] == ["bad.yaml"]
-
-
-COMMANDS = (["bench", "overhead"], ["emulate", "demo", "--", "true"])
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_machine_that_is_too_small_leaves_no_folder(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    result = call(*command)
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
-    assert "core" in result.stderr
-    assert list(tmp_path.iterdir()) == []
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """An empty folder, to work in, beside scenarios that cannot be had here."""
+    hosts = "hosts: [{cpu: 0.5, rate_mbit_s: 10}, {cpu: 0.5}]"  # loopback has no link rates
+    (tmp_path / "rated.yaml").write_text(f"{hosts}\ndevice: {{fixed_ms: 20, per_sample_ms: 1}}")
+    (tmp_path / "bad.yaml").write_text("hosts: [{cpu: 0.5}]\nspeed: 3")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
 
 
 @pytest.mark.parametrize(
-    "command",
-    [["demo", "--quick", "--scenario", "../rated.yaml"], ["emulate", "../rated.yaml", "--", "true"]],
-    ids=lambda command: command[0],
+    ("line", "cores", "said"),
+    [
+        ("demo --scenario ../bad.yaml", None, "speed"),
+        ("bench overhead", {0}, "core"),
+        ("emulate demo -- true", {0}, "core"),
+        ("demo --mechanism duty-cycle --quick --scenario ../rated.yaml", None, "rate_mbit_s"),
+        ("emulate --mechanism duty-cycle ../rated.yaml -- true", None, "rate_mbit_s"),
+    ],
 )
-def test_what_the_machine_refuses_leaves_no_folder(command, tmp_path, monkeypatch):
-    hosts = "hosts: [{cpu: 0.5, rate_mbit_s: 10}, {cpu: 0.5}]"
-    (tmp_path / "rated.yaml").write_text(f"{hosts}\ndevice: {{fixed_ms: 20, per_sample_ms: 1}}")
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    result = call(*command[:1], "--mechanism", "duty-cycle", *command[1:])  # loopback has no link rates
+def test_what_the_scenario_or_the_machine_does_not_allow_is_said_and_leaves_no_folder(
+    line, cores, said, work, monkeypatch
+):
+    if cores:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    result = call(*line.split())
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith("error: ")
-    assert "rate_mbit_s" in result.stderr
-    assert list((tmp_path / "work").iterdir()) == []
+    assert said in result.stderr
+    assert list(work.iterdir()) == []
 
 
-def test_an_empty_folder_that_was_there_before_stays(tmp_path, monkeypatch):
-    (tmp_path / "rated.yaml").write_text("hosts: [{cpu: 0.5, rate_mbit_s: 10}, {cpu: 0.5}]")
-    (tmp_path / "mine").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert call("emulate", "rated.yaml", "--mechanism", "duty-cycle", "--out", "mine", "--", "true").exit_code == 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "rated.yaml"]
+def test_an_empty_folder_that_was_there_before_stays(work):
+    (work / "mine").mkdir()
+    line = "emulate ../rated.yaml --mechanism duty-cycle --out mine -- true"
+    assert call(*line.split()).exit_code == 2
+    assert [p.name for p in work.iterdir()] == ["mine"]
 
 
 def test_the_time_of_a_decision_with_its_events_line_is_told_without_ranks():

@@ -9,9 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
-from tests.processes import run
 
-TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_policy.py"
 OWN = """
 from dynamix.policies.proportional import LBBSP
 
@@ -40,7 +39,7 @@ def test_policy_evaluate_scores_it_as_the_rule_that_it_is():
 
 
 def test_the_example_is_scored_and_shown_by_the_name_that_was_given():
-    name = f"{TRAIN.parent / 'own_policy.py'}:FollowNoise"
+    name = f"{EXAMPLE}:FollowNoise"
     small = ["--families", "pai-steady", "--workers", "3", "--rows", "12", "--windows", "4", "--no-hedged"]
     assert name in result_of("policy", "evaluate", name, *small)["summary"]
     about = result_of("policy", "show", name)
@@ -57,6 +56,7 @@ def test_families_of_ones_own_score_a_policy(tmp_path, monkeypatch):
     assert cell["own_rule:Own"]["geometric_mean"] == cell["lb_bsp"]["geometric_mean"]
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 @pytest.mark.slow
 def test_the_demo_runs_it_without_root_in_place_of_dynamix_and_says_so():
@@ -67,10 +67,3 @@ def test_the_demo_runs_it_without_root_in_place_of_dynamix_and_says_so():
     assert result["cases"][0]["rows"]["balance"]["steps"][0] > 0
     assert result["mechanisms"]["network"] == "loopback"
     assert "guarded:own_rule.py:Own" in Path("run/report.html").read_text()
-
-
-@pytest.mark.emulator
-@pytest.mark.slow
-def test_a_script_on_emulated_hosts_names_it():
-    script = [sys.executable, TRAIN, "--policy", "own_rule:Own", "--epochs", "1"]
-    run("-m", "dynamix.cli.app", "emulate", "even", "--out", "run", "--", *script, timeout_s=200)

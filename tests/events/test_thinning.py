@@ -77,18 +77,6 @@ def test_a_report_of_it_is_that_of_the_whole_run(tmp_path: Path, monkeypatch: py
     assert source.missing() == ["thinned.jsonl grew long, and a part of its older windows was left out"]
 
 
-def test_lines_stand_for_those_that_were_left_out_before_them(tmp_path: Path) -> None:
-    """Of 100 windows every fourth of the first half is left; workers waited there, and not later."""
-    for name, kept in (("whole", range(100)), ("thinned", [*range(0, 50, 4), *range(50, 100)])):
-        with EventLog(tmp_path / f"{name}.jsonl") as log:
-            for index in kept:
-                log.write(
-                    **_line(index) | {"window": Window.of([8], compute=[1.0], wait=[float(index < 50)], steps=10)}
-                )
-    waiting = [_view(tmp_path / f"{name}.jsonl").mean_waiting for name in ("whole", "thinned")]
-    assert waiting[1] == pytest.approx(waiting[0], rel=0.02)
-
-
 def test_a_job_that_goes_on_thins_what_an_earlier_version_left_and_keeps_where_runs_begin(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as log:
         for _ in range(3):

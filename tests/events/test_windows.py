@@ -97,18 +97,3 @@ def test_a_damaged_window_is_named_by_its_line(tmp_path: Path, field: str, broke
         del event["window"][field]
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
     refused(StateError, r"events.jsonl:1: the packed window is damaged", read_events, tmp_path / "events.jsonl")
-
-
-def test_records_from_before_windows_had_work_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    value = window(MANY)
-    for name in ("PACKED_ABOVE", None):
-        with monkeypatch.context() as before:
-            before.setattr("dynamix.events.windows.PER_WORKER", PER_WORKER[:-1])
-            if name is not None:
-                before.setattr(f"dynamix.events.windows.{name}", 10**6)  # plain lists
-            record = window_record(value)
-        if name is not None:
-            del record["work"]
-        back = Window.from_dict(unpacked(json.loads(json.dumps(record))))
-        assert np.isnan(back.work).all()
-        np.testing.assert_allclose(back.compute, value.compute, rtol=2.5e-3)

@@ -12,7 +12,7 @@ from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
 from dynamix.policies.alternating import LEARNING, TURN, Alternating, by_names
 from dynamix.policies.static import Static
-from dynamix.policies.wrappers import load_policy, own_part, report_of
+from dynamix.policies.wrappers import own_part, report_of
 from dynamix.window import Bounds, Ints, Window
 from tests.refused import refused
 
@@ -98,35 +98,6 @@ def test_a_window_whose_sizes_were_not_asked_for_is_nobodys() -> None:
     turns.decide(window_of(sizes), BOUNDS)
     assert report_of(turns)["compare"]["block"] == 0
     assert report_of(turns, asked=False) == {}
-
-
-def test_bounds_that_become_narrower_hold_for_sizes_of_before() -> None:
-    turns = Alternating({"first": Drifting(50), "second": Drifting(52)})
-    played(turns, 8)
-    narrow = Bounds.of(2, 1, 40, total_low=64, total_high=64)
-    sizes: Any = (32, 32)
-    for _ in range(8):
-        sizes = turns.decide(window_of(sizes), narrow)
-        assert max(sizes) <= 40
-        assert sum(sizes) == 64
-
-
-@pytest.mark.parametrize("after", [0, 5, 13, 30])
-def test_it_goes_on_from_its_state_as_if_nothing_had_been(after: int) -> None:
-    turns = by_names("static,lb_bsp,goodput")
-    sizes = played(turns, after + 1)[-1]["sizes"]
-    sizes = turns.decide(window_of(sizes), BOUNDS)
-    again = by_names("static,lb_bsp,goodput")
-    load_policy(again, turns.state_dict())
-    assert played(turns, 20, sizes) == played(again, 20, sizes)
-
-
-def test_another_number_of_workers_begins_anew() -> None:
-    turns = by_names("static,lb_bsp")
-    played(turns, 30)
-    bounds = Bounds.of(4, 1, 63, total_low=64, total_high=64)
-    assert turns.decide(Window.of([16] * 4, compute=[0.1, 0.1, 0.1, 0.3], steps=5), bounds).sum() == 64
-    assert report_of(turns)["compare"]["block"] == 0
 
 
 def test_a_policy_goes_on_with_its_part_of_a_comparison_and_a_comparison_with_its_own_only() -> None:

@@ -169,3 +169,11 @@ def test_a_network_that_does_not_fit_this_version_is_refused(file: Path, harm: s
 def test_a_class_refuses_a_file_of_another_kind(file: Path, kind: str) -> None:
     other = additive.AdditivePolicy if kind != "additive" else residual.LearnedPolicy
     refused(PolicyFileError, f"kind='{kind}'", other.load, file)
+
+
+@pytest.mark.parametrize("trust", ["high", 99, 0])
+def test_a_network_that_trusts_itself_beyond_what_was_trained_is_refused(tmp_path: Path, trust: Any) -> None:
+    file = tmp_path / "p.safetensors"
+    residual.pretrained().save(file)
+    rewrite(file, trust=trust)
+    refused(PolicyFileError, f"trust={trust!r}", load_policy, file)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import pytest
 
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.proportional import LBBSP
@@ -44,10 +43,9 @@ def _ratio(times: dict[str, np.ndarray], reference: str, policy: str) -> float:
     return float(np.exp(np.log(times[reference] / times[policy]).mean()))
 
 
-@pytest.mark.parametrize(("workers", "count"), [(2, 32), (8, 32), (32, 12)])
-def test_with_slowdowns_it_is_as_fast_as_knowing_the_last_window_exactly(workers: int, count: int) -> None:
+def test_with_slowdowns_it_is_as_fast_as_knowing_the_last_window_exactly() -> None:
     rules = {"late": OneWindowLate, **{name: lambda _, rule=rule: rule() for name, rule in RULES.items()}}
-    clusters = affine_world(count, workers, 6001, slowdowns=True)
+    clusters = affine_world(32, 8, 6001, slowdowns=True)
     times = times_to_progress(rules, clusters, seed=6001, windows=80, interval=5, delay=1)
     assert _ratio(times, "late", "goodput") > 0.995
     assert _ratio(times, "cannikin", "goodput") > 1.05

@@ -48,18 +48,6 @@ def test_a_name_taken_apart_and_put_together_is_the_same(name: str) -> None:
     assert str(parse_name(name)) == name
 
 
-def test_a_guard_is_made_once() -> None:
-    assert isinstance(make_policy("guarded:dynamix"), Guard)
-    refused(ConfigError, "allowed is guarded:dynamix;", make_policy, "guarded:guarded:dynamix")
-
-
-@pytest.mark.parametrize(
-    ("name", "now"), [("learning:dynamix", "dynamix"), ("guarded:learning:x.py:C", "guarded:x.py:C")]
-)
-def test_a_policy_that_learned_on_the_job_says_what_to_write(name: str, now: str) -> None:
-    refused(ConfigError, rf"removed in 0\.3: write policy='{now}'", make_policy, name)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -78,6 +66,7 @@ def test_one_message_lists_what_is_allowed(name: str) -> None:
 
 def test_a_caller_adds_names_that_need_its_own_facts() -> None:
     others = {"reference": Static}
+    refused(ConfigError, "allowed is guarded:dynamix;", make_policy, "guarded:guarded:dynamix")
     made = make_policy("guarded:reference:64", others=others)
     assert isinstance(made, Guard)
     assert make_policy("reference:64", others=others).decide(Window.of([32, 32]), Bounds.of(2)).tolist() == [64, 64]

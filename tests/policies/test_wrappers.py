@@ -6,18 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import dynamix
 from dynamix.errors import ConfigError, StateError
 from dynamix.policies import make_policy
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic.policy import StigmergicPolicy
 from dynamix.policies.wrappers import load_policy, peers_of, refuse_learned, report_of, unfit
 from dynamix.window import Bounds, Ints, Window
-from tests.runtime.jobs import decided
+from tests.runtime.jobs import Training, adaptive, classes, decided
 
 
 class Notes:
@@ -42,17 +38,11 @@ class Notes:
 
 @pytest.mark.parametrize("guard", [False, True])
 def test_events_carry_its_report(tmp_path: Path, guard: bool) -> None:
-    data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-    net, policy, path = nn.Linear(4, 1), Notes(), tmp_path / "events.jsonl"
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(policy, batch_size=8, interval=2, events=path, guard=guard, global_batch="adaptive")
-    sampler = controller.batch_sampler(data)
-    controller.wrap(net, optimizer)
-    for x, y in DataLoader(data, batch_sampler=sampler):
-        nn.functional.mse_loss(net(x), y).backward()
-        optimizer.step()
-        controller.step()
-    controller.close()
+    policy, path = Notes(), tmp_path / "events.jsonl"
+    job = Training(adaptive(policy, events=path, guard=guard), classes(64))
+    for x, y in job.loader:
+        job.train(x, y)
+    job.controller.close()
     events = decided(path)
     assert [event["notes"] for event in events] == [{"asked": True, "answered": i} for i in range(1, len(events) + 1)]
     assert all(("guard" in event) == guard for event in events)

@@ -14,7 +14,6 @@ from dynamix.cli.app import app
 from dynamix.events.records import EventLog, read_events
 from dynamix.telemetry.comparing import table
 from dynamix.telemetry.run import RunView
-from dynamix.telemetry.sentences import sentences
 from dynamix.telemetry.sources import find_sources
 from dynamix.window import Window
 from tests.telemetry.test_page import made
@@ -100,16 +99,6 @@ def test_few_windows_tell_no_clear_difference(tmp_path: Path) -> None:
     assert "0.50, no clear difference" in compared["headline"]
 
 
-def test_samples_after_the_last_window_count(tmp_path: Path) -> None:
-    runs = [write(tmp_path / name, [100.0] * 4, rest=rest) for name, rest in (("static", 48), ("goodput", 48))]
-    data = made(*runs)
-    for row, run in zip(data["comparison"]["rows"], data["runs"], strict=True):
-        assert row["samples"] == run["samples"] == 4 * BATCH * STEPS + 48 == data["comparison"]["common_samples"]
-        assert row["samples_s"] == row["seconds"] == pytest.approx(26.08)
-        assert row["samples_per_s"] == pytest.approx(100.0)
-        assert run["decisions"] == {"keep": 4}
-
-
 def test_a_smoothing_longer_than_the_data_is_not_used(tmp_path: Path) -> None:
     """Five windows over five made one mean of all, which no window had; and all runs are smoothed alike."""
     losses = [5.0, 4.0, 3.0, 2.0, 1.0]
@@ -176,25 +165,6 @@ def test_a_bins_speed_is_its_samples_over_its_seconds(tmp_path: Path) -> None:
         view.add(line)
     view.settle()
     assert view.speeds == pytest.approx([2 / (1 / 100 + 1 / 10)] * 2)
-
-
-def test_a_short_window_that_comes_later_leaves_the_newest_figures(tmp_path: Path) -> None:
-    view = RunView("run")
-    (source,) = find_sources([write(tmp_path / "run", [100.0] * 3, rest=48)])
-    for line in source.follower.more():
-        view.add(line)
-        view.settle()
-    assert view.latest["loss"] == pytest.approx(1 / 3)
-    assert view.trained == 3 * BATCH * STEPS + 48
-
-
-def test_shares_of_time_are_100_percent_together() -> None:
-    view = RunView("run")
-    parts = {"compute": 1.0, "data": 1.0, "network": 1.0, "wait": 0.0}
-    view.parts = lambda: {name: np.array([value]) for name, value in parts.items()}  # type: ignore[method-assign]
-    (said,) = [text for text in sentences(view) if text.startswith("Over the whole run")]
-    assert said.count("33 %") == 2
-    assert said.count("34 %") == 1
 
 
 def test_the_command_prints_what_is_unlike(tmp_path: Path) -> None:

@@ -70,25 +70,6 @@ def test_steps_between_windows_and_before_a_job_was_resumed_are_counted(example:
         assert collected(example, tmp_path / name)["dynamix_steps_total", ""] == 250
 
 
-def test_of_many_workers_only_the_slowest_are_told(example: ModuleType, tmp_path: Path) -> None:
-    simulate(tmp_path / "events.jsonl", workers=70, windows=2)
-    found = collected(example, tmp_path)
-    assert sum(name == "dynamix_worker_batch_samples" for name, _ in found) == 64
-
-
-def test_a_second_look_tells_what_was_expected(example: ModuleType, tmp_path: Path) -> None:
-    path = simulate(tmp_path / "events.jsonl", windows=12)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:10]))
-    exporter = example.Exporter([tmp_path])
-    exporter.look()
-    with path.open("a") as file:
-        file.writelines(lines[10:])
-    exporter.look()
-    (found,) = [metric for metric in exporter.collect() if metric.name == "dynamix_expected_step_seconds"]
-    assert found.samples[0].value > 0
-
-
 def test_the_documents_and_the_dashboard_name_figures_that_exist(example: ModuleType, tmp_path: Path) -> None:
     simulate(tmp_path / "events.jsonl", windows=12, policy="guarded:dynamix")
     exporter = example.Exporter([tmp_path])

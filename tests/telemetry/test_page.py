@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
 from dynamix.events.records import EventLog, read_events
 from dynamix.telemetry import find_sources, page_data, page_html
 from dynamix.telemetry.changes import LARGEST
-from dynamix.telemetry.page import packed
 from tests.telemetry.simulated import simulate
 
 
@@ -120,27 +118,6 @@ def test_strings_of_a_file_cannot_leave_their_place(tmp_path: Path) -> None:
     page = page_html({**data, "title": evil})
     assert "<script>alert" not in page
     assert data_in(page)["runs"][0]["name"] == evil
-
-
-def test_runs_are_compared_by_what_all_reach(tmp_path: Path) -> None:
-    for policy in ("static", "goodput"):
-        simulate(tmp_path / policy / "events.jsonl", windows=60, policy=policy)
-    data = made(tmp_path / "static", tmp_path / "goodput")
-    static, goodput = data["comparison"]["rows"]
-    assert (static["name"], goodput["name"]) == ("static", "goodput")
-    assert min(static["samples"], goodput["samples"]) == data["comparison"]["common_samples"]
-    for row, run in zip((static, goodput), data["runs"], strict=True):
-        samples = np.array(run["one"]["samples"]["mean"])
-        first = run["ends"][int(np.argmax(samples >= data["comparison"]["common_samples"] * 0.9999))]
-        assert row["samples_s"] == pytest.approx(first, rel=0.05)
-
-
-def test_packed_maps_keep_whole_numbers_and_what_is_unknown() -> None:
-    values = np.array([[0.0, 70.0, np.nan], [1.0, 65_000.0, 3.0]])
-    assert np.array_equal(drawn(packed(values, 16)), values, equal_nan=True)
-    assert np.isnan(drawn(packed(np.full((2, 2), np.nan)))).all()
-    same = drawn(packed(np.full((2, 2), 7.5)))
-    assert np.array_equal(same, np.full((2, 2), 7.5))
 
 
 def test_the_command_writes_the_page_and_says_what_it_shows(tmp_path: Path) -> None:

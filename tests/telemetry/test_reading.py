@@ -12,7 +12,6 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import EventLog, read_events
 from dynamix.events.windows import window_of
 from dynamix.telemetry import find_sources
-from dynamix.telemetry import reading as reading_module
 from dynamix.telemetry.bins import BinnedSeries
 from dynamix.telemetry.reading import EventFollower
 from dynamix.telemetry.sources import RunSource, require_some
@@ -102,30 +101,10 @@ def test_a_file_without_any_window_is_one_clear_error(tmp_path: Path, content: b
     refused(StateError, "give a run folder or its events", require_some, [source(path)])
 
 
-def test_a_line_that_is_too_long_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading_module, "LONGEST_LINE", 50_000)
-    monkeypatch.setattr(reading_module, "_CHUNK", 10_000)
-    path = simulate(tmp_path / "events.jsonl", windows=2)
-    with path.open("ab") as file:
-        file.write(b"x" * 300_000 + b"\n")
-    simulate(tmp_path / "more.jsonl", windows=2)
-    with path.open("ab") as file:
-        file.write((tmp_path / "more.jsonl").read_bytes())
-    follower = EventFollower(path)
-    assert len(list(follower.more())) == 4
-    assert "1 line is no event" in follower.problems()[0]
-
-
 def test_paths_that_name_no_run_are_errors(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         refused(ConfigError, "whose sub-folders do", find_sources, [path])
     refused(ConfigError, "one run or more", find_sources, [])
-
-
-def test_a_folder_of_runs_gives_each(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        simulate(tmp_path / name / "events.jsonl", windows=2)
-    assert [found.name for found in find_sources([tmp_path])] == ["a", "b"]
 
 
 def test_runs_that_share_a_file_are_told_apart(tmp_path: Path) -> None:
@@ -207,19 +186,3 @@ def test_bins_hold_the_means_and_ends_of_all_windows() -> None:
         rtol=1e-5,
     )
     assert series.ends_s[-1] == 777
-
-
-def test_a_job_that_goes_on_from_its_first_window_is_no_other_run(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "events.jsonl") as log:
-        for index, samples, time_s, began_at in [
-            (0, 160, 5.0, 0),
-            (1, 320, 9.0, 0),
-            (0, 160, 3.0, 96),
-            (1, 320, 8.0, 96),
-        ]:
-            window = Window.of([16, 16], compute=[0.1, 0.1], steps=5, step=samples // 32)
-            told = {"window_index": index, "window": window, "decision": "keep"}
-            log.write(**told, samples_seen=samples, time_s=time_s, began_at=began_at)
-    (run,) = source(tmp_path).views.values()
-    assert run.notices.counts == {"restart": 1}
-    assert (run.seconds, run.trained) == (17.0, 320)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -15,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
 
 import dynamix
+from dynamix.cli.app import app
 from dynamix.errors import ConfigError
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.limits import Limits
@@ -46,36 +47,45 @@ class Slow(nn.Module):
         return out
 
 
-def job(
-    rank: int, folder: str, policy: str, epochs: int, *, save: bool = False, resume: bool = False, **told: str
-) -> dict[str, Any]:
-    """Trains; the indices that this rank had by epoch, its weights and the learning rates of its steps."""
-    os.environ |= told
-    controller = dynamix.Controller(policy, BATCH, events=f"{folder}/events.jsonl")
-    steps = Training(controller, DATA, Slow(), sampling={"seed": 3})
-    saved, seen = Path(folder) / f"state{rank}.pt", dict[int, list[int]]()
-    if resume:
-        controller.load_state_dict(torch.load(saved, weights_only=True))
-    totals = set[int]()
-    for epoch in range(epochs):
-        steps.sampler.set_epoch(epoch)
-        for x, y, index in steps.loader:
-            counts = steps.sampler.plan().counts
-            totals |= {int(counts.sum())} if steps.sampler.plan().regular else set()
-            steps.train(x, y)
-            seen.setdefault(epoch, []).extend(index.tolist() if counts[rank] else [])
-    if save:
-        torch.save(controller.state_dict(), saved)
-    sizes = controller.batch_sizes.tolist()
-    controller.close()
-    return {"seen": seen, "weights": steps.weights(), "totals": totals, "sizes": sizes}
+class Job:
+    """One training from one policy, over a group of its own; it may go on from a state."""
+
+    def __init__(self, policy: str, events: str, state: Any = None) -> None:
+        self.controller = dynamix.Controller(policy, BATCH, events=events, process_group=dist.new_group())
+        self.steps = Training(self.controller, DATA, Slow(), sampling={"seed": 3})
+        if state is not None:
+            self.controller.load_state_dict(state)
+
+    def train(self, first: int, end: int) -> dict[str, Any]:
+        """The indices that this rank had by epoch, the totals of regular rounds, and the sizes at the end."""
+        seen, totals = dict[int, list[int]](), set[int]()
+        for epoch in range(first, end):
+            self.steps.sampler.set_epoch(epoch)
+            for x, y, index in self.steps.loader:
+                plan = self.steps.sampler.plan()
+                totals |= {int(plan.counts.sum())} if plan.regular else set()
+                self.steps.train(x, y)
+                seen.setdefault(epoch, []).extend(index.tolist() if plan.counts[dist.get_rank()] else [])
+        self.state, sizes = self.controller.state_dict(), self.controller.batch_sizes.tolist()
+        self.controller.close()
+        return {"seen": seen, "weights": self.steps.weights(), "totals": totals, "sizes": sizes}
+
+
+def _compared(rank: int, folder: str) -> list[dict[str, Any]]:
+    """A comparison; the same gone on with; and two other jobs that take its part."""
+    names, told = "compare:static,lb_bsp,static", []
+    begun = Job(names, f"{folder}/events.jsonl")
+    told.append(begun.train(0, 4))
+    for number, policy in enumerate((names, "lb_bsp", "compare:static,goodput")):
+        told.append(Job(policy, f"{folder}/{number}.jsonl", begun.state).train(4, 5))
+    return told
 
 
 @pytest.mark.multiproc
 @pytest.mark.timeout(180)
 def test_the_faster_policy_is_named_and_the_job_trains_rightly_and_goes_on_after_a_restart(tmp_path: Path) -> None:
-    names = "compare:static,lb_bsp,static"
-    before = run_ranks(job, 2, str(tmp_path), names, 4, timeout_s=100)
+    told = run_ranks(_compared, 2, str(tmp_path), timeout_s=150)
+    before = [of_rank[0] for of_rank in told]
     for epoch in range(4):
         assert sorted(index for rank in before for index in rank["seen"][epoch]) == list(range(SAMPLES))
     assert torch.equal(before[0]["weights"], before[1]["weights"])
@@ -90,30 +100,12 @@ def test_the_faster_policy_is_named_and_the_job_trains_rightly_and_goes_on_after
     assert {event["window"]["steps"] for event in events[1:]} == {5}
     static = [e["window"]["batch_size"] for e in events if e.get("compare", {}).get("turn", "").startswith("static")]
     assert {tuple(sizes) for sizes in static} == {(BATCH, BATCH)}
-
-
-@pytest.mark.multiproc
-def test_a_comparison_goes_on_and_another_job_takes_its_part(tmp_path: Path) -> None:
-    run_ranks(job, 2, str(tmp_path), "compare:static,lb_bsp", 2, timeout_s=60)  # what a whole one says
-    (tmp_path / "events.jsonl").unlink()
-    run_ranks(_saved, 2, str(tmp_path), "compare:static,lb_bsp", timeout_s=60)
-    last = decided(tmp_path / "events.jsonl")[-1]["compare"]["block"]
-    assert last > 1
-    run_ranks(_resumed, 2, str(tmp_path), "compare:static,lb_bsp", timeout_s=60)
-    blocks = [event["compare"]["block"] for event in decided(tmp_path / "events.jsonl") if "compare" in event]
+    blocks = [e["compare"]["block"] for e in [*events, *decided(tmp_path / "0.jsonl")] if "compare" in e]
     assert blocks == sorted(blocks)
-    assert blocks[-1] > last
-    for policy, told, even in (("lb_bsp", {}, False), ("compare:static,goodput", {}, None)):
-        (sizes, _) = [rank["sizes"] for rank in run_ranks(_resumed, 2, str(tmp_path), policy, told, timeout_s=60)]
-        assert even is None or (sizes[0] == sizes[1]) is even
-
-
-def _saved(rank: int, folder: str, policy: str) -> dict[str, Any]:
-    return job(rank, folder, policy, 2, save=True)
-
-
-def _resumed(rank: int, folder: str, policy: str, told: dict[str, str] | None = None) -> dict[str, Any]:
-    return job(rank, folder, policy, 3, resume=True, **(told or {}))
+    assert blocks[-1] > events[-1]["compare"]["block"] > 1  # it goes on where it was
+    first, second = told[0][2]["sizes"]
+    assert first > second  # lb_bsp alone has its part
+    assert sum(told[0][3]["sizes"]) == 2 * BATCH  # another comparison begins anew
 
 
 @pytest.mark.parametrize(
@@ -152,8 +144,8 @@ def test_the_command_compares_in_a_script_that_nobody_edited(tmp_path: Path) -> 
     assert second["times"] > 1.1
     assert result["fastest"] == "lb_bsp"
     assert 0 < result["cost"] < 0.5
-    again = command("--read", tmp_path / "run")
-    assert again.returncode == 0
+    again = CliRunner().invoke(app, ["compare", "--read", str(tmp_path / "run")])
+    assert again.exit_code == 0
     assert again.stdout.strip() == result["text"]
     assert f"lb_bsp  {second['times']:.2f} (" in again.stdout
     assert "lb_bsp alone would have saved" in again.stdout
@@ -184,13 +176,11 @@ time.sleep(100)
 
 
 def test_a_command_without_a_controller_or_a_right_name_says_so(tmp_path: Path) -> None:
-    nothing = command("--out", tmp_path / "a", "--", sys.executable, "-c", "pass")
+    nothing = command("--out", tmp_path / "a", "--", "true")
     assert nothing.returncode == 2
     assert "makes no dynamix.Controller" in nothing.stderr
-    fails = command("--out", tmp_path / "b", "--", sys.executable, "-c", "raise SystemExit(3)")
-    assert fails.returncode == 3
-    wrong = command("--policies", "static,goodput:adaptive", "--out", tmp_path / "c", "--", "true")
-    assert wrong.returncode == 2
+    assert command("--out", tmp_path / "b", "--", "sh", "-c", "exit 3").returncode == 3
+    wrong = CliRunner().invoke(app, ["compare", "--policies", "static,goodput:adaptive", "--out", "c", "--", "true"])
+    assert wrong.exit_code == 2
     assert "dynamix emulate SCENARIO --compare" in wrong.stderr
-    assert not (tmp_path / "c").exists()
-    assert "command" in command().stderr
+    assert "command" in CliRunner().invoke(app, ["compare"]).stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from dynamix.errors import ConfigError
 from dynamix.policies.guard import Guard
-from dynamix.policies.stigmergic.policy import PRETRAINED, StigmergicPolicy
+from dynamix.policies.stigmergic.policy import StigmergicPolicy
 from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, TRACES, TraceKind
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.decision import Decider
@@ -25,6 +27,8 @@ from dynamix.runtime.measure.row import ROW
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, adaptive, classes, classifier, decided
+from tests.runtime.ranks.wires import over_threads
+from tests.runtime.thread_job import ThreadJob
 
 SAMPLES = 1200
 DATA = TensorDataset(*classes(SAMPLES, 4).tensors, torch.arange(SAMPLES))
@@ -32,7 +36,12 @@ DATA = TensorDataset(*classes(SAMPLES, 4).tensors, torch.arange(SAMPLES))
 
 def _train(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """One epoch; rank r's samples take r + 1 times as long as rank 0's."""
-    job = Training(adaptive("stigmergic", max_batch_size=16, **options), DATA, classifier(4), sampling={"seed": 3})
+    job = Training(
+        adaptive("stigmergic", max_batch_size=16, process_group=dist.new_group(), **options),
+        DATA,
+        classifier(4),
+        sampling={"seed": 3},
+    )
     controller, seen, plans = job.controller, [], []
     for x, y, index in job.loader:
         plan = job.sampler.plan()
@@ -47,14 +56,15 @@ def _train(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     return {"seen": seen, "plans": plans, "sizes": sizes, "weights": job.weights()}
 
 
+def _train_and_repeat(rank: int, events: str) -> list[dict[str, Any]]:
+    return [_train(rank, {"events": events, "lr_rule": "adascale"}), _train(rank, {"replay": events})]
+
+
 @pytest.mark.multiproc
-@pytest.mark.parametrize("workers", [2, 3])
-def test_all_ranks_apply_the_same_sizes_at_the_same_step_and_use_every_sample_once(
-    workers: int, tmp_path: Path
-) -> None:
+def test_all_ranks_apply_the_same_sizes_at_the_same_step_and_use_every_sample_once(tmp_path: Path) -> None:
     events = str(tmp_path / "events.jsonl")
-    rule = "adascale" if workers == 3 else "none"
-    results = run_ranks(_train, workers, {"events": events, "lr_rule": rule})
+    told = run_ranks(_train_and_repeat, 3, events)
+    results = [of_rank[0] for of_rank in told]
     assert all(r["plans"] == results[0]["plans"] for r in results)
     assert Counter(i for r in results for i in r["seen"]) == Counter(range(SAMPLES))
     assert len({counts for _, counts in results[0]["plans"]}) > 2, "sizes hardly ever changed"
@@ -64,66 +74,49 @@ def test_all_ranks_apply_the_same_sizes_at_the_same_step_and_use_every_sample_on
     assert lines[-1]["noise"] is not None  # what a sample teaches follows it, if not the rate
     assert lines[-1]["window"]["compute"][0] > 0
     assert lines[-1]["window"]["compute"][1] is None  # rank 0 writes what it saw itself
-    if workers == 2:
-        again = run_ranks(_train, workers, {"replay": events})
-        assert again[0]["plans"] == again[1]["plans"] == results[0]["plans"]
+    assert all(again["plans"] == results[0]["plans"] for _, again in told)  # repeated from the file
 
 
-def _slow_to_leave_traces(rank: int, share: float) -> dict[str, Any]:
-    told, choose, observe = [], StigmergicPolicy.choose, StigmergicPolicy.observe
+class Watched(StigmergicPolicy):
+    """What a rank knew by itself in every window, what it smelt of who is there, and what it chose in which bounds."""
 
-    def watched(self: Any, own: Any, sense: Any, smelt: Any, new: Any, bounds: Any) -> Any:
-        told.append(float(new[0, TraceKind.PRESENT]))
-        return choose(self, own, sense, smelt, new, bounds)
+    def __init__(self, late_s: float) -> None:
+        super().__init__()
+        self.late_s, self.known, self.present, self.chosen = late_s, list[Any](), list[float](), list[Any]()
 
-    def slowly(self: Any, own: Any) -> Any:
-        time.sleep(share if rank == 1 else 0.0)
-        return observe(self, own)
+    def observe(self, own: Any) -> Any:
+        time.sleep(self.late_s)
+        self.known.append(copy.deepcopy(own))
+        return super().observe(own)
 
-    StigmergicPolicy.choose, StigmergicPolicy.observe = watched, slowly  # type: ignore[method-assign]
-    return {**_train(rank, {}), "told": told}
-
-
-@pytest.mark.multiproc
-def test_everybodys_traces_are_there_in_every_window_however_slow_a_rank_is_to_leave_its_own() -> None:
-    results = run_ranks(_slow_to_leave_traces, 2, 0.1)
-    assert Counter(i for r in results for i in r["seen"]) == Counter(range(SAMPLES))
-    assert results[0]["plans"] == results[1]["plans"]
-    assert len(results[0]["told"]) > 3
-    for result in results:  # the field adds `beta` a worker and window
-        assert result["told"] == pytest.approx([2.0] * len(result["told"]), rel=1e-9)
+    def choose(self, own: Any, sense: Any, smelt: Any, new: Any, bounds: Any) -> Any:
+        self.present.append(float(new[0, TraceKind.PRESENT]))
+        size = super().choose(own, sense, smelt, new, bounds)
+        self.chosen.append((int(size[0]), int(bounds.low[0]), int(bounds.high[0])))
+        return size
 
 
-def _windows_of(rank: int) -> dict[str, Any]:
-    """What a rank knew by itself in every window, and what it chose within which bounds."""
-    known, chosen, observe, choose = [], [], StigmergicPolicy.observe, StigmergicPolicy.choose
+def test_live_ranks_choose_what_the_same_rules_do_beside_each_other_and_no_trace_is_lost() -> None:
+    """However slow a rank is to leave its own."""
 
-    def watched(self: Any, own: Any) -> Any:
-        known.append(own)
-        return observe(self, own)
+    def train(ranks: Any) -> Watched:
+        policy = Watched(0.05 * (ranks.rank == 1))
+        speeds = np.array([1000.0, 500.0, 250.0])
+        ThreadJob(ranks, policy, samples=SAMPLES, batch_size=8, speeds=speeds, interval=5).train()
+        return policy
 
-    def watched_too(self: Any, own: Any, sense: Any, smelt: Any, new: Any, bounds: Any) -> Any:
-        chosen.append((int(choose(self, own, sense, smelt, new, bounds)[0]), int(bounds.low[0]), int(bounds.high[0])))
-        return np.array([chosen[-1][0]])
-
-    StigmergicPolicy.observe, StigmergicPolicy.choose = watched, watched_too  # type: ignore[method-assign]
-    return {**_train(rank, {}), "known": known, "chosen": chosen}
-
-
-@pytest.mark.multiproc
-def test_live_ranks_choose_what_the_same_rules_do_beside_each_other_in_one_process() -> None:
-    results = run_ranks(_windows_of, 3)
-    rules, ways = [StigmergicPolicy.load(PRETRAINED) for _ in results], np.zeros(len(TRACES))
-    for index, owns in enumerate(zip(*(r["known"] for r in results), strict=True)):
+    live = over_threads(train, 3)
+    rules, ways = [StigmergicPolicy() for _ in live], np.zeros(len(TRACES))
+    assert len(live[0].chosen) > 5
+    for index, owns in enumerate(zip(*(policy.known for policy in live), strict=True)):
         taken = [rule.observe(own) for rule, own in zip(rules, owns, strict=True)]
         total, way, ways = sum(left[0] for _, left in taken), ways, np.zeros(len(TRACES))
-        for rule, own, (sense, _), result in zip(rules, owns, taken, results, strict=True):
+        for rule, own, (sense, _), policy in zip(rules, owns, taken, live, strict=True):
             smelt, new = rule.smell(total, way)
-            live, low, high = result["chosen"][index]
-            size = rule.choose(own, sense, smelt[None], new[None], Bounds.of(1, low, high))
-            assert size.tolist() == [live], index
-            ways = ways + rule.moved(own.size, own.load, size)[0]
-    assert len({tuple(sizes) for _, sizes in results[0]["plans"]}) > 2
+            assert policy.present[index] == pytest.approx(3.0)
+            size, low, high = policy.chosen[index]
+            assert rule.choose(own, sense, smelt[None], new[None], Bounds.of(1, low, high)).tolist() == [size], index
+            ways = ways + rule.moved(own.size, own.load, np.array([size]))[0]
 
 
 def test_a_guard_which_needs_all_workers_times_is_refused() -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import TensorDataset
 
 import dynamix
-from dynamix.errors import ConfigError, UsageError
+from dynamix.errors import ConfigError
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.facts.job_facts import JobFacts
-from dynamix.runtime.state.packing import checksum, pack
-from tests.ranks import run_ranks
-from tests.runtime.jobs import Training, classes
+from tests.runtime.ranks.wires import over_threads
+from tests.runtime.thread_job import ThreadJob
 from tests.union import Script
 
 SAMPLES = 500
@@ -52,57 +50,27 @@ def test_a_resumed_job_keeps_the_total_it_began_with() -> None:
         job.resume(1024, step=0, samples=0, shares={})
 
 
-def _train(rank: int, policy: Any) -> dict[str, Any]:
-    controller = dynamix.Controller(policy, batch_size=16, interval=3, global_batch="fixed")
-    data = TensorDataset(*classes(SAMPLES).tensors, torch.arange(SAMPLES))
-    job = Training(controller, data, sampling={"seed": 3})
-    seen, sizes, steps, expected = [], [], 0, len(job.loader)
-    for x, y, index in job.loader:
-        sizes.append(controller.batch_sizes.tolist())
-        if job.sampler.plan().counts[rank]:
-            seen += index.tolist()
-        job.backward(x, y)
-        job.finish()
-        steps += 1
-    controller.close()
-    return {"seen": seen, "sizes": sizes, "steps": steps, "expected": expected}
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_total_is_constant_the_length_exact_and_the_shares_move_also_at_another_world_size(workers: int) -> None:
+    """The script asks for a total of its own in every window; only its proportions may be followed."""
 
+    def train(ranks: Any, state: Any = None, *, save: bool = False) -> tuple[ThreadJob, Any, int]:
+        script = Script([[100, 20, 7, 3][: ranks.workers], [1, 8, 1, 9][: ranks.workers]])
+        job = ThreadJob(
+            ranks, script, samples=SAMPLES, batch_size=24 // ranks.workers, global_batch="fixed", state=state
+        )
+        expected = len(job.sampler)
+        for plan in job.rounds():
+            if save and plan.index == 8:
+                return job.close(), job.job.state_dict(gather=True), expected
+        return job.close(), None, expected
 
-@pytest.mark.multiproc
-def test_the_total_is_constant_the_length_exact_and_the_shares_move() -> None:
-    # The script asks for a total of its own in every window; only its proportions may be followed.
-    results = run_ranks(_train, 2, Script([[100, 20], [8, 1], [40, 40], [10, 90]]))
-    for result in results:
-        assert {sum(sizes) for sizes in result["sizes"]} == {32}
-        assert len({tuple(sizes) for sizes in result["sizes"]}) >= 3
-        assert result["steps"] == result["expected"]
-    assert Counter(i for r in results for i in r["seen"]) == Counter(range(SAMPLES))
-
-
-def _other_world(rank: int) -> dict[str, Any]:
-    """What two ranks go on with after a job that began with four."""
-    controller = dynamix.Controller("lb_bsp", batch_size=16, global_batch="fixed")
-    sampler = controller.batch_sampler(classes(SAMPLES))
-    state = controller.state_dict()
-    state |= {"world_size": 4, "base_batch": 64, "ledger_sizes": [[10, 20, 30, 4]]}
-    state |= {"hosts": pack({"names": [], "shares": {}})}
-    state["source"] |= {"taken": [0] * 4}
-    state["checksum"] = checksum(state)
-    controller.load_state_dict(state)
-    return {"sizes": controller.batch_sizes.tolist(), "total": int(controller.bounds.total_high), "len": len(sampler)}
-
-
-@pytest.mark.multiproc
-def test_at_another_world_size_the_total_stays() -> None:
-    for result in run_ranks(_other_world, 2):
-        assert result == {"sizes": [32, 32], "total": 64, "len": 8}
-
-
-def _disagree(rank: int) -> None:
-    dynamix.Controller("static", batch_size=16, global_batch=("fixed", "adaptive")[rank])  # type: ignore[arg-type]
-
-
-@pytest.mark.multiproc
-def test_ranks_that_disagree_about_it_are_told() -> None:
-    outcomes = run_ranks(_disagree, 2, expect_failure=True)
-    assert all(UsageError.__name__ in outcome for outcome in outcomes)
+    begun = over_threads(partial(train, save=True), 4)
+    gone_on = over_threads(partial(train, state=begun[0][1]), workers)
+    for job, _, _ in begun + gone_on:
+        shares = [shares for *_, shares in job.plans]
+        assert {sum(of_round) for of_round in shares[:-1]} == {24}
+        assert len(set(shares)) >= 2
+    assert Counter(index for job, *_ in begun + gone_on for index in job.seen) == Counter(range(SAMPLES))
+    for job, _, expected in over_threads(train, workers):
+        assert len(job.plans) == expected

@@ -109,8 +109,8 @@ def _pause(worker: int, at: int, part: str) -> Disturbance:
     return disturb
 
 
-@pytest.mark.parametrize("interval", [2, 5, 10])
 @pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("interval", [2, 5])
 def test_ten_seconds_pause_of_a_worker_moves_no_share_for_more_than_two_windows(name: str, interval: int) -> None:
     undisturbed, first = _shares(name, interval), 9 * (interval + 1)
     for worker, at, part in ((0, first, "busy"), (3, first + interval - 1, "data"), (1, first + 1, "exchange")):
@@ -119,8 +119,8 @@ def test_ten_seconds_pause_of_a_worker_moves_no_share_for_more_than_two_windows(
         assert moved.sum() <= 2, (part, np.flatnonzero(moved))
 
 
-@pytest.mark.parametrize("interval", [2, 5, 10])
 @pytest.mark.parametrize("name", ["lb_bsp", "goodput", "dynamix", "stigmergic"])
+@pytest.mark.parametrize("interval", [2, 5])
 def test_a_worker_that_becomes_three_times_as_slow_gives_up_its_share_within_two_windows(
     name: str, interval: int
 ) -> None:
@@ -133,8 +133,7 @@ def test_a_worker_that_becomes_three_times_as_slow_gives_up_its_share_within_two
         assert shares[11] < (0.5 if name == "lb_bsp" else 0.35) * shares[8], shares.round(3)
 
 
-@pytest.mark.parametrize("interval", [2, 5, 10])
-@pytest.mark.parametrize("worker", [0, 2, 3])
+@pytest.mark.parametrize(("interval", "worker"), [(2, 0), (5, 2), (10, 3)])
 def test_a_stall_too_short_to_be_a_pause_costs_a_stigmergic_worker_its_share_for_four_windows_at_most(
     interval: int, worker: int
 ) -> None:
@@ -152,15 +151,6 @@ def _window(disturb: Disturbance, interval: int = 5) -> Window:
     return assemble(workers.rows(sizes), noise_scale=NoiseScale(), sizes=sizes)
 
 
-def test_a_pause_is_in_no_time_of_any_worker() -> None:
-    plain = _window(_nothing)
-    for part in ("busy", "data", "exchange"):
-        paused = _window(_pause(2, 9, part))
-        for name in ("compute", "compute_std", "wait", "communication", "data"):
-            apart = np.abs(getattr(paused, name) - getattr(plain, name))
-            assert np.nanmax(apart) < 0.02, (part, name, apart)
-
-
 def test_long_steps_that_come_again_are_a_workers_own_pace() -> None:
     def throttled(index: int, step: Step) -> None:
         step.busy[2] *= 6.0 if index % 7 == 3 else 1.0
@@ -170,10 +160,10 @@ def test_long_steps_that_come_again_are_a_workers_own_pace() -> None:
 
 
 def _live(rank: int, events: str) -> None:
-    job = Training(adaptive("lb_bsp", interval=5, events=events), classes(600))
+    job = Training(adaptive("lb_bsp", interval=5, events=events), classes(480))
     for i, (x, y) in enumerate(job.loader):
         loss = job.loss(x, y)
-        time.sleep(4.0 if rank and i == 17 else 0.002 * len(x))
+        time.sleep(3.0 if rank and i == 17 else 0.001 * len(x))
         loss.backward()
         job.finish(loss=loss)
     assert job.controller.metrics()["pauses"] >= 1
@@ -187,5 +177,5 @@ def test_a_live_workers_pause_is_in_no_window(tmp_path: Path) -> None:
     windows = [Window.from_dict(event["window"]) for event in decided(events)]
     assert len(windows) > 4
     for window in windows:
-        # Of a window's five steps one took 4 s. What else a busy machine does takes less.
+        # Of a window's five steps one took 3 s. What else a busy machine does takes less.
         assert np.nanmax(window.step_time) < 0.5, window

@@ -60,8 +60,8 @@ def _many_controllers(rank: int, controllers: int) -> list[tuple[int, int, int]]
 
 def test_many_controllers_leave_no_thread_and_no_descriptor() -> None:
     """Python threads, descriptors, threads of the process."""
-    for used in run_ranks(_many_controllers, 2, 24, timeout_s=200):
-        early = map(max, zip(*used[8:12], strict=True))  # a thread of the system's may take a while to end
+    for used in run_ranks(_many_controllers, 2, 14, timeout_s=200):
+        early = map(max, zip(*used[5:8], strict=True))  # a thread of the system's may take a while to end
         assert all(last <= most for last, most in zip(used[-1], early, strict=True)), used
 
 
@@ -79,7 +79,7 @@ def _train(rank: int, fault: str, buffers: bool) -> dict[str, Any]:
     log = _Lines()
     logging.getLogger("dynamix").addHandler(log)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if buffers else nn.ReLU(), nn.Linear(8, 3))
-    job = Training(adaptive("static", 2, interval=5), classes(900 if fault == "pause" else 4000), net)
+    job = Training(adaptive("static", 2, interval=5), classes(600 if fault == "pause" else 4000), net)
     error: Exception | None = None
     steps, last = 0, time.monotonic()
     faulty = rank == (0 if fault.endswith("0") else 1)
@@ -115,7 +115,7 @@ def _suffer(controller: dynamix.Controller, fault: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@pytest.mark.parametrize(("fault", "buffers"), [("kill", False), ("kill0", True), ("raise", True), ("raise0", False)])
+@pytest.mark.parametrize(("fault", "buffers"), [("kill0", True), ("raise", False)])
 def test_every_rank_names_the_one_that_ended(fault: str, buffers: bool) -> None:
     lost = 0 if fault.endswith("0") else 1
     outcomes = run_ranks(_train, 3, fault, buffers, timeout_s=100, group_timeout_s=30, expect_failure=True)
@@ -138,7 +138,7 @@ def test_a_rank_that_stands_still_is_named_in_every_log_and_training_goes_on() -
     ended = run_ranks(_train, 3, "pause", False, timeout_s=150, group_timeout_s=60)
     for rank, one in enumerate(ended):
         assert one["error"] is None
-        assert one["steps"] == ended[0]["steps"] > 100
+        assert one["steps"] == ended[0]["steps"] > 60
         lines = [line for _, line in one["log"]]
         if rank != 1:
             assert any(line.startswith("rank 1 (") and "has been silent for" in line for line in lines), lines
@@ -204,16 +204,16 @@ def test_a_broken_connection_to_the_store_does_not_end_the_watch(caplog: pytest.
     first.all_have_come()
     second.all_have_come()
     try:
-        _heard(second, 2.0)
+        _heard(second, 1.5)
         cable.pull()
-        heard = _heard(second, 6.0)
-        assert heard[-1] > heard[6], heard
+        heard = _heard(second, 4.0)
+        assert heard[-1] > heard[4], heard
         assert not first.alive.silent
         assert not second.alive.silent
         assert not first.alive.left
         assert not caplog.records
         cable.pull(for_good=True)
-        _heard(second, 1.5)
+        _heard(second, 1.0)
     finally:
         began = time.monotonic()
         second.leave()
@@ -226,9 +226,8 @@ def test_a_single_process_stops_at_its_next_step() -> None:
     job = Training(dynamix.Controller("static", batch_size=4, global_batch="adaptive"), classes(40))
     stopped = []
     for x, y in job.loader:
-        job.backward(x, y)
         if len(stopped) == 3:
             job.controller.request_stop()
-        job.finish()
+        job.train(x, y)
         stopped.append(job.controller.stopping)
     assert stopped == [False] * 3 + [True] * 7

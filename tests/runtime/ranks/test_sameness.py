@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dynamix
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.ranks import watch
 from tests.ranks import run_ranks
-from tests.runtime.jobs import Training, classes
+from tests.runtime.jobs import classes
 from tests.union import Script
 
 
@@ -167,6 +166,7 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "interval": (_odd("job", interval=3), ["interval is 2 on", "3 on rank {last}"]),
     "batch size": (_odd("job", batch_size=5), ["batch_size is 4 on", "5 on rank {last}"]),
     "highest": (_odd("job", max_batch_size=9), ["max_batch_size is [32", "[9, 9"]),
+    "global batch": (_odd("job", global_batch="fixed"), ['"adaptive" on', '"fixed" on rank {last}']),
     "rule": (_odd("job", lr_rule="sqrt"), ['lr_rule is "auto"', '"sqrt" on rank {last}']),
     "most change": (_odd("job", max_change=2.0), ["max_change is Infinity", "2.0 on rank {last}"]),
     "policy": (_odd("job", policy="goodput"), ['policy is "Script"', '"goodput" on rank {last}']),
@@ -195,8 +195,21 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
 }
 
 
-def _run(rank: int) -> dict[str, str]:
-    told, last = {}, rank == dist.get_world_size() - 1
+def _last_bits(rank: int) -> int:
+    """As devices that are not alike leave them."""
+    job = Job()
+
+    def differ(job: Job, epoch: int) -> None:
+        with torch.no_grad():
+            job.net.weight.mul_(1 + 1e-6 * rank)
+
+    job.train(job.sampled(), before=differ)
+    return job.steps
+
+
+def _run(rank: int) -> dict[str, Any]:
+    told: dict[str, Any] = {"steps": _last_bits(rank)}
+    last = rank == dist.get_world_size() - 1
     for name, (train, _) in CASES.items():
         began = time.monotonic()
         try:
@@ -216,6 +229,7 @@ def test_what_differs_is_named_on_every_rank_with_its_values() -> None:
             assert told[name].startswith(UsageError.__name__), (name, rank, told[name])
             for part in says:
                 assert part.format(last=1) in told[name], (name, rank, told[name])
+    assert results[0]["steps"] == results[1]["steps"] > 5  # weights that differ in last bits are alike
 
 
 def test_a_controller_made_too_early_in_a_launched_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,41 +238,3 @@ def test_a_controller_made_too_early_in_a_launched_process_is_an_error(monkeypat
         dynamix.Controller("static", 8, global_batch="adaptive")
     monkeypatch.setenv("WORLD_SIZE", "1")
     dynamix.Controller("static", 8, global_batch="adaptive")
-
-
-def _warm_up_on_one(rank: int) -> str:
-    watch.BESIDE_S = 0.5
-    job = Training(dynamix.Controller("static", 4), classes(60))
-    try:
-        if rank:
-            job.controller.warm_up(lambda: job.model(torch.ones(4, 6)).sum().backward())
-        for x, _ in job.loader:
-            job.model(x).sum().backward()
-    except UsageError as error:
-        return str(error)
-    return "accepted"
-
-
-@pytest.mark.multiproc
-def test_passes_before_training_of_one_rank_keep_nobody_waiting() -> None:
-    for told in run_ranks(_warm_up_on_one, 2):
-        assert "waits in" in told
-        assert "controller.warm_up()" in told
-
-
-def _last_bits(rank: int) -> int:
-    """As devices that are not alike leave them."""
-    job = Job()
-
-    def differ(job: Job, epoch: int) -> None:
-        with torch.no_grad():
-            job.net.weight.mul_(1 + 1e-6 * rank)
-
-    job.train(job.sampled(), before=differ)
-    return job.steps
-
-
-@pytest.mark.multiproc
-def test_weights_that_differ_in_last_bits_are_alike() -> None:
-    one, other = run_ranks(_last_bits, 2)
-    assert one == other > 5

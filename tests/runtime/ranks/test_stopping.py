@@ -15,12 +15,12 @@ def _alive() -> None:
     pass
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(3))
 def test_all_stop_after_the_same_step_however_late_they_hear(seed: int) -> None:
     """Ranks step together, as a barrier makes them; what they hear and tell is late at random, by up to many steps."""
     random = np.random.default_rng(seed)
     workers, ranks = 4, [Stopping() for _ in range(4)]
-    barrier, stopped, over = threading.Barrier(workers), [0] * workers, threading.Event()
+    barrier, stopped = threading.Barrier(workers), [0] * workers
 
     def train(rank: int) -> None:
         for step in range(1, 100_000):
@@ -44,7 +44,6 @@ def test_all_stop_after_the_same_step_however_late_they_hear(seed: int) -> None:
         beats[0] = ranks[0].beat()
         ranks[0].lead(beats, time.monotonic())
         time.sleep(float(random.random()) * 0.01)
-    over.set()
     assert len(set(stopped)) == 1
     assert stopped[0] > 0
 

@@ -66,16 +66,6 @@ def test_an_error_of_one_rank_reaches_all_and_it_hears_that_they_know() -> None:
     assert three.every[1].errors.all_know
 
 
-def test_a_last_word_is_told() -> None:
-    three = Three()
-    three.pass_s(2)
-    three.every[2].alive.leave("ValueError: a bug")
-    three.pass_s(2)
-    told = three.every[1].explain(RuntimeError("closed"), "the ranks could not add")
-    assert told.ranks == (2,)
-    assert "has ended (ValueError: a bug)" in str(told)
-
-
 def _waits(three: Three, rank: int, seconds: int) -> None:
     wait: Any = AbortableWait(three.every[rank])
     for _ in range(4 * seconds):
@@ -85,31 +75,12 @@ def _waits(three: Three, rank: int, seconds: int) -> None:
         wait.look()
 
 
-def test_ranks_that_wait_for_unlike_things_are_told() -> None:
-    three = Three()
-    three.every[0].errors.agreeing("one thing")
-    three.every[1].errors.agreeing("another thing")
-    with pytest.raises(UsageError, match="this rank waits in one thing, another one in another thing"):
-        _waits(three, 0, 2)
-
-
 def test_who_waits_beside_an_agreement_that_it_did_not_join_is_told_in_seconds() -> None:
     three = Three()
     three.every[0].errors.agreeing("controller.warm_up()")
     with pytest.raises(UsageError, match=r"another rank waits in controller.warm_up\(\), which this rank did not call"):
         _waits(three, 2, int(BESIDE_S) + 2)
     assert BESIDE_S < three.now < BESIDE_S + 2
-
-
-def test_one_wish_stops_all_after_one_step() -> None:
-    three = Three()
-    steps = stopped = 0
-    three.every[2].stopping.want()
-    while not stopped and steps < 100:
-        three.pass_s(4)  # all have agreed on the step before it is over
-        steps += 1
-        stopped = sum(watch.stopping.reached(steps, watch.require_alive) for watch in three.every)
-    assert stopped == 3
 
 
 def test_a_rank_that_stands_still_after_a_wait_is_not_said_to_wait() -> None:
