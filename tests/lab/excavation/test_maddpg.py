@@ -44,8 +44,3 @@ def test_it_learns_to_fetch_pellets_and_to_work_with_any_number() -> None:
     again.run()
     assert (evaluate(again.act, SHORT, agents=1, seed=1).reward == work.reward).all()
     assert available() == METHODS
-
-
-def test_impossible_settings_are_refused() -> None:
-    refused(ConfigError, "learn_every", MADDPGConfig, learn_every=0)
-    refused(ConfigError, "warm_up", MADDPGConfig, capacity=0)

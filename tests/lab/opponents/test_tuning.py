@@ -11,12 +11,8 @@ import pytest
 from dynamix.errors import ConfigError
 from dynamix.policies.registry import parse_name
 from dynamix_lab.opponents.periods import Moment, period_of
-from dynamix_lab.opponents.profiled import Profiled
-from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.tuning import ROWS, TuningSpace, grid, neighbours, tune
-from dynamix_lab.opponents.virtual import policy_of, run_virtual
-from tests.lab.opponents.tiny import ConstantWorld, make_data, workload
 from tests.refused import refused
 
 SPACE = TuningSpace({16: 0.02, 256: 0.3}, workers=4, budget=20_000)
@@ -34,10 +30,6 @@ def test_every_row_begins_with_nine_trials_that_differ_at_the_same_three_rates(r
         assert rates[-1] == pytest.approx(4 * rates[0])
     if trials[0].policy not in (None, "profiled", "reference"):
         parse_name(str(trials[0].policy))
-
-
-def test_the_profiled_row_is_known_to_the_runner() -> None:
-    assert isinstance(policy_of(grid("profiled", SPACE)[0], None), Profiled)
 
 
 def test_qsr_begins_at_its_base_at_every_rate_and_grows_as_the_rate_falls() -> None:
@@ -120,15 +112,3 @@ def test_what_cannot_be_tuned_is_refused() -> None:
     refused(ConfigError, r"row='hope' .* single", grid, "hope", SPACE)
     refused(ConfigError, "periods", TuningSpace, {64: 0.05}, 4, 1000, periods=(4, 4))
     refused(ConfigError, "trials, seeds", tune, [], lambda trial, seed: trial, lambda run: 1.0)
-
-
-def test_tuning_on_the_virtual_clock_beats_the_worst_of_its_grid() -> None:
-    job, data = workload(), make_data()
-
-    def run(trial: Trial, seed: int) -> TrialRun:
-        limits = RunLimits(time_s=1.0, every_s=0.5)
-        return run_virtual(trial, job, data, ConstantWorld((1.0, 0.4)), seed=seed, limits=limits)
-
-    best, tried = tune(grid("local", SPACE), run, lambda run: run.evaluations[-1].loss)
-    assert best == tried[0].trial
-    assert tried[0].worth[0] < 0.9 * max(t.worth[0] for t in tried)
