@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from dynamix.errors import ConfigError
 from dynamix_lab.excavation.ground import GROUNDS, Burrow, Shape
-from dynamix_lab.excavation.sharing import gini, lorenz
 from dynamix_lab.excavation.world import Excavation, ExcavationConfig
 from tests.refused import refused
 
@@ -157,21 +156,6 @@ def test_an_episode_goes_on_exactly_from_its_state_and_repeats_from_its_seed() -
     env.leave(np.arange(4) == np.array([[0], [1], [2]]))
     other.load_state_dict(env.state_dict())
     np.testing.assert_array_equal(play(env, 20, 1), play(other, 20, 1))
-
-
-def test_inequality_of_work() -> None:
-    assert gini([[1, 1], [0, 2]]).tolist() == [0.0, 0.5]
-    assert np.isnan(gini([0.0, 0.0]))
-    np.testing.assert_allclose(lorenz([2, 1, 1]), [0, 0.25, 0.5, 1])
-    env = lane(1, 2)
-    for action in [RIGHT] * 2 + [LEFT] * 2:
-        env.step([[STAY, action]])
-    assert env.workload().summary()["gini"] is None
-    env.step([[LEFT, LEFT]])
-    summary = env.workload().summary()
-    assert summary["pellets_per_1000"] == pytest.approx(200)
-    assert summary["gini"] == 0.5
-    assert summary["lorenz"] == [0, 0, 1]
 
 
 def test_impossible_tasks_are_refused() -> None:

@@ -1,8 +1,9 @@
-"""The learners: they learn, go on exactly from where they were stopped, and MADQN sees no traces."""
+"""The learners and their curriculum: they learn, go on exactly from where they were stopped, and see who is there."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from dynamix.errors import ConfigError
+from dynamix_lab.excavation.config import METHODS, ExperimentConfig, available
+from dynamix_lab.excavation.experiment import run
 from dynamix_lab.excavation.ground import GROUNDS, Shape
 from dynamix_lab.excavation.learner import DQN, DQNConfig, DQNTraining, evaluate, without_traces
 from dynamix_lab.excavation.lessons import Lessons, Stage
-from dynamix_lab.excavation.maddpg import MADDPGConfig
-from dynamix_lab.excavation.mappo import MAPPOConfig, MAPPOTraining
+from dynamix_lab.excavation.maddpg import MADDPGConfig, MADDPGTraining
+from dynamix_lab.excavation.mappo import MAPPOConfig, MAPPOTraining, TeamCriticNet
 from dynamix_lab.excavation.world import ExcavationConfig
 from tests.refused import refused
 
@@ -167,4 +170,72 @@ def test_impossible_curricula_are_refused_before_the_first_step(stages: tuple[St
     refused(ConfigError, "stages", DQNTraining, SHORT, stages=stages, worlds=2)
     refused(ConfigError, "stages", MAPPOTraining, SHORT, stages=(Stage((1,), 150, 1.0),))
     refused(ConfigError, "worlds", Lessons, SHORT, worlds=0, seed=0)
-    refused(ConfigError, "resters", Lessons, SHORT, worlds=4, seed=0, resters=1.0)
+    refused(ConfigError, "resters", Lessons, SHORT, stages=STAGES, worlds=4, seed=0, resters=1.0)
+
+
+def test_a_stage_shares_its_worlds_out_and_the_absent_are_zeros() -> None:
+    lessons = Lessons(
+        dataclasses.replace(SHORT, horizon=50),
+        stages=(Stage((1,), 2, 1.0), Stage((1, 2, 3), 60, 0.3)),
+        worlds=7,
+        seed=0,
+    )
+    assert lessons.present.tolist() == [[True]] * 7
+    for _ in range(2):
+        lessons.step(np.zeros((7, 1), dtype=int))
+    for _ in range(60):  # past the horizon
+        seen, who = lessons.observe(), lessons.present
+        assert who.sum(-1).tolist() == [1, 1, 2, 2, 2, 3, 3]
+        then, reward, goes_on = lessons.step(np.random.default_rng(0).integers(5, size=who.shape))
+        for values in (seen[~who], then[~who], reward[~who]):
+            assert not values.any()
+        assert goes_on.all()
+        assert seen[who].any(-1).all()
+    assert lessons.done == lessons.steps == 62
+    assert lessons.stage.agents == (1, 2, 3)
+
+
+def test_the_absent_are_not_remembered() -> None:
+    stages = (Stage((1, 3), 40, 1.0),)
+    training = DQNTraining(SHORT, TINY, stages=stages, worlds=4, seed=0)
+    training.run()
+    assert training.learner.remembered == 40 * (2 * 1 + 2 * 3)
+    assert (training.learner.memory["seen"][: training.learner.remembered] != 0).any(-1).all()
+
+
+def test_the_absent_change_nothing_in_mappos_critic() -> None:
+    net, rng = TeamCriticNet(6, 8, torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+    observed, mask = torch.rand(5, 3, 6, generator=rng), torch.tensor([True, True, False]).expand(5, 3)
+    other = observed.clone()
+    other[:, 2] = 9.0
+    alone = net(observed[:, :2], torch.ones(5, 2, dtype=torch.bool))[1]
+    for padded in (observed, other):
+        torch.testing.assert_close(net(padded, mask)[1], alone)
+
+
+INSTALLED = importlib.util.find_spec("agilerl") is not None
+
+
+@pytest.mark.skipif(INSTALLED, reason="AgileRL is installed")
+def test_without_agilerl_it_says_what_to_install_and_is_left_out() -> None:
+    refused(ConfigError, r"lab\[maddpg\]", MADDPGTraining)
+    refused(ConfigError, "maddpg", run, ExperimentConfig(methods=("s-madrl", "maddpg")), tell=pytest.fail)
+    assert available() == tuple(name for name in METHODS if name != "maddpg")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # AgileRL's own
+@pytest.mark.skipif(not INSTALLED, reason='AgileRL is not installed: pip install "./lab[maddpg]"')
+def test_it_learns_to_fetch_pellets_and_to_work_with_any_number() -> None:
+    config = MADDPGConfig(hidden=32, batch=128, warm_up=500, capacity=6_000, learn_every=2)
+    stages = (Stage((1,), 600, 1.0), Stage((1, 2), 50, 0.3))
+    training = MADDPGTraining(SHORT, config, stages=stages, worlds=8, seed=0)
+    training.run()
+    assert training.remembered == 650 * 8
+    assert (training.memory["seen"][:4_000, 1] == 0).all(), "who was absent is zeros"
+    work = evaluate(training.act, SHORT, agents=1, seed=1)
+    assert work.reward.mean() > 0
+    assert np.isfinite(evaluate(training.act, SHORT, agents=4, seed=1).reward).all()
+    again = MADDPGTraining(SHORT, config, stages=stages, worlds=8, seed=0)
+    again.run()
+    assert (evaluate(again.act, SHORT, agents=1, seed=1).reward == work.reward).all()
+    assert available() == METHODS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,10 +16,14 @@ from dynamix.events.run_folder import RunFolder
 from dynamix_lab.emulator import Emulation, load_scenario
 from dynamix_lab.emulator.devices import DeviceSteps
 from dynamix_lab.experiment.clusters import cluster_of
+from dynamix_lab.experiment.experiment import load as experiment
+from dynamix_lab.experiment.measures import SETTINGS
 from dynamix_lab.experiment.places import Place
+from dynamix_lab.experiment.suite import TableCase, read
 from dynamix_lab.opponents.launch import LiveJob, LiveRanks, LiveRun, paced
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import LocalSettings, Trial
+from dynamix_lab.results.record import load
 
 TRIALS = {
     "single": Trial("single", None, 128, 0.05),
@@ -27,30 +32,62 @@ TRIALS = {
     "goodput": Trial("goodput", "goodput", 32, 0.05),
 }
 LIMITS = RunLimits(samples=1280, every_samples=320)
+ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize(
-    "name", ["virtual", pytest.param("emulator", marks=[pytest.mark.emulator, pytest.mark.multiproc])]
-)
-def test_rows_take_turns_on_a_cluster(name: str, tmp_path: Path) -> None:
+RECORDED = [
+    *(("device-uneven/teacher", row) for row in ("static, warm-up", "lb_bsp", "local SGD", "post-local SGD", "DiLoCo")),
+    ("device-slow-link/teacher", "static, r0"),
+]
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[dict[str, Any]]:
+    """The cases of the newest `dynamix bench first-run`."""
+    found = load("results/first-run-*", ROOT)
+    assert found is not None
+    return found["cases"]
+
+
+@pytest.mark.parametrize(("where", "row"), RECORDED)
+def test_a_recorded_run_comes_out_again_to_the_last_digit(
+    tmp_path: Path, recorded: list[dict[str, Any]], where: str, row: str
+) -> None:
+    """So samples, weights, losses, schedules, meetings and devices are as they were."""
+    cases = {(case["place"], case["setting"], case["batch"]): case for case in recorded}
+    kept, place = cases[where, "finish", 128]["rows"][row], Place.of(where)
+    trial, limits = Trial.from_dict(kept["trial"]), SETTINGS["finish"].limits(place)
+    with cluster_of("virtual", RunFolder("again", tmp_path / "run")) as cluster:
+        run = cluster.run(trial, place, kept["seed"][0], limits)
+    found = read(TableCase("finish", place, 128), {**run.to_dict(), "overrun": run.overrun})
+    assert found == {name: kept[name][0] for name in found}
+
+
+def test_an_experiment_means_the_trials_and_the_least_times_that_were_recorded(recorded: list[dict[str, Any]]) -> None:
+    """Recipes of one worker for W of them; and what physics allows, also where a device is lost and replaced."""
+    plan = experiment("first-run")
+    for case in recorded:
+        place = Place.of(case["place"])
+        for row in plan.rows_at(place, case["setting"]):
+            trial = row.trial(place.job, case["setting"], case["batch"], place.load().workers)
+            assert trial == Trial.from_dict(case["rows"][row.name]["trial"]), (case["place"], row.name)
+        if case["least_s"]:
+            assert place.least_s(0, case["batch"], place.outages) == case["least_s"]["0"]
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+def test_rows_take_turns_on_a_cluster(tmp_path: Path) -> None:
     place = Place.of("device-even/teacher")
-    with cluster_of(name, RunFolder("small", tmp_path / "run")) as cluster:
-        runs = {row: cluster.run(TRIALS[row], place, 3, LIMITS) for row in ("static", "single")}
+    with cluster_of("emulator", RunFolder("small", tmp_path / "run")) as cluster:
+        static, single = (cluster.run(TRIALS[row], place, 3, LIMITS) for row in ("static", "single"))
         again = cluster.run(TRIALS["static"], place, 3, LIMITS)
-        static = cluster.run(TRIALS["static"], place, 4, LIMITS)
-    assert all(run.samples >= 1280 and run.evaluations[-1].loss < run.evaluations[0].loss for run in runs.values())
-    assert runs["static"].time_s < runs["single"].time_s
-    assert static.seed == 4
-    assert again.samples == runs["static"].samples
-    assert bool(cluster.mechanisms) == (name == "emulator")
-
-
-def test_the_virtual_clock_gives_the_same_run_again(tmp_path: Path) -> None:
-    place = Place.of("device-neighbours/mnist1d-noisy-mlp")
-    with cluster_of("virtual", RunFolder("small", tmp_path / "run")) as cluster:
-        first, second, other = (cluster.run(TRIALS["goodput"], place, seed, LIMITS) for seed in (3, 3, 4))
-    assert first == second
-    assert first.evaluations != other.evaluations
+        other = cluster.run(TRIALS["static"], place, 4, LIMITS)
+    assert all(run.samples >= 1280 and run.evaluations[-1].loss < run.evaluations[0].loss for run in (static, single))
+    assert static.time_s < single.time_s
+    assert other.seed == 4
+    assert again.samples == static.samples
+    assert cluster.mechanisms
 
 
 @pytest.mark.emulator

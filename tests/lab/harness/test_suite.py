@@ -71,23 +71,21 @@ def test_a_result_names_its_command_and_its_plan(tmp_path: Path) -> None:
     assert len(host["load_average"]) == 3
 
 
-def test_what_is_finished_is_not_run_again_and_cells_may_be_added(tmp_path: Path) -> None:
-    run_suite(CountSuite(CountPlan(("a", "b"))), RunFolder("count", tmp_path / "run"))
-    result, told = _resumed(tmp_path / "run", CountPlan(("a", "b", "c")))
-    assert told == ["c"]
-    assert result["values"] == {"a": 2, "b": 4, "c": 8}
-
-
-def test_another_plan_is_refused_and_named(tmp_path: Path) -> None:
-    run_suite(CountSuite(CountPlan()), RunFolder("count", tmp_path / "run"))
-    with pytest.raises(ConfigError, match="plan: factor=3 is not possible: allowed is 2"):
-        _resumed(tmp_path / "run", CountPlan(factor=3))
-    refused(ConfigError, "factor=0", _resumed, tmp_path / "run", CountPlan(factor=0))
-
-
-def test_a_result_that_is_not_final_is_run_again(tmp_path: Path) -> None:
+def test_what_is_final_is_not_run_again_and_cells_may_be_added(tmp_path: Path) -> None:
     run_suite(CountSuite(CountPlan(("a", "x"))), RunFolder("count", tmp_path / "run"))
-    assert _resumed(tmp_path / "run", CountPlan(("a", "x")))[1] == ["x"]
+    result, told = _resumed(tmp_path / "run", CountPlan(("a", "x", "c")))
+    assert told == ["x", "c"]
+    assert result["values"] == {"a": 2, "x": 4, "c": 8}
+
+
+def test_another_plan_and_a_damaged_cell_are_refused_and_named(tmp_path: Path) -> None:
+    run_suite(CountSuite(CountPlan()), RunFolder("count", tmp_path / "run"))
+    refused(
+        ConfigError, "plan: factor=3 is not possible: allowed is 2", _resumed, tmp_path / "run", CountPlan(factor=3)
+    )
+    refused(ConfigError, "factor=0", _resumed, tmp_path / "run", CountPlan(factor=0))
+    (tmp_path / "run" / "cells" / "b.json").write_text("{")
+    refused(StateError, r"b\.json is damaged", _resumed, tmp_path / "run", CountPlan())
 
 
 def test_what_ended_before_an_interrupt_is_concluded(tmp_path: Path) -> None:
@@ -100,12 +98,6 @@ def test_what_ended_before_an_interrupt_is_concluded(tmp_path: Path) -> None:
     assert partly["interrupted"]
     assert partly["values"] == {"a": 2, "b": 4}
     assert "interrupted" not in _resumed(tmp_path / "run", CountPlan())[0]
-
-
-def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
-    run_suite(CountSuite(CountPlan()), RunFolder("count", tmp_path / "run"))
-    (tmp_path / "run" / "cells" / "b.json").write_text("{")
-    refused(StateError, r"b\.json is damaged", _resumed, tmp_path / "run", CountPlan())
 
 
 @dataclass(frozen=True)

@@ -33,22 +33,13 @@ def _world(scenario: Scenario, *, buckets: tuple[GradientBucket, ...] = (), **mo
     return DeviceWorld(scenario, buckets=buckets, **settings)
 
 
-def test_step_of_unlike_devices_ends_with_the_slowest() -> None:
-    world = _world(_scenario(1.0, 0.5))
-    world.apply(np.array([[60, 20]]))
-    busy, whole = world.advance()
-    assert busy[0].tolist() == pytest.approx([0.05, 0.06])
-    assert whole.tolist() == pytest.approx([0.06])
-    assert float(world.clock_s[0]) == pytest.approx(0.06)
-
-
 def test_work_over_many_changes_is_the_integral_of_speed() -> None:
     trace = Trace(times_s=(0.0, 2.0), factors=((1.0, 1.0), (0.5, 1.0)), repeat_s=4.0)
     world = _world(_scenario(0.8, 1.0, trace=trace, disturbances=(Neighbour(kind="neighbour", every_s=3, factor=0.5),)))
     end_s = world.finish_s(0, 6.0, 0.7)
-    grid = np.arange(0.7, end_s, 1e-3)
-    done = sum(Course(world.scenario, 0).at(float(t)).speeds[0] for t in grid) * 1e-3
-    assert done == pytest.approx(6.0, abs=0.01)
+    grid = np.arange(0.7, end_s, 4e-3)
+    done = sum(Course(world.scenario, 0).at(float(t)).speeds[0] for t in grid) * 4e-3
+    assert done == pytest.approx(6.0, abs=0.02)
 
 
 def test_costs_of_samples_are_charged_to_their_worker_for_one_step() -> None:
@@ -106,22 +97,6 @@ def test_impossible_worlds_are_refused() -> None:
     refused(ConfigError, "device", _world, load_scenario("even"))
     for costs in ([1.0], [float("nan")] * 64, [-1.0] * 64):
         refused(ConfigError, "sample_costs", _cluster, _world(_scenario(1.0, 0.5)), batch_size=4, sample_costs=costs)
-
-
-def test_jitter_is_small_and_the_same_for_a_seed() -> None:
-    worlds = [_world(_scenario(1.0, 1.0), extras=LiveExtras(jitter_sd=0.01), seed=seed) for seed in (1, 1, 2)]
-    first, again, other = (np.array([world.advance()[0][0] for _ in range(200)]) for world in worlds)
-    assert (first == again).all()
-    assert not (first == other).any()
-    assert first.std(0) / 0.04 == pytest.approx([0.01, 0.01], rel=0.2)
-
-
-def test_buckets_are_filled_from_the_last_layer_and_hold_every_gradient() -> None:
-    net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])  # 263,168 bytes each
-    first, rest = gradient_buckets(net)
-    assert first.size_bytes == 4 * 263_168  # the fourth passes 1 MiB
-    assert first.size_bytes + rest.size_bytes == sum(p.numel() * 4 for p in net.parameters())
-    assert 1 / 3 < first.ready_at < rest.ready_at == 1.0
 
 
 NET = nn.Linear(3, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,12 @@ from dynamix.errors import ConfigError
 from dynamix.policies.files import describe_policy
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.learned.policy import PRETRAINED, LearnedPolicy, pretrained
+from dynamix.policies.stigmergic.policy import RANGES, Parameters
 from dynamix_lab.simulator import ClusterEnv, rollout, sample_family
+from dynamix_lab.training import stigmergic
 from dynamix_lab.training.dynamix_policy import ResidualTraining, TrainingConfig, train
 from dynamix_lab.training.evaluation import evaluate_families, validation_score
+from dynamix_lab.training.stigmergic import SearchConfig, from_logits, to_logits
 from dynamix_lab.training.tensorboard import TensorBoard
 from tests.refused import refused
 
@@ -29,16 +31,6 @@ TINY = TrainingConfig(
 
 def _weights(policy: LearnedPolicy) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in policy.net.parameters()])
-
-
-def test_two_trainings_with_one_seed_give_identical_weights_and_another_seed_does_not() -> None:
-    said: list[str] = []
-    one = train(TINY, 3, progress=lambda what, fraction: said.append(what))
-    torch.manual_seed(12345)  # global RNG state must not matter
-    assert torch.equal(_weights(one), _weights(train(TINY, 3)))
-    other = train(dataclasses.replace(TINY, clone_rounds=0, ppo_updates=0), 4)
-    assert not torch.equal(_weights(one), _weights(other))
-    assert [words.split()[0] for words in said][:3] == ["clone", "regret", "ppo"]
 
 
 def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
@@ -82,13 +74,6 @@ def test_figures_of_families_are_paired_and_complete() -> None:
     assert result["summary"]["again"]["ahead_of_goodput"] == []
 
 
-def test_a_trained_policy_saves_its_configuration(tmp_path: Path) -> None:
-    policy = train(dataclasses.replace(TINY, clone_rounds=0, ppo_updates=0), 0)
-    policy.save(tmp_path / "p.safetensors")
-    assert json.loads((tmp_path / "p.json").read_text())["training"]["clone_rounds"] == 0
-    assert describe_policy(tmp_path / "p.safetensors")["seed"] == 0
-
-
 @pytest.mark.parametrize("workers", [2, 8])
 def test_the_shipped_policy_settles_where_nothing_changes(workers: int) -> None:
     env = ClusterEnv(sample_family("affine-quiet", 16, workers, 55), seed=5)
@@ -96,3 +81,23 @@ def test_the_shipped_policy_settles_where_nothing_changes(workers: int) -> None:
     swings = np.abs(np.diff(path[21:], axis=0))
     assert np.median(swings) < 0.03
     assert np.quantile(swings, 0.99) < 0.5
+
+
+SEARCH = SearchConfig(
+    **{"stages": ((2,),), "generations": (1,), "tried": 3, "kept": 2, "worlds": 1, "rows": 12, "windows": 6},
+    **{"validation_workers": (2,), "validation_clusters": 6},
+)
+
+
+def test_a_seed_gives_the_same_numbers_and_the_best_on_validation_is_kept() -> None:
+    first, again = stigmergic.train(SEARCH, seed=5), stigmergic.train(SEARCH, seed=5)
+    assert first.parameters == again.parameters
+    by_hand, learned = first.about["validation"]
+    assert (first.parameters == Parameters()) == (learned <= by_hand)
+
+
+def test_numbers_never_leave_their_ranges() -> None:
+    drawn = from_logits(5.0 * np.random.default_rng(0).normal(size=len(RANGES)))
+    for name, value in dataclasses.asdict(drawn).items():
+        assert RANGES[name][0] <= value <= RANGES[name][1]
+    np.testing.assert_allclose(to_logits(from_logits(to_logits(Parameters()))), to_logits(Parameters()), atol=1e-9)

@@ -47,7 +47,7 @@ class Case:
     low: int = 0
     high: int = 64
     share: int = 32
-    samples: int = 600
+    samples: int = 1000
     epochs: int = 2
 
     @property
@@ -59,8 +59,8 @@ class Case:
 
 FOUR: dict[str, Any] = {"meet": "gradients", "rounds": "adaptive", "high": 40, "share": 8, "samples": 350, "epochs": 4}
 CASES = {
-    "shares": Case("lb_bsp"),
-    "rounds": Case("lb_bsp", rounds="adaptive", high=96),
+    "shares": Case("lb_bsp", samples=600),
+    "rounds": Case("lb_bsp", rounds="adaptive", high=96, samples=600),
     "batchnorm-adam": Case(Script(SHARES), norm=True, adam=True),
     "outer-kept": Case(Script(SHARES), how={"outer": nesterov, "optimizer_state": "kept"}),
     "reset-bfloat16": Case(Script(SHARES), how={"optimizer_state": "reset", "wire": "bfloat16"}),

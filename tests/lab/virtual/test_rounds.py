@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError
@@ -21,7 +19,7 @@ from dynamix.window import Bounds
 from dynamix_lab.simulator import Clusters, sample_clusters
 from dynamix_lab.virtual.cluster import VirtualCluster
 from dynamix_lab.virtual.run import VirtualRun
-from tests.lab.virtual.small import Watched, dataset, made, weights
+from tests.lab.virtual.small import Watched, dataset, made
 from tests.union import Script
 
 SHARE, PIECE, INTERVAL, SAMPLES = 32, 8, 3, 1000
@@ -66,8 +64,6 @@ def test_one_plain_step_a_round_is_the_step_along_the_union_batchs_gradient() ->
     together = run(meet="gradients", averaging=None, bounds=fixed, interval=2 * INTERVAL)
     np.testing.assert_array_equal(apart.counts, together.counts)
     np.testing.assert_allclose(apart.loss, together.loss, rtol=1e-9)
-
-
 
 
 # ---------------------------------------------------------------- the clock

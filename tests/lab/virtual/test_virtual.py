@@ -172,7 +172,7 @@ def test_never_more_than_a_micro_batch_passes_through_the_model_at_once() -> Non
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("workers", [1, 16, 256])
+@pytest.mark.parametrize("workers", [1, 64])
 def test_any_number_of_workers_sees_every_sample_once(tmp_path: Path, workers: int) -> None:
     steps, each = 10, 3
     data = Watched(workers * each * steps)
@@ -239,8 +239,6 @@ def test_snapshots_are_scored_off_the_clock_and_a_run_can_go_on() -> None:
     assert first.snapshots[0].score < first.snapshots[-1].score
     assert torch.equal(weights(whole), weights(parts))
     np.testing.assert_array_equal(np.concatenate([first.time_s, second.time_s]), straight.time_s)
-
-
 
 
 # ---------------------------------------------------------------- bad input
