@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from dynamix.errors import ConfigError
+from dynamix_lab.results.record import load
 from dynamix_lab.suites.compression.exchanges import LOSSY, OURS, PLAIN, WAYS
 from dynamix_lab.suites.compression.jobs import EMBEDDINGS, JOBS, SPARSE_JOBS, make_job
 from dynamix_lab.suites.compression.suite import CompressionCell, CompressionPlan
-from dynamix_lab.suites.compression.summary import judge, summarise
+from dynamix_lab.suites.compression.summary import join, judge, summarise
 from dynamix_lab.suites.compression.task import CompressionTask
 from dynamix_lab.suites.compression.worker import Rank, bound_bytes
 from tests.ranks import run_ranks
 from tests.refused import refused
 
-SOME = ("dense", "dense-again", "fp16", "compaction", "lhc", "auto")
+ROOT = Path(__file__).parents[3]
 TINY = {"users": 300, "items": 100, "factors": 8, "samples": 8}
 
 
@@ -31,7 +34,7 @@ def _rank(rank: int) -> dict[str, Any]:
     """
     times = {"dense": 0.1, "dense-again": 0.1, "compaction": 0.005}
     ways = {}
-    for name in SOME:
+    for name in ("dense", "dense-again", "fp16", "compaction"):
         exchange = times.get(name, 0.05)
         ours = name in OURS
         times_s = {"iteration_s": [exchange + 0.02] * 3, "exchange_s": [exchange + (0 if rank else 0.01)] * 3}
@@ -46,14 +49,8 @@ def _rank(rank: int) -> dict[str, Any]:
     return {"dense_bytes": 10_000_000, "ways": ways}
 
 
-def _cell(job: str = "ratings", rate: int | None = 100) -> dict[str, Any]:
-    about = {"job": job, "rate_mbit_s": rate, "workers": 2, "load_average": [0.1, 0.2]}
-    about |= {"mechanisms": {}, "commit": None}
-    return {**about, **summarise([_rank(0), _rank(1)])}
-
-
 def test_a_cell_compares_exchanges_of_the_last_to_arrive() -> None:
-    cell = _cell()
+    cell = summarise([_rank(0), _rank(1)])
     found = cell["ways"]["compaction"]
     assert found["exchange_s"] == [0.005, 0.005]
     assert found["aggregation_bytes_per_s"] == pytest.approx(10_000_000 / 0.005)
@@ -64,17 +61,11 @@ def test_a_cell_compares_exchanges_of_the_last_to_arrive() -> None:
     assert found["timed_steps"] == 6
 
 
-def test_goals_are_judged_where_they_are_set() -> None:
-    cells = {"slow": _cell(rate=100), "fast": _cell(rate=1000), "other": _cell("moe", 100)}
-    cells["other"]["ways"]["compaction"]["nonzero"] = 0.9  # nothing to compress: bytes are not judged there
-    goals = judge(cells)
-    assert goals["aggregation"]["found"] == {"slow": {"way": "compaction", "value": pytest.approx(20.0)}}
-    assert goals["aggregation"]["reached"]
-    assert goals["iteration"]["found"]["slow"]["value"] == pytest.approx(0.12 / 0.025)
-    assert goals["compaction_bytes"]["found"] == {"slow": pytest.approx(1.25), "fast": pytest.approx(1.25)}
-    assert goals["compaction_bytes"]["reached"] is False
-    assert goals["lhc_bytes"]["reached"]
-    assert judge({})["aggregation"]["reached"] is None
+def test_goals_and_ratios_of_recorded_cells_are_those_that_were_recorded() -> None:
+    recorded = load("results/compression-*", ROOT)
+    assert recorded is not None
+    for found, kept in ((judge(recorded["cells"]), recorded["target"]), (join(recorded["cells"]), recorded)):
+        assert json.loads(json.dumps(found)) == {name: kept[name] for name in found}
 
 
 def test_bound_counts_rows_of_embeddings_or_elements() -> None:
