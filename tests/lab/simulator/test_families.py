@@ -1,4 +1,4 @@
-"""Families of calibrated clusters: what holds in each, that references are good, and that no policy can cheat."""
+"""Calibrated figures and families of clusters: what holds in each, and that no policy can cheat."""
 
 from __future__ import annotations
 
