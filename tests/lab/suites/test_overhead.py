@@ -47,6 +47,7 @@ def test_a_rows_ratio_is_the_median_over_blocks_and_its_interval_that_of_launche
 
 def _both(rank: int, folder: Path, blocks: Blocks) -> tuple[dict[str, Any], dict[str, tuple[float, int]]]:
     """In one pair of processes; so no peak of memory is lower than that before it."""
+    dist.barrier()  # so that nobody closes what the other still opens
     dist.destroy_process_group()  # the blocks' ranks have one of their own
     timed = time_blocks(rank, str(folder / "blocks"), blocks)
     return timed, {way: peak_bytes(rank, str(folder / str(n)), way, width=64) for n, way in enumerate(WAYS)}
