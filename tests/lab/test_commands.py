@@ -24,11 +24,11 @@ MEASUREMENTS = "calibration compression disturbance excavation faults fuzz obser
 MEASUREMENTS += "experiment first-run opponents recipes"
 
 
-@pytest.mark.parametrize("name", MEASUREMENTS.split())
-def test_every_measurement_is_a_command(name: str) -> None:
-    done = CliRunner().invoke(app, ["bench", name, "--help"])
-    assert done.exit_code == 0
-    assert "--json" in done.output
+def test_every_measurement_is_a_command() -> None:
+    for name in MEASUREMENTS.split():
+        done = CliRunner().invoke(app, ["bench", name, "--help"])
+        assert done.exit_code == 0, name
+        assert "--json" in done.output, name
 
 
 @pytest.mark.parametrize(
@@ -60,21 +60,17 @@ def test_bad_arguments_end_with_one_clear_line_and_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_calibrations_errors_are_printed_and_within_their_goal() -> None:
-    found = json.loads(CliRunner().invoke(app, ["bench", "calibration", "--json"]).stdout)
-    assert found["jabas"]["inside"]["mean_absolute"] <= 0.1
-
-
 def test_the_name_of_an_experiment_is_short_for_experiment_and_its_name() -> None:
     said = [CliRunner().invoke(app, ["bench", *words, "--help"]) for words in (["regimes"], ["experiment", "regimes"])]
     assert said[0].output == said[1].output
     assert "first-run: " in said[0].output
 
 
-@pytest.mark.parametrize("name", sorted(REMOVED))
-def test_a_command_that_is_gone_says_what_to_write_now(name: str) -> None:
-    for arguments in ([], ["--help"], ["--against", "HEAD~1", "--json"]):
-        done = CliRunner().invoke(app, ["bench", name, *arguments])
-        assert done.exit_code == 2
-        assert done.output == f"error: dynamix bench {name}: removed in 0.3: write {REMOVED[name]}\n"
-    assert f"│ {name} " not in CliRunner().invoke(app, ["bench", "--help"]).output
+def test_a_command_that_is_gone_says_what_to_write_now() -> None:
+    shown = CliRunner().invoke(app, ["bench", "--help"]).output
+    for name in REMOVED:
+        for arguments in ([], ["--help"], ["--against", "HEAD~1", "--json"]):
+            done = CliRunner().invoke(app, ["bench", name, *arguments])
+            assert done.exit_code == 2
+            assert done.output == f"error: dynamix bench {name}: removed in 0.3: write {REMOVED[name]}\n"
+        assert f"│ {name} " not in shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 
 from dynamix.errors import ConfigError
 from dynamix_lab.excavation.ground import GROUNDS, Burrow, Shape
-from dynamix_lab.excavation.sharing import gini, lorenz
-from dynamix_lab.excavation.world import EventRewards, Excavation, ExcavationConfig
+from dynamix_lab.excavation.world import Excavation, ExcavationConfig
 from tests.refused import refused
 
 STAY, UP, DOWN, LEFT, RIGHT = range(5)
@@ -152,27 +150,12 @@ def test_an_episode_goes_on_exactly_from_its_state_and_repeats_from_its_seed() -
         rng = np.random.default_rng(seed)
         return [env.step(rng.integers(5, size=(3, 4)))[0] for _ in range(steps)][-1]
 
-    env, same, other = (Excavation(agents=4, worlds=3, seed=s) for s in (7, 7, 8))
+    typed = ExcavationConfig(GROUNDS["single-file"], signs="typed")
+    env, same, other = (Excavation(typed, agents=4, worlds=3, seed=s) for s in (7, 7, 8))
     np.testing.assert_array_equal(play(env, 20, 0), play(same, 20, 0))
+    env.leave(np.arange(4) == np.array([[0], [1], [2]]))
     other.load_state_dict(env.state_dict())
     np.testing.assert_array_equal(play(env, 20, 1), play(other, 20, 1))
-
-
-def test_inequality_of_work() -> None:
-    assert gini([[1, 1], [0, 2]]).tolist() == [0.0, 0.5]
-    assert np.isnan(gini([0.0, 0.0]))
-    np.testing.assert_allclose(lorenz([2, 1, 1]), [0, 0.25, 0.5, 1])
-    env = lane(1, 2)
-    for action in [RIGHT] * 2 + [LEFT] * 2:
-        env.step([[STAY, action]])
-    summary = env.workload().summary()
-    assert summary["pellets_per_1000"] == 0
-    assert summary["gini"] is None
-    env.step([[LEFT, LEFT]])
-    summary = env.workload().summary()
-    assert summary["pellets_per_1000"] == pytest.approx(200)
-    assert summary["gini"] == 0.5
-    assert summary["lorenz"] == [0, 0, 1]
 
 
 def test_impossible_tasks_are_refused() -> None:
@@ -180,13 +163,13 @@ def test_impossible_tasks_are_refused() -> None:
         (Shape, {"tunnel_width": 9}),
         (Shape, {"tunnel_length": 0}),
         *((ExcavationConfig, wrong) for wrong in ({"speeds": (0.0,)}, {"pellets": 0}, {"horizon": 0})),
+        *((ExcavationConfig, wrong) for wrong in ({"signs": "smoke"}, {"late": -1}, {"noise": float("nan")})),
         *((Excavation, wrong) for wrong in ({"agents": 13}, {"worlds": 0})),
     ):
         refused(ConfigError, next(iter(wrong)), made, **wrong)
     refused(ConfigError, "chamber", Shape, chamber_rows=1, chamber_columns=1)
     for action in ([[0, 5]], [0, 1]):
         refused(ConfigError, "action", Excavation(agents=2).step, action)
-    assert EventRewards().delivery_weight * EventRewards().delivery == 20
 
 
 def test_pettingzoo_accepts_it() -> None:
@@ -200,38 +183,15 @@ def test_pettingzoo_accepts_it() -> None:
     parallel_seed_test(lambda: ParallelExcavation(config, agents=3))
     env = ParallelExcavation(config, agents=3, render_mode="ansi")
     env.reset(seed=0)
-    drawn = env.render()
-    assert isinstance(drawn, str)
-    assert drawn.count("o") >= 3
+    assert str(env.render()).count("o") >= 3
     refused(ConfigError, "render_mode", ParallelExcavation, render_mode="human")
-
-
-def test_pictures_and_films_are_files_that_others_read(tmp_path: Path) -> None:
-    from PIL import Image
-
-    from dynamix_lab.excavation.render import image, save_gif, save_png, text
-
-    env = Excavation(agents=4, worlds=2, seed=0)
-    frames = []
-    for _ in range(3):
-        env.step(np.full((2, 4), RIGHT))
-        frames.append(image(env, 1))
-    assert text(env).count("o") >= 4
-    save_png(env, tmp_path / "one.png")
-    save_gif(frames, tmp_path / "film.gif")
-    with Image.open(tmp_path / "one.png") as png, Image.open(tmp_path / "film.gif") as gif:
-        assert png.size == (env.burrow.width * 16, env.burrow.height * 16)
-        assert gif.n_frames == 3
-    refused(ConfigError, "world", image, env, 2)
 
 
 def test_gymnasium_accepts_one_agent_of_many() -> None:
     gymnasium = pytest.importorskip("gymnasium")
     from gymnasium.utils.env_checker import check_env
 
-    name = "dynamix_lab.excavation.environments:dynamix/Excavation-v0"
-    env = gymnasium.make(name, agents=3, horizon=30)
+    env = gymnasium.make("dynamix_lab.excavation.environments:dynamix/Excavation-v0", agents=3, horizon=30)
     check_env(env.unwrapped)
     env.reset(seed=1)
-    ended = [env.step(0)[3] for _ in range(30)]
-    assert ended == [False] * 29 + [True]
+    assert [env.step(0)[3] for _ in range(30)] == [False] * 29 + [True]

@@ -91,16 +91,15 @@ def test_a_run_that_fails_leaves_those_beside_it_to_be_kept(tmp_path: Path) -> N
 
 
 def test_a_method_may_have_its_traces_changed() -> None:
-    names = ("s-madrl:late", "s-madrl:no-decay")
-    result = run(dataclasses.replace(QUICK, methods=names, agents=(2,), large=()))
-    assert {*names} < result["methods"].keys()
     assert task_of(QUICK.task, "hand:noise").noise == 0.5
     for wrong in ("s-madrl:loud", "madqn:late"):
         refused(ConfigError, "methods", dataclasses.replace, QUICK, methods=(wrong,))
 
 
 def test_a_seed_gives_the_same_result_again() -> None:
-    first, second = (run(dataclasses.replace(QUICK, methods=("s-madrl",), agents=(2,))) for _ in range(2))
+    names = ("s-madrl:late", "mappo")
+    first, second = (run(dataclasses.replace(QUICK, methods=names, agents=(2,), large=())) for _ in range(2))
+    assert {*names} < first["methods"].keys()
     for result in (first, second):
         for part in result["methods"].values():
             del part["seconds"]
@@ -124,8 +123,6 @@ def test_the_command_prints_the_table_and_writes_the_ground_it_ran_on(tmp_path: 
     out = tmp_path / "run"
     done = bench("--out", str(out), "--seeds", "2", "--ground", "single-file", "--horizon", "5")
     assert done.exit_code == 0, done.output
-    assert "pellets_per_1000" in done.output
-    assert "steps of a world a core and second" in done.output
     saved = json.loads((out / "result.json").read_text())
     assert saved["command"] == ("dynamix bench excavation --methods random --seeds 2 --ground single-file --horizon 5")
     assert saved["config"]["task"]["shape"]["tunnel_width"] == 1

@@ -1,8 +1,9 @@
-"""The learners: they learn, go on exactly from where they were stopped, and MADQN sees no traces."""
+"""The learners and their curriculum: they learn, go on exactly from where they were stopped, and see who is there."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from dynamix.errors import ConfigError
-from dynamix_lab.excavation.ground import Shape
+from dynamix_lab.excavation.config import METHODS, ExperimentConfig, available
+from dynamix_lab.excavation.experiment import run
+from dynamix_lab.excavation.ground import GROUNDS, Shape
 from dynamix_lab.excavation.learner import DQN, DQNConfig, DQNTraining, evaluate, without_traces
-from dynamix_lab.excavation.lessons import Stage
-from dynamix_lab.excavation.mappo import MAPPOConfig, MAPPOTraining
+from dynamix_lab.excavation.lessons import Lessons, Stage
+from dynamix_lab.excavation.maddpg import MADDPGConfig, MADDPGTraining
+from dynamix_lab.excavation.mappo import MAPPOConfig, MAPPOTraining, TeamCriticNet
 from dynamix_lab.excavation.world import ExcavationConfig
 from tests.refused import refused
 
@@ -27,6 +31,11 @@ def q_learning(seed: int) -> Any:
     return DQNTraining(SHORT, TINY, stages=STAGES, worlds=4, seed=seed)
 
 
+def with_resters(seed: int) -> Any:
+    task = dataclasses.replace(SHORT, shape=GROUNDS["single-file"], signs="typed")
+    return DQNTraining(task, dataclasses.replace(TINY, resters=0.5), stages=STAGES, worlds=4, seed=seed)
+
+
 def mappo(seed: int) -> Any:
     return MAPPOTraining(SHORT, MAPPOConfig(hidden=16, rollout=20, rows=64), stages=STAGES, worlds=4, seed=seed)
 
@@ -35,31 +44,20 @@ def weights(training: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in training.learner.net.parameters()])
 
 
-@pytest.mark.parametrize(("make", "stop"), [(q_learning, 50), (mappo, 40)])
-def test_a_state_kept_in_memory_is_not_changed_by_what_goes_on(make: Any, stop: int) -> None:
-    whole, *others = (make(3) for _ in range(3))
-    whole.run(stop)
-    kept = whole.state_dict()
-    whole.run()
-    for then in others:
-        then.load_state_dict(kept)
-        then.run()
-        assert torch.equal(weights(whole), weights(then))
-
-
-@pytest.mark.parametrize(("make", "stop"), [(q_learning, 30), (q_learning, 40), (mappo, 40)])
+@pytest.mark.parametrize(("make", "stop"), [(q_learning, 30), (q_learning, 40), (with_resters, 50), (mappo, 40)])
 def test_stopped_and_resumed_it_ends_in_the_same_weights(make: Any, stop: int) -> None:
     whole, first, then = make(3), make(3), make(99)
     whole.run()
     first.run(stop)
-    kept = io.BytesIO()
-    torch.save(first.state_dict(), kept)
+    half, state, kept = weights(first), first.state_dict(), io.BytesIO()
+    first.run(stop + 5)  # a state kept in memory is not changed by what goes on
+    torch.save(state, kept)
     kept.seek(0)
     then.load_state_dict(torch.load(kept, weights_only=False))
     then.lessons.seed = 3  # a resumed job has its configuration
     then.run()
     assert torch.equal(weights(whole), weights(then))
-    assert not torch.equal(weights(whole), weights(first))
+    assert not torch.equal(weights(whole), half)
 
 
 def test_one_agent_learns_to_fetch_pellets() -> None:
@@ -137,18 +135,107 @@ def test_memory_keeps_the_newest_and_the_target_follows_late() -> None:
         assert same == (update == 3)
 
 
-def test_impossible_settings_are_refused() -> None:
-    refused(ConfigError, "warm_up", DQNConfig, batch=100, warm_up=10)
-    for settings in ({"temperature": 0.0}, {"temperature": float("nan")}, {"munchausen": 1.0}):
-        refused(ConfigError, "temperature", DQNConfig, **settings)
-    for settings in ({"gamma": 2.0}, {"learning_rate": float("nan")}, {"target_every": 0}, {"batch": 0, "warm_up": 0}):
-        refused(ConfigError, "gamma", DQNConfig, **settings)
-    refused(ConfigError, "rollout", MAPPOConfig, rollout=0)
-    for config, settings in (
-        (DQNConfig, {"shared": 1.1}),
-        (DQNConfig, {"cooling": -1.0}),
-        (MAPPOConfig, {"cooling": 2.0}),
-    ):
-        refused(ConfigError, "cooling", config, **settings)
-    refused(ConfigError, "stages", DQNTraining, SHORT, stages=())
+@pytest.mark.parametrize(
+    ("config", "settings", "named"),
+    [
+        (DQNConfig, {"batch": 100, "warm_up": 10}, "warm_up"),
+        *((DQNConfig, wrong, "temperature") for wrong in ({"temperature": 0.0}, {"munchausen": 1.0})),
+        *((DQNConfig, wrong, "gamma") for wrong in ({"gamma": 2.0}, {"learning_rate": float("nan")})),
+        *((DQNConfig, wrong, "gamma") for wrong in ({"target_every": 0}, {"batch": 0, "warm_up": 0})),
+        *((DQNConfig, wrong, "cooling") for wrong in ({"shared": 1.1}, {"cooling": -1.0})),
+        *((MAPPOConfig, wrong, next(iter(wrong))) for wrong in ({"rollout": 0}, {"cooling": 2.0})),
+        *(
+            (MADDPGConfig, wrong, named)
+            for wrong, named in (({"learn_every": 0}, "learn_every"), ({"capacity": 0}, "warm_up"))
+        ),
+    ],
+)
+def test_impossible_settings_are_refused(config: Any, settings: dict[str, Any], named: str) -> None:
+    refused(ConfigError, named, config, **settings)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (),
+        (Stage((1,), 0, 1.0),),
+        (Stage((), 5, 1.0),),
+        (Stage((1, 2, 4), 5, 1.0),),
+        (Stage(1, 5, 1.0),),  # type: ignore[arg-type]
+        (Stage((1,), 5, 1.0), Stage((50,), 5, 1.0)),
+        (Stage((1,), 5, 1.5),),
+    ],
+)
+def test_impossible_curricula_are_refused_before_the_first_step(stages: tuple[Stage, ...]) -> None:
+    refused(ConfigError, "stages", DQNTraining, SHORT, stages=stages, worlds=2)
     refused(ConfigError, "stages", MAPPOTraining, SHORT, stages=(Stage((1,), 150, 1.0),))
+    refused(ConfigError, "worlds", Lessons, SHORT, worlds=0, seed=0)
+    refused(ConfigError, "resters", Lessons, SHORT, stages=STAGES, worlds=4, seed=0, resters=1.0)
+
+
+def test_a_stage_shares_its_worlds_out_and_the_absent_are_zeros() -> None:
+    lessons = Lessons(
+        dataclasses.replace(SHORT, horizon=50),
+        stages=(Stage((1,), 2, 1.0), Stage((1, 2, 3), 60, 0.3)),
+        worlds=7,
+        seed=0,
+    )
+    assert lessons.present.tolist() == [[True]] * 7
+    for _ in range(2):
+        lessons.step(np.zeros((7, 1), dtype=int))
+    for _ in range(60):  # past the horizon
+        seen, who = lessons.observe(), lessons.present
+        assert who.sum(-1).tolist() == [1, 1, 2, 2, 2, 3, 3]
+        then, reward, goes_on = lessons.step(np.random.default_rng(0).integers(5, size=who.shape))
+        for values in (seen[~who], then[~who], reward[~who]):
+            assert not values.any()
+        assert goes_on.all()
+        assert seen[who].any(-1).all()
+    assert lessons.done == lessons.steps == 62
+    assert lessons.stage.agents == (1, 2, 3)
+
+
+def test_the_absent_are_not_remembered() -> None:
+    stages = (Stage((1, 3), 40, 1.0),)
+    training = DQNTraining(SHORT, TINY, stages=stages, worlds=4, seed=0)
+    training.run()
+    assert training.learner.remembered == 40 * (2 * 1 + 2 * 3)
+    assert (training.learner.memory["seen"][: training.learner.remembered] != 0).any(-1).all()
+
+
+def test_the_absent_change_nothing_in_mappos_critic() -> None:
+    net, rng = TeamCriticNet(6, 8, torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+    observed, mask = torch.rand(5, 3, 6, generator=rng), torch.tensor([True, True, False]).expand(5, 3)
+    other = observed.clone()
+    other[:, 2] = 9.0
+    alone = net(observed[:, :2], torch.ones(5, 2, dtype=torch.bool))[1]
+    for padded in (observed, other):
+        torch.testing.assert_close(net(padded, mask)[1], alone)
+
+
+INSTALLED = importlib.util.find_spec("agilerl") is not None
+
+
+@pytest.mark.skipif(INSTALLED, reason="AgileRL is installed")
+def test_without_agilerl_it_says_what_to_install_and_is_left_out() -> None:
+    refused(ConfigError, r"lab\[maddpg\]", MADDPGTraining)
+    refused(ConfigError, "maddpg", run, ExperimentConfig(methods=("s-madrl", "maddpg")), tell=pytest.fail)
+    assert available() == tuple(name for name in METHODS if name != "maddpg")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # AgileRL's own
+@pytest.mark.skipif(not INSTALLED, reason='AgileRL is not installed: pip install "./lab[maddpg]"')
+def test_it_learns_to_fetch_pellets_and_to_work_with_any_number() -> None:
+    config = MADDPGConfig(hidden=32, batch=128, warm_up=500, capacity=6_000, learn_every=2)
+    stages = (Stage((1,), 600, 1.0), Stage((1, 2), 50, 0.3))
+    training = MADDPGTraining(SHORT, config, stages=stages, worlds=8, seed=0)
+    training.run()
+    assert training.remembered == 650 * 8
+    assert (training.memory["seen"][:4_000, 1] == 0).all(), "who was absent is zeros"
+    work = evaluate(training.act, SHORT, agents=1, seed=1)
+    assert work.reward.mean() > 0
+    assert np.isfinite(evaluate(training.act, SHORT, agents=4, seed=1).reward).all()
+    again = MADDPGTraining(SHORT, config, stages=stages, worlds=8, seed=0)
+    again.run()
+    assert (evaluate(again.act, SHORT, agents=1, seed=1).reward == work.reward).all()
+    assert available() == METHODS

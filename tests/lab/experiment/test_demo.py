@@ -29,7 +29,6 @@ from tests.refused import refused
 
 ROWS = ["static", "lb_bsp", "balance", "adapt", "single"]
 SECONDS = {"static": 32.0, "lb_bsp": 21.0, "balance": 20.0, "adapt": 19.0, "single": 55.0}
-COLUMNS = ["row", "seconds", "score", "samples/s", "waiting"]
 
 
 class Pretended:
@@ -93,19 +92,14 @@ def test_one_seed_says_how_long_it_takes_and_shows_each_row_once_without_a_ratio
     assert done.exit_code == 0, done.output
     assert ran.ran == [(0, name) for name in ROWS]
     assert ran.repeats == [0]
-    lines = done.stderr.splitlines()
-    before = lines.index("static, seed 0: 32.0 s, score 47.5, 719 samples/s, waiting 25 %")
-    assert any(re.fullmatch(r"5 rows of about \d\d s each, \d\.\d minutes in all", line) for line in lines[:before])
-    assert "single, seed 0: 55.0 s, score 47.5, 418 samples/s, waiting –" in lines
-    assert "hosts: paced devices, meeting over loopback: no root is needed" in lines
-    assert "`--seeds 5` says how far runs differ" in done.stdout
+    before, _, after = done.stderr.partition("static, seed 0: 32.0 s, score 47.5, 719 samples/s, waiting 25 %")
+    assert re.search(r"5 rows of about \d\d s each, \d\.\d minutes in all", before)
+    assert "single, seed 0: 55.0 s, score 47.5, 418 samples/s, waiting –" in after
+    assert "no root is needed" in done.stderr
     assert "| static | 32.0 | 47.50 | 719 | 25 % |\n" in done.stdout
     assert "over static" not in done.stdout
-    assert "times as fast" not in done.stdout
     assert "| static |" in (tmp_path / "run" / "table.md").read_text()
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "static is plain data-parallel training" in page
-    assert "loopback" in page
+    assert "loopback" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_several_seeds_give_ratios_with_intervals_in_the_form_that_pages_show(
@@ -121,10 +115,10 @@ def test_several_seeds_give_ratios_with_intervals_in_the_form_that_pages_show(
     assert rows["balance"]["seed"] == [0, 1, 2]
     assert rows["balance"]["sizes"][0] == [[1.0, [32, 32, 32, 32]], [2.0, [40, 30, 30, 28]]]
     table = (tmp_path / "run" / "table.md").read_text()
-    shown = part_of(table, "match-b0-32-device-demo-mnist1d-noisy-mlp", [*COLUMNS, "over static", "over lb_bsp"])
-    assert re.search(r"\| balance \| 20\.2 \| 47\.50 \| 1,?\d+ \| 25 % \| 0\.62 \(.+\) \| 0\.95 \(.+\) \|", shown), (
-        shown
+    shown = part_of(
+        table, "match-b0-32-device-demo-mnist1d-noisy-mlp", ["row", "seconds", "over static", "over lb_bsp"]
     )
+    assert re.search(r"\| balance \| 20\.2 \| 0\.62 \(.+\) \| 0\.95 \(.+\) \|", shown), shown
     assert "Distributing pays: lb_bsp is 2.6" in table
 
 
@@ -186,20 +180,16 @@ def test_another_policy_stands_in_for_dynamix_alone() -> None:
     refused(ConfigError, "static, lb_bsp, balance, adapt, single", demo_plan, rows=("static", "dbs"))
 
 
-@pytest.fixture(scope="module")
-def privileged() -> None:
+@pytest.mark.emulator
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_smoke_run_leaves_a_complete_folder(tmp_path: Path) -> None:
     can, why = probe_mechanisms()["network"]
     if not can and (os.environ.get("CI") == "true" or os.environ.get("DYNAMIX_REQUIRE_EMULATOR") == "1"):
         pytest.fail(f"the demo's smoke run is required here, but: {why}")
     if not can:
         pytest.skip(why)
-
-
-@pytest.mark.emulator
-@pytest.mark.multiproc
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_smoke_run_leaves_a_complete_folder(privileged: None, tmp_path: Path) -> None:
     rows = ["--rows", "static,adapt,single"]
     done = run("-m", "dynamix.cli.app", "demo", "--quick", *rows, "--json", "--out", tmp_path / "run", timeout_s=190)
     result = json.loads(done.stdout)
@@ -216,5 +206,4 @@ def test_a_smoke_run_leaves_a_complete_folder(privileged: None, tmp_path: Path) 
     assert result["mechanisms"] == {**result["mechanisms"], "network": "netns+veth", "cpu": "device"}
     assert result["scenario_sha256"] == {case["place"]: load_scenario("device-demo").sha256}
     assert {e["policy"] for e in read_events(tmp_path / "run" / "events.jsonl")} == {"static", "adapt"}
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["command"].startswith("dynamix demo --quick")
     assert "smoke run" in done.stderr

@@ -1,26 +1,34 @@
-"""An experiment is a file: what it may say, which runs it means, and how they are read."""
+"""An experiment is a file: what it may say, which runs it means on every cluster, and how they are read."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
-from dynamix.errors import ConfigError
-from dynamix_lab.emulator import load_scenario
-from dynamix_lab.experiment.experiment import Row, load, shipped
+from dynamix.errors import ConfigError, WorkerLostError
+from dynamix.events.records import read_events
+from dynamix.events.run_folder import RunFolder
+from dynamix_lab.emulator import Emulation, load_scenario
+from dynamix_lab.emulator.devices import DeviceSteps
+from dynamix_lab.experiment.clusters import cluster_of
+from dynamix_lab.experiment.experiment import load, shipped
 from dynamix_lab.experiment.measures import SETTINGS
-from dynamix_lab.experiment.places import JOBS, OUTAGES, JobNumbers, Place
+from dynamix_lab.experiment.places import Place
 from dynamix_lab.experiment.regimes import regime, regime_places
-from dynamix_lab.experiment.suite import ExperimentSuite, at_edge
+from dynamix_lab.experiment.suite import ExperimentSuite, TableCase, at_edge, read
+from dynamix_lab.opponents.launch import LiveJob, LiveRanks, LiveRun, paced
 from dynamix_lab.opponents.runs import (
     FALLS,
     Evaluation,
@@ -30,8 +38,136 @@ from dynamix_lab.opponents.runs import (
     mean_scores,
     reached_for_good,
 )
-from dynamix_lab.opponents.trial import Trial
+from dynamix_lab.opponents.trial import LocalSettings, Trial
+from dynamix_lab.results.record import load as result
 from tests.refused import refused
+
+TRIALS = {
+    "single": Trial("single", None, 128, 0.05),
+    "static": Trial("static", "static", 32, 0.05),
+    "local": Trial("local", None, 32, 0.05, local=LocalSettings(steps=4)),
+    "goodput": Trial("goodput", "goodput", 32, 0.05),
+}
+LIMITS = RunLimits(samples=1280, every_samples=320)
+ROOT = Path(__file__).parents[3]
+
+
+RECORDED = [
+    *(("device-uneven/teacher", row) for row in ("static, warm-up", "lb_bsp", "local SGD", "post-local SGD", "DiLoCo")),
+    ("device-slow-link/teacher", "static, r0"),
+]
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[dict[str, Any]]:
+    """The cases of the newest `dynamix bench first-run`."""
+    found = result("results/first-run-*", ROOT)
+    assert found is not None
+    return found["cases"]
+
+
+@pytest.mark.parametrize(("where", "row"), RECORDED)
+def test_a_recorded_run_comes_out_again_to_the_last_digit(
+    tmp_path: Path, recorded: list[dict[str, Any]], where: str, row: str
+) -> None:
+    """So samples, weights, losses, schedules, meetings and devices are as they were."""
+    cases = {(case["place"], case["setting"], case["batch"]): case for case in recorded}
+    kept, place = cases[where, "finish", 128]["rows"][row], Place.of(where)
+    trial, limits = Trial.from_dict(kept["trial"]), SETTINGS["finish"].limits(place)
+    with cluster_of("virtual", RunFolder("again", tmp_path / "run")) as cluster:
+        run = cluster.run(trial, place, kept["seed"][0], limits)
+    found = read(TableCase("finish", place, 128), {**run.to_dict(), "overrun": run.overrun})
+    assert found == {name: kept[name][0] for name in found}
+
+
+def test_an_experiment_means_the_trials_and_the_least_times_that_were_recorded(recorded: list[dict[str, Any]]) -> None:
+    """Recipes of one worker for W of them; and what physics allows, also where a device is lost and replaced."""
+    plan = load("first-run")
+    for case in recorded:
+        place = Place.of(case["place"])
+        for row in plan.rows_at(place, case["setting"]):
+            trial = row.trial(place.job, case["setting"], case["batch"], place.load().workers)
+            assert trial == Trial.from_dict(case["rows"][row.name]["trial"]), (case["place"], row.name)
+        if case["least_s"]:
+            assert place.least_s(0, case["batch"], place.outages) == case["least_s"]["0"]
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+def test_rows_take_turns_on_a_cluster(tmp_path: Path) -> None:
+    place = Place.of("device-even/teacher")
+    with cluster_of("emulator", RunFolder("small", tmp_path / "run")) as cluster:
+        static, single = (cluster.run(TRIALS[row], place, 3, LIMITS) for row in ("static", "single"))
+        again = cluster.run(TRIALS["static"], place, 3, LIMITS)
+        other = cluster.run(TRIALS["static"], place, 4, LIMITS)
+    assert all(run.samples >= 1280 and run.evaluations[-1].loss < run.evaluations[0].loss for run in (static, single))
+    assert static.time_s < single.time_s
+    assert other.seed == 4
+    assert again.samples == static.samples
+    assert cluster.mechanisms
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+def test_every_kind_of_row_runs_live_on_device_hosts(tmp_path: Path) -> None:
+    device = {"fixed_ms": 10.0, "per_sample_ms": 0.5}
+    scenario = load_scenario({"device": device, "hosts": [{"cpu": 0.5}, {"cpu": 1.0}]})
+    job = LiveJob("teacher", 0, "device-even", 1, RunLimits(time_s=2.0, every_s=0.5), fastest=1)
+    with Emulation(scenario, seed=1, run_dir=tmp_path) as hosts, LiveRanks(hosts, job) as ranks:
+        runs = {name: ranks.run(name, trial) for name, trial in TRIALS.items()}
+        assert read_events(ranks.events("goodput"))
+    for name, live in runs.items():
+        assert live.run.evaluations[-1].loss < live.run.evaluations[0].loss, name
+        assert live.devices[1].steps > 0, name
+    assert runs["single"].run.samples_by_worker[0] == 0
+    assert runs["single"].devices[0].steps == 0
+    slow, fast = runs["local"].run.samples_by_worker
+    assert slow < fast  # steps in proportion to speed
+
+
+def started() -> list[psutil.Process]:
+    children = psutil.Process(os.getpid()).children(recursive=True)
+    return [child for child in children if "dynamix_lab.opponents.rank" in " ".join(child.cmdline())]
+
+
+class LosesARank(Emulation):
+    """Hosts of which one rank dies once training begins."""
+
+    def start_clock(self) -> None:
+        super().start_clock()
+        started()[1].send_signal(signal.SIGKILL)
+
+
+@pytest.mark.multiproc
+def test_a_rank_that_dies_ends_the_run_with_an_error_that_names_it(tmp_path: Path) -> None:
+    scenario = load_scenario({"device": {"fixed_ms": 10.0, "per_sample_ms": 0.5}, "hosts": [{"cpu": 1.0}] * 2})
+    job = LiveJob("teacher", 0, "device-even", 1, RunLimits(time_s=60.0))
+    with (
+        LosesARank(scenario, seed=1, run_dir=tmp_path, mechanism="duty-cycle") as hosts,
+        LiveRanks(hosts, job) as ranks,
+        pytest.raises(WorkerLostError, match="rank"),
+    ):
+        ranks.run("static", TRIALS["static"])
+    assert started() == []
+
+
+def live(name: str, *, late: bool) -> LiveRun:
+    """A run of which 2 % of the steps came late, or 1 %."""
+    run = TrialRun(TRIALS[name], 0, "live", (), (1.0,), (8,), 1)
+    return LiveRun(name, run, (DeviceSteps(100, 2 if late else 1, 0.1),))
+
+
+def test_a_run_that_overran_is_made_again_three_times_at_most() -> None:
+    asked: list[int] = []
+
+    def make(attempt: int, fine_at: int) -> LiveRun:
+        asked.append(attempt)
+        return live("static", late=attempt < fine_at)
+
+    assert not paced(lambda attempt: make(attempt, 2), repeats=3).overrun
+    assert paced(lambda attempt: make(attempt, 9), repeats=3).overrun
+    assert asked == [0, 1, 2, 0, 1, 2, 3]
+
 
 EVEN = "device-even/teacher"
 FILE = """
@@ -58,12 +194,13 @@ def written(tmp_path: Path, text: str = FILE) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", shipped())
-def test_every_experiment_that_is_shipped_can_be_run(name: str) -> None:
-    experiment = load(name)
-    experiment.check()
-    experiment.smoke().check()
-    assert len({cell.key for cell in ExperimentSuite(experiment).cells()}) == len(ExperimentSuite(experiment).cells())
+def test_every_experiment_that_is_shipped_can_be_run() -> None:
+    for name in shipped():
+        experiment = load(name)
+        experiment.check()
+        experiment.smoke().check()
+        keys = [cell.key for cell in ExperimentSuite(experiment).cells()]
+        assert len(set(keys)) == len(keys), name
 
 
 @pytest.mark.parametrize(
@@ -97,48 +234,20 @@ def test_a_file_that_means_nothing_is_refused_by_what_is_wrong(tmp_path: Path, o
         load(written(tmp_path, FILE.replace(old, new))).check()
 
 
-def test_rows_are_tuned_on_other_seeds_than_they_are_compared_on(tmp_path: Path) -> None:
-    rows = FILE.partition("[rows.single]")[0].replace('["finish"]', '["reach"]').replace("batches = [32]", "")
-    tuned = f'{rows}rows = ["single", "static"]\nfirst_seed = 9004\n[tuning]\nseeds = [9004]\n'
-    with pytest.raises(ConfigError, match="9004"):
-        load(written(tmp_path, tuned)).check()
-    refused(ConfigError, "TOML file", load, "nothing-of-this-name")
-
-
 def test_a_file_may_take_from_another_what_it_does_not_say() -> None:
     live, first = load("first-run-live"), load("first-run")
     assert [row.name for row in live.rows] == [*(row.name for row in first.rows), "static, W r0, again"]
     assert (live.cluster, live.against) == ("emulator", first.against)
-
-
-def test_a_row_takes_the_recipe_of_one_worker_to_w_workers() -> None:
-    job = JobNumbers("teacher", 0.8, 4000, 100, {"cosine": {32: 0.1}, "constant": {32: 0.05}})
-    rates = {"r0": 0.1, "sqrt(W) r0": 0.2, "W r0": 0.4, 3: pytest.approx(0.3)}
-    for rate, expected in rates.items():
-        trial = Row("x", "static", rate=rate).trial(job, "finish", 32, 4)
-        assert (trial.learning_rate, trial.batch_size, trial.schedule, trial.budget) == (expected, 32, "cosine", 4000)
-    adamw = JobNumbers("pysource-windows", 0.4, 4000, 100, {"cosine": {32: 0.1}})
-    usual = Row("x", "static", rate="usual")
-    assert [usual.trial(of, "finish", 32, 4).learning_rate for of in (job, adamw)] == [0.4, 0.2]
-    assert Row("x", "static").trial(job, "reach", 32, 4).learning_rate == 0.05
-    refused(ConfigError, "best rate", job.recipe, "cosine", 64)
-
-
-def test_a_part_of_an_experiment_keeps_what_belongs_to_it(tmp_path: Path) -> None:
-    part = load(written(tmp_path)).only(rows=("single",), places=("device-uneven/teacher",))
-    assert [row.name for row in part.rows] == ["single"]
-    assert (part.against, part.beside, part.places) == (("single",), (), ("device-uneven/teacher",))
-    part.check()
-    refused(ConfigError, "dynamix", load(written(tmp_path)).only, rows=("dynamix",))
+    refused(ConfigError, "TOML file", load, "nothing-of-this-name")
 
 
 def test_a_smoke_run_leaves_a_whole_folder(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    done = CliRunner().invoke(app, ["bench", "experiment", written(tmp_path), "--quick", "--json", "--out", str(out)])
+    out, file = tmp_path / "run", written(tmp_path, FILE.replace("seeds = 1", "seeds = 1\nbudget = 6400"))
+    done = CliRunner().invoke(app, ["bench", "experiment", file, "--quick", "--json", "--out", str(out)])
     assert done.exit_code == 0, done.output
     (case,) = json.loads((out / "result.json").read_text())["cases"]
     assert list(case["rows"]) == ["single", "static"]
-    assert case["rows"]["static"]["samples"][0] >= JOBS["teacher"].budget
+    assert case["rows"]["static"]["samples"][0] >= 6400
     assert case["least_s"]["0"] < case["rows"]["static"]["seconds"][0] < case["rows"]["single"]["seconds"][0]
     assert "Distributing pays: static" in (out / "table.md").read_text()
     assert "<svg" in (out / "report.html").read_text()
@@ -151,6 +260,7 @@ def run_of(scores: list[float], *, every: int = 100, losses: list[float] | None 
     return TrialRun(Trial("x", None, 8, 0.1), 0, "virtual", evaluations, (len(scores) - 1.0,), (1,), 1)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.floats(0, 1), max_size=40), st.floats(0.1, 0.9))
 def test_a_target_is_reached_where_no_later_mean_falls_below_it(scores: list[float], target: float) -> None:
     means = mean_scores(range(0, 10 * len(scores), 10), scores, 50)
@@ -200,33 +310,7 @@ def test_a_run_to_a_target_goes_on_until_it_has_stayed_there(meeting: int) -> No
         log.met(log.time_s + 1, np.array([meeting]))
         log.scored(0.1, 0.9 if log.samples >= 200 else 0.1)
     assert 300 <= log.samples <= 380  # ten times ten samples after the mean over fifty is there
-
-
-def test_a_target_that_has_to_stay_needs_scores_by_samples() -> None:
     refused(ConfigError, "every_samples", RunLimits, samples=100, target=0.8, stays=True)
-    refused(ConfigError, "every_samples", RunLimits, samples=100, every_samples=10, stays=True)
-
-
-def test_a_run_of_a_budget_ends_with_it() -> None:
-    assert SETTINGS["finish"].limits(Place.of(EVEN)).samples == JOBS["teacher"].budget
-
-
-def test_physics_allows_no_less_than_exact_shares_of_what_the_devices_do() -> None:
-    place, device = Place.of(EVEN), load_scenario("device-even").device
-    steps = math.ceil(place.job.budget / (4 * 32))
-    each = steps * (device.fixed_ms + device.per_sample_ms * 32) / 1000
-    assert place.least_s(0, 32) == pytest.approx(each, rel=0.01)  # four equal devices at speed 1
-
-
-def test_a_device_that_is_lost_and_replaced_by_a_slower_one_takes_longer() -> None:
-    replaced = Place.of("device-replaced/mnist1d-noisy-mlp")
-    outage = OUTAGES["device-replaced"][0]
-    least_s = replaced.least_s(0, 64, replaced.outages)
-    assert least_s > replaced.least_s(0, 64)
-    whole = sum(host.cpu for host in replaced.load().hosts)
-    untouched = Place.of("device-even/mnist1d-noisy-mlp").least_s(0, 64) * 4 / whole
-    assert least_s > untouched * 1.05
-    assert outage.from_s < least_s
 
 
 def test_the_map_of_regimes_has_24_places_whose_exchange_is_what_they_say() -> None:
@@ -238,23 +322,8 @@ def test_the_map_of_regimes_has_24_places_whose_exchange_is_what_they_say() -> N
     assert world.meeting_s(size, 0.0) == pytest.approx(0.3 * world.device_s(64), rel=1e-3)
     for name in ("regime-w1-s1-r1", "regime-w4-s0-r1", "regime-w4-r1", "regime-w4-s1-r0"):
         refused(ConfigError, "regime", regime, name, "teacher")
-
-
-def test_the_hosts_of_a_scenario_may_be_there_several_times() -> None:
-    place = Place.of("device-paper-like-x4/teacher-classes")
-    assert [host.cpu for host in place.load().hosts] == 4 * [h.cpu for h in load_scenario("device-paper-like").hosts]
-    assert place.key == "device-paper-like-x4-teacher-classes"
-
-
-def test_claims_are_made_where_the_devices_together_are_three_times_the_fastest_and_the_curve_still_falls() -> None:
-    for text in load("opponents").places:
-        place = Place.of(text)
-        scenario = place.load()
-        speeds = [host.cpu for host in scenario.hosts]
-        assert sum(speeds) >= 3 * max(speeds), text
-        assert scenario.device is not None
-        efficient = math.ceil(scenario.device.fixed_ms / scenario.device.per_sample_ms)
-        assert len(speeds) * efficient <= max(place.job.rates), text
+    four = Place.of("device-paper-like-x4/teacher-classes").load().hosts
+    assert [host.cpu for host in four] == 4 * [host.cpu for host in load_scenario("device-paper-like").hosts]
 
 
 def test_a_winner_at_an_end_of_what_was_tried_is_marked() -> None:
@@ -268,9 +337,12 @@ def test_a_winner_at_an_end_of_what_was_tried_is_marked() -> None:
     assert at_edge(longer[1], [*longer, *trials]) == []
 
 
-def test_a_tuned_row_is_run_at_what_won_on_the_tuning_seeds(tmp_path: Path) -> None:
+def test_a_tuned_row_is_run_at_what_won_on_tuning_seeds_that_are_its_own(tmp_path: Path) -> None:
     rows = FILE.partition("[rows.single]")[0].replace('["finish"]', '["crossing"]').replace("batches = [32]", "")
-    text = f'{rows}rows = ["single", "static"]\n[tuning]\nseeds = [9001]\nclimbs = 0\n'
+    tuned = rows + 'rows = ["single", "static"]\n[tuning]\nseeds = [9001]\nclimbs = 0\n'
+    same = tuned.replace("[tuning]", "first_seed = 9001\n[tuning]")
+    with pytest.raises(ConfigError, match="9001"):
+        load(written(tmp_path, same)).check()
     asked: list[tuple[int, float]] = []
 
     class Cluster:
@@ -283,7 +355,7 @@ def test_a_tuned_row_is_run_at_what_won_on_the_tuning_seeds(tmp_path: Path) -> N
             scores = [0.0, 1.0, 1.0] if quick else [0.0] * 9 + [1.0, 1.0]
             return TrialRun(trial, seed, "virtual", run_of(scores).evaluations, (9.0,), (1,), 1)
 
-    suite = ExperimentSuite(load(written(tmp_path, text)))
+    suite = ExperimentSuite(load(written(tmp_path, tuned)))
     made = suite.row_of(Cluster(), suite.cases()[0], suite.plan.rows[1], [0])["rows"]["static"]
     assert (made["trial"]["batch_size"], made["trial"]["learning_rate"]) == (64, pytest.approx(0.1))
     assert len(made["tried"]) == 9

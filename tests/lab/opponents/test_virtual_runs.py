@@ -20,7 +20,7 @@ from dynamix_lab.opponents.tuning import TuningSpace, grid
 from dynamix_lab.opponents.virtual import run_virtual
 from dynamix_lab.opponents.world import DeviceWorld
 from dynamix_lab.simulator import ClusterEnv, sample_clusters
-from tests.lab.opponents.tiny import EXCHANGE_S, FIXED_S, SAMPLE_S, ConstantWorld, make_data, workload
+from tests.lab.opponents.tiny import FIXED_S, SAMPLE_S, ConstantWorld, make_data, workload
 from tests.refused import refused
 
 SPEEDS = (1.0, 0.5, 0.25)
@@ -42,6 +42,7 @@ ALL = [
     Trial("static", "static", 16, 0.1),
     Trial("profiled", "profiled", 16, 0.1),
     Trial("goodput", "goodput", 16, 0.1, "adascale"),
+    Trial("ours", "lb_bsp", 16, 0.05, local=LocalSettings(steps=4)),
     _local(steps=4),
     _local(steps=4, momentum="kept", smaller_pieces=True),
     Trial("diloco", None, 16, 0.05, local=LocalSettings(steps=8, outer="nesterov")),
@@ -70,14 +71,6 @@ def test_one_worker_alone_pays_no_exchange_and_the_fastest_is_chosen() -> None:
     run = _run(Trial("single", None, 16, 0.05), speeds=(0.5, 1.0, 0.25), limits=RunLimits(samples=160))
     assert run.samples_by_worker == (0, 160, 0)
     assert run.time_s == pytest.approx(10 * (FIXED_S + 16 * SAMPLE_S))
-
-
-def test_a_round_takes_the_slowest_workers_steps_and_one_meeting() -> None:
-    run = _run(_local(steps=4, proportional=False), limits=RunLimits(samples=600))
-    step_s = (FIXED_S + 16 * SAMPLE_S) / min(SPEEDS)
-    assert run.meetings_s[0] == pytest.approx(4 * step_s + EXCHANGE_S)
-    assert run.meetings_s[1] == pytest.approx(2 * run.meetings_s[0])
-    assert run.samples_by_worker == (256, 256, 256)[: len(SPEEDS)] or len(set(run.samples_by_worker)) == 1
 
 
 def test_steps_in_proportion_to_speed_waste_little_time() -> None:
@@ -109,27 +102,6 @@ def test_rounds_of_one_step_with_smaller_pieces_are_the_union_batchs_gradient_in
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-def test_profiled_shares_are_held_and_faster_than_equal_ones() -> None:
-    limits = RunLimits(samples=9000)
-    static, profiled = (_run(Trial(name, name, 32, 0.1), limits=limits) for name in ("static", "profiled"))
-    fair = np.array(profiled.samples_by_worker) / profiled.samples
-    assert fair[0] > fair[1] > fair[2]
-    last_s = [float(np.diff(run.meetings_s[-8:]).mean()) for run in (static, profiled)]
-    assert last_s[1] < 0.55 * last_s[0]
-    assert profiled.time_s < static.time_s
-
-
-@pytest.mark.parametrize("trial", [ALL[1], ALL[4]], ids=lambda trial: trial.row)
-def test_the_schedule_is_the_same_function_of_samples_in_every_row(trial: Trial) -> None:
-    """A rate that is all but gone from half of the budget on: nothing moves any more."""
-    decaying = Trial(trial.row, trial.policy, 16, 1e-3, "none", trial.local, "steps", 2400)
-    run = _run(decaying, limits=RunLimits(samples=4800, every_samples=240))
-    losses = np.array([e.loss for e in run.evaluations])
-    at = np.array([e.samples for e in run.evaluations])
-    early, late = losses[at <= 1200], losses[at >= 2400]
-    assert abs(late[-1] - late[0]) < 0.2 * abs(early[-1] - early[0])
-
-
 def test_batch_norm_and_adam_are_averaged_too() -> None:
     run = _run(_local(steps=4), workload=workload(norm=True, adam=True))
     assert run.evaluations[-1].loss < 0.9 * run.evaluations[0].loss
@@ -139,16 +111,16 @@ def test_a_run_ends_at_its_clock_or_at_its_target() -> None:
     timed = _run(ALL[1], limits=RunLimits(time_s=2.0, every_s=0.5))
     assert 2.0 <= timed.time_s < 2.2
     assert [round(e.time_s, 1) for e in timed.evaluations] == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0], abs=0.11)
-    aimed = _run(ALL[4], limits=RunLimits(samples=60_000, every_samples=100, target=0.7))
+    aimed = _run(ALL[5], limits=RunLimits(samples=60_000, every_samples=100, target=0.7))
     assert aimed.samples < 6000
     reached = aimed.time_to_score(0.7)
     assert reached is not None
     assert reached <= aimed.time_s
-    lower = _run(ALL[4], limits=RunLimits(samples=60_000, every_samples=100, target_loss=0.7))
+    lower = _run(ALL[5], limits=RunLimits(samples=60_000, every_samples=100, target_loss=0.7))
     assert all(e.loss <= 0.7 for e in lower.evaluations[-2:])
 
 
-@pytest.mark.parametrize("trial", [ALL[0], ALL[1], ALL[4]], ids=lambda trial: trial.row)
+@pytest.mark.parametrize("trial", [ALL[0], ALL[1], ALL[5]], ids=lambda trial: trial.row)
 def test_a_run_that_diverges_ends_early_and_says_so(trial: Trial) -> None:
     wild = Trial(trial.row, trial.policy, 16, 1e12, local=trial.local)
     run = _run(wild, limits=RunLimits(samples=60_000, every_samples=300))
@@ -173,7 +145,7 @@ def test_every_kind_of_row_runs_on_device_hosts_with_disturbances() -> None:
     device = {"fixed_ms": 5.0, "per_sample_ms": 1.0}
     scenario = Scenario.model_validate({"hosts": hosts, "disturbances": [neighbour], "device": device})
     times = {}
-    for trial in (ALL[0], ALL[1], Trial("reference", "reference", 16, 0.1), ALL[4]):
+    for trial in (ALL[0], ALL[1], Trial("reference", "reference", 16, 0.1), ALL[5]):
         world = DeviceWorld(scenario, seed=3, batch_size=16, buckets=gradient_buckets(workload().make_model(0)))
         run = run_virtual(trial, workload(), make_data(), world, seed=0, limits=SHORT)
         times[trial.row] = run.time_s / run.samples
@@ -191,8 +163,7 @@ def _device_world(rate: float | None, *, neighbour: bool = True) -> DeviceWorld:
     return DeviceWorld(scenario, seed=3, batch_size=16, buckets=gradient_buckets(workload().make_model(0)))
 
 
-@pytest.mark.parametrize("momentum", ["averaged", "kept"])
-@pytest.mark.parametrize("rate", [None, 0.5], ids=["fast", "slow"])
+@pytest.mark.parametrize(("momentum", "rate"), [("averaged", None), ("kept", 0.5), ("reset", None)])
 def test_the_products_rounds_of_equal_shares_are_those_of_local(momentum: str, rate: float | None) -> None:
     """They train alike and take the same time; numbers beside the parameters take as many bytes, or a few more."""
     job = dataclasses.replace(workload(norm=True, dtype=torch.float64), costs=lambda data: np.arange(len(data)) % 7.0)
@@ -206,12 +177,10 @@ def test_the_products_rounds_of_equal_shares_are_those_of_local(momentum: str, r
     assert ours.meetings_s == pytest.approx(local.meetings_s, rel=1e-9 if rate is None else 0.03)
 
 
-@pytest.mark.parametrize(
-    "row", ["lb_bsp-parameters", "dynamix-parameters", "lb_bsp-auto", "dynamix-auto", "dynamix-steps"]
-)
+@pytest.mark.parametrize("row", ["lb_bsp-parameters", "dynamix-auto", "dynamix-steps"])
 def test_the_products_rounds_use_fast_workers_more_where_links_are_slow(row: str) -> None:
     space = TuningSpace({48: 0.1}, workers=3, budget=6000, batch_sizes=(4, 8, 16), periods=(4, 8))
-    limits = RunLimits(samples=6000, every_samples=1000)
+    limits = RunLimits(samples=3000, every_samples=1000)
 
     def ran(trial: Trial) -> TrialRun:
         world = _device_world(0.5, neighbour=False)
@@ -219,18 +188,10 @@ def test_the_products_rounds_use_fast_workers_more_where_links_are_slow(row: str
 
     trial = grid(row, space)[4]
     ours, static = ran(trial), ran(Trial("static", "static", trial.batch_size, 0.1))
-    assert ours.samples >= 6000
+    assert ours.samples >= 3000
     assert ours.samples_by_worker[0] > 1.5 * ours.samples_by_worker[2]
     assert ours.time_s / ours.samples < 0.7 * static.time_s / static.samples
     assert ours.evaluations[-1].loss < 0.85 * ours.evaluations[0].loss
-
-
-def test_a_round_of_the_product_is_never_more_than_an_epoch() -> None:
-    trial = Trial("ours", "lb_bsp", 16, 0.05, local=LocalSettings(steps=100))
-    run = run_virtual(
-        trial, workload(), make_data(), _device_world(None), seed=0, limits=RunLimits(samples=1200, every_samples=600)
-    )
-    assert run.samples >= 1200
 
 
 def test_held_out_loss_and_metric_are_those_of_the_whole_part_whether_or_not_tokens_are_counted() -> None:

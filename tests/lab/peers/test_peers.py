@@ -33,7 +33,7 @@ from dynamix_lab.peers.jobs import job
 from dynamix_lab.peers.kinds import KINDS, PEERS, Peer, rate_of, split_name, trials
 from dynamix_lab.peers.launch import JOBS, Contender, Launch
 from dynamix_lab.peers.portable import check_portable, described
-from dynamix_lab.peers.report import best_of, ratios_between, table
+from dynamix_lab.peers.report import best_of, ratios_between
 from dynamix_lab.peers.suite import PeersPlan, PeersSuite
 from dynamix_lab.tasks import make_workload
 from tests.refused import refused
@@ -45,7 +45,7 @@ GIVEN = os.environ.get("DYNAMIX_PEERS")
 @pytest.fixture
 def two_hosts(tmp_path: Path) -> str:
     path = tmp_path / "two.yaml"
-    path.write_text(yaml.safe_dump({"name": "two", "hosts": [{"cpu": 0.5}, {"cpu": 0.3}]}))
+    path.write_text(yaml.safe_dump({"name": "two", "hosts": [{"cpu": 0.9}, {"cpu": 0.6}]}))
     return str(path)
 
 
@@ -81,7 +81,7 @@ def test_a_peer_trains_the_workloads_model_from_its_weights_on_its_data(tmp_path
     }
 
 
-@pytest.mark.parametrize("name", ["mnist1d", "mnist1d-noisy-mlp", "teacher", "teacher-classes"])
+@pytest.mark.parametrize("name", ["mnist1d", "teacher-classes"])
 def test_a_network_is_made_again_from_its_description_and_its_weights(name: str) -> None:
     workload = make_workload(name)
     check_portable(workload)
@@ -93,16 +93,12 @@ def test_a_network_is_made_again_from_its_description_and_its_weights(name: str)
     assert torch.equal(again(inputs), model(inputs))
 
 
-@pytest.mark.parametrize(
-    "layer", [nn.Linear(2, 3, bias=False), nn.Conv2d(1, 2, (3, 5), padding="same"), nn.BatchNorm1d(4), nn.Dropout(0.3)]
-)
-def test_layers_keep_their_arguments(layer: nn.Module) -> None:
-    again = job.built(json.loads(json.dumps(described(layer))))
-    assert repr(again) == repr(layer)
-    assert again.state_dict().keys() == layer.state_dict().keys()
-
-
-def test_a_network_that_no_description_holds_is_refused() -> None:
+def test_layers_keep_their_arguments_and_what_no_description_holds_is_refused() -> None:
+    conv = nn.Conv2d(1, 2, (3, 5), padding="same")
+    for layer in (nn.Linear(2, 3, bias=False), conv, nn.BatchNorm1d(4), nn.Dropout(0.3)):
+        again = job.built(json.loads(json.dumps(described(layer))))
+        assert repr(again) == repr(layer)
+        assert again.state_dict().keys() == layer.state_dict().keys()
     named = nn.Sequential(OrderedDict(first=nn.Linear(2, 2)))
     workload = replace(make_workload("teacher"), make_model=lambda seed: named)
     refused(ConfigError, "cannot be read off", check_portable, workload)
@@ -129,7 +125,7 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
 ) -> None:
     monkeypatch.setattr(suite, "commit", lambda: "one")  # a commit during the test is none of its business
     found = {"ddp": OURS, "adaptdl": "pip cannot install it: no network", "hivemind": OURS}
-    rows = {"policies": ("static", "dynamix-128"), "peers": ("ddp", "adaptdl", "hivemind")}
+    rows = {"policies": ("static",), "peers": ("ddp", "adaptdl", "hivemind")}
     plan = PeersPlan(scenario=two_hosts, quick=True, mechanism="duty-cycle", **rows)
     folder = RunFolder("peers", tmp_path / "run")
     result = run_suite(PeersSuite(plan, folder, Display(target=0.15), found), folder)
@@ -138,7 +134,6 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
     ddp, static = result["policies"]["ddp"], result["policies"]["static"]
     assert ddp["steps"] == static["steps"] == [16]
     assert ddp["batch_sizes"] == [[256, 256]]
-    assert result["policies"]["dynamix-128"]["samples"][0] < static["samples"][0], "begins with 64 for each of two"
     assert len(ddp["curve"][0]) > 1
     assert all(0 <= score <= 1 for _, _, score in ddp["curve"][0])
     assert result["absent"] == {"adaptdl": "pip cannot install it: no network"}
@@ -146,10 +141,9 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
     assert "No module named 'hivemind'" in result["failures"][0]["reason"]
     assert result["ratios"]["hivemind/static"]["median"] > 1, "counts as censored, is not dropped"
     assert "| adaptdl | absent |" in (tmp_path / "run" / "table.md").read_text()
-    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
     folder = RunFolder("peers", tmp_path / "run", resume=True)
     again = run_suite(PeersSuite(replace(plan, peers=("ddp",)), folder, Display(target=0.15), found), folder)
-    assert again["policies"] == {name: result["policies"][name] for name in ("static", "dynamix-128", "ddp")}
+    assert again["policies"] == {name: result["policies"][name] for name in ("static", "ddp")}
 
 
 @pytest.mark.emulator
@@ -170,16 +164,6 @@ def test_adaptdl_and_hivemind_run_on_emulated_hosts_and_leave_nothing(tmp_path) 
         assert result["policies"][name]["steps"][0] >= 16
         assert result["policies"][name]["final_accuracy"][0] > 0
     assert set(Path("/tmp").glob("hivemind-*")) == before
-
-
-def test_all_ranks_of_a_job_end_at_the_same_step_whenever_the_stop_comes(tmp_path) -> None:
-    board_file = tmp_path / "board"
-    board_file.write_bytes(bytes(8 * (1 + 2 * 2)))
-    boards = [job.Board(str(board_file), rank, 2) for rank in range(2)]
-    boards[0].stop_at = 7
-    assert boards[1].stop_at == 7
-    assert boards[0].add(100) == 100
-    assert boards[1].add(50) == 150
 
 
 class Said:
@@ -221,19 +205,6 @@ def test_ratios_count_who_did_not_arrive_as_twice_statics_time() -> None:
     assert best_of({}, PEERS) == {}
 
 
-def test_the_table_says_how_many_steps_overran_on_device_hosts_alone() -> None:
-    part = {"time_to_target_s": [10.0], "final_accuracy": [0.5], "steps": [9], "batch_sizes": [[8, 8]]}
-    result: dict[str, Any] = {"best": {}, "absent": {"adaptdl": "no network"}, "failures": [], "ratios": {}}
-    quotas = table({**result, "policies": {"static": {**part, "overran": [None]}}})
-    devices = table(
-        {**result, "policies": {"static": {**part, "overran": [0.021]}, "ddp": {**part, "overran": [None]}}}
-    )
-    assert "overran" not in quotas.markdown()
-    assert "| 2.1% |" in devices.markdown()
-    assert "| ? |" in devices.markdown()
-    assert {len(row) for row in devices.rows} == {len(devices.head)}
-
-
 def test_requirements_are_pinned_and_pip_that_cannot_install_is_a_reason(tmp_path) -> None:
     for name in environments.IMPORTS:
         assert "torch" in requirements(name)
@@ -246,11 +217,6 @@ def test_requirements_are_pinned_and_pip_that_cannot_install_is_a_reason(tmp_pat
     assert isinstance(why, str)
     assert why.startswith("pip cannot install it: ERROR: No matching distribution found for hivemind")
     assert "making its environment" in said[0]
-
-
-def test_policies_of_dynamix_may_have_a_global_batch_and_a_learning_rate_of_their_own() -> None:
-    PeersPlan(policies=("static", "static-lr0.2", "dynamix-128-lr0.1")).check()
-    assert rate_of("dynamix-128-lr0.1") == 0.1
 
 
 def test_ranks_that_meet_seldom_are_scored_and_end_where_they_have_met(tmp_path) -> None:
@@ -277,3 +243,5 @@ def test_peers_names_are_those_that_are_written() -> None:
         assert [Peer.of(name).name for name in names] == names
         assert {split_name(name)[0] for name in names} == {kind}
     refused(ConfigError, "ddp-256", Peer.of, "bagua")
+    PeersPlan(policies=("static", "static-lr0.2", "dynamix-128-lr0.1")).check()
+    assert rate_of("dynamix-128-lr0.1") == 0.1

@@ -1,30 +1,37 @@
-"""The simulator: paired worlds, what the decision's delay costs, and optima inside the bounds."""
+"""The simulator: paired worlds, what a delay costs, what samples cost, and the environments that others accept."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from gymnasium.utils.env_checker import check_env
+from pettingzoo.test import parallel_api_test, parallel_seed_test
 
+from dynamix.data.lengths import SampleCosts
 from dynamix.errors import ConfigError
-from dynamix.policies.proportional import LBBSP
-from dynamix.policies.static import Static
+from dynamix.model import JobModel
+from dynamix.policies import make_policy
+from dynamix.policies.proportional import LBBSP, speeds
+from dynamix.window import Bounds, Window
 from dynamix_lab.simulator import (
     ClusterEnv,
-    LaggedReference,
     best_allocation,
+    rollout,
     rollout_path,
     sample_clusters,
     sample_family,
+    with_lengths,
 )
-from dynamix_lab.simulator.clusters import bounds_of
-from dynamix_lab.simulator.compute import Costs
+from dynamix_lab.simulator.compute import Costs, costs_when_cut
 from dynamix_lab.simulator.disturbances import MovingNeighbour, Slowdowns
-from dynamix_lab.simulator.measuring import RECENT, StepsTaken
-from dynamix_lab.simulator.network import ring_all_reduce, step_time
+from dynamix_lab.simulator.environments import GymClusterEnv, ParallelClusterEnv, VectorClusterEnv
+from dynamix_lab.simulator.network import step_time
 from dynamix_lab.simulator.statistics import efficiency
-from dynamix_lab.simulator.streams import RandomStream
+from tests.processes import run
 from tests.refused import refused
 
 
@@ -105,39 +112,6 @@ def test_a_decision_takes_its_time_once_a_window_where_it_does_not_hide() -> Non
     assert dear[1] - free[1] == pytest.approx(0.75)
 
 
-def test_errors_of_measured_steps_are_seen_in_their_deviation() -> None:
-    still = replace(sample_clusters(40, 4, 2), jitter_sd=np.zeros((40, 4)), stall=np.zeros(40))
-    still = replace(still, slow_off_s=np.full((40, 4), 1e12), neighbour_factor=np.ones(40))
-    window = ClusterEnv(replace(still, time_error=np.full(40, 0.02)), seed=0, interval=20).reset()
-    seen = window.compute_std / window.compute
-    assert seen.mean() == pytest.approx(0.02 * np.sqrt(5), rel=0.1)
-    assert np.nanmax(ClusterEnv(still, seed=0, interval=20).reset().compute_std) < 1e-9
-
-
-def test_a_step_that_holds_a_pause_is_left_out_of_times() -> None:
-    recent = np.full((RECENT, 2), np.nan)
-    taken = StepsTaken()
-    for seconds in (1.0, 1.0, 5.0):
-        taken.add(np.full((2, 3), seconds), np.full(2, seconds), None, np.array([True, seconds == 5.0]))
-    found = taken.averaged(recent)
-    np.testing.assert_allclose(found.compute[0], 1.0)
-    np.testing.assert_allclose(found.compute[1], 5.0)  # nothing to compare it with
-    assert recent[-1].tolist() == [5.0, 5.0]
-    taken = StepsTaken()
-    taken.add(np.full((2, 3), 11.0), np.full(2, 11.0), None, np.array([True, True]))
-    assert np.isnan(taken.averaged(recent).compute).all()
-
-
-def test_most_best_batches_lie_inside_the_bounds() -> None:
-    for workers in (2, 4, 16):
-        env = ClusterEnv(sample_clusters(100, workers, 3), seed=0)
-        sizes = LaggedReference(env).decide(env.reset(), env.bounds)
-        inside = (sizes > env.bounds.low) & (sizes < env.bounds.high)
-        assert inside.mean() > 0.95
-        ratio = sizes.sum(-1) / env.clusters.base_batch
-        assert 0.2 < np.quantile(ratio, 0.05) < np.quantile(ratio, 0.95) < 6
-
-
 def test_best_allocation_beats_its_neighbourhood() -> None:
     rng = np.random.default_rng(0)
     alpha, beta = rng.uniform(0.005, 0.02, (1, 4)), rng.uniform(5e-4, 2e-3, (1, 4))
@@ -157,16 +131,6 @@ def test_best_allocation_beats_its_neighbourhood() -> None:
         assert goodput(best * np.exp(0.1 * rng.normal(size=(1, 4)))) < goodput(best) * 1.001
 
 
-def test_adapting_beats_static_and_the_reference_beats_the_rule() -> None:
-    clusters, rates = sample_clusters(40, 4, 4), {}
-    for name in ("static", "lb_bsp", "reference"):
-        env = ClusterEnv(clusters, seed=1)
-        policy = {"static": Static, "lb_bsp": LBBSP}.get(name, lambda env=env: LaggedReference(env))()
-        seconds, progress = rollout_path(policy, env, 40)[-1]
-        rates[name] = np.exp(np.log(progress / seconds).mean())
-    assert rates["static"] * 1.1 < rates["lb_bsp"] < rates["reference"]
-
-
 def test_the_moving_neighbour_slows_exactly_one_worker_and_moves() -> None:
     neighbour = MovingNeighbour(0, 4, np.full(3, 15.0), np.full(3, 2.0))
     seen = np.array([neighbour.at(np.full(3, t)) for t in np.arange(0, 600, 5.0)])
@@ -175,25 +139,130 @@ def test_the_moving_neighbour_slows_exactly_one_worker_and_moves() -> None:
     assert len(np.unique(seen.argmax(-1)[:, 0])) == 4
 
 
-def test_streams_depend_on_key_and_counter_only() -> None:
-    stream = RandomStream(0, "x", (1000,))
-    first = stream.uniform(np.uint64(3))
-    stream.uniform(np.uint64(4))
-    np.testing.assert_array_equal(first, stream.uniform(np.uint64(3)))
-    assert abs(first.mean() - 0.5) < 0.05
-    assert abs(np.corrcoef(first, RandomStream(0, "y", (1000,)).uniform(np.uint64(3)))[0, 1]) < 0.1
-    normal = np.concatenate([stream.normal(np.uint64(i)) for i in range(20)])
-    assert abs(normal.mean()) < 0.03
-    assert abs(normal.std() - 1) < 0.03
-
-
-def test_formulas() -> None:
-    assert ring_all_reduce(1, 0.1, 1e6, 1e6) == 0
-    assert step_time(np.array(3.0), np.array(4.0), np.array(2.0)) == pytest.approx(5.0)
-
-
 def test_impossible_settings_are_refused() -> None:
     clusters = sample_clusters(1, 2, 0)
     refused(ConfigError, "interval", ClusterEnv, clusters, seed=0, interval=0)
     refused(ConfigError, "allocation shape", ClusterEnv(clusters, seed=0).step, np.array([1, 2]))
-    assert bounds_of(clusters).low.min() == 1
+
+
+def world() -> ClusterEnv:
+    return ClusterEnv(sample_family("affine-slowdowns", 3, 4, seed=2), seed=2)
+
+
+def test_the_first_window_is_at_equal_shares_and_each_other_under_the_answer_to_the_one_before() -> None:
+    env, twin = world(), LBBSP()
+    windows = list(rollout(LBBSP(), env, 5))
+    assert len(windows) == 6
+    assert (windows[0].batch_size == windows[0].batch_size[:, :1]).all()
+    for before, after in pairwise(windows):
+        np.testing.assert_array_equal(after.batch_size, twin.decide(before, env.bounds))
+
+
+@pytest.mark.parametrize("windows", [0, 3])
+def test_a_path_has_a_point_before_the_first_decision_and_one_after_each(windows: int) -> None:
+    env = world()
+    path = rollout_path(LBBSP(), env, windows)
+    assert path.shape == (windows + 1, 2, 3)
+    np.testing.assert_array_equal(path[-1], [env.clock_s, env.progress])
+    np.testing.assert_array_equal(path, rollout_path(LBBSP(), env, windows))  # every rollout starts over
+
+
+@pytest.mark.parametrize(("workers", "share", "sigma"), [(8, 32, 0.5), (32, 32, 1.0)])
+def test_rounds_are_cut_as_a_sampler_cuts_them(workers: int, share: int, sigma: float) -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.normal(-(sigma**2) / 2, sigma, 100_000))
+    costs, shares = SampleCosts(lengths, 100_000), rng.integers(share // 2, 2 * share, workers)
+    low, high = np.ones(workers, dtype=np.int64), np.full(workers, 10**6)
+    real = np.array([costs.cut(rng.integers(0, 100_000, shares.sum()), shares, low, high).work for _ in range(150)])
+    batch = np.broadcast_to(shares, (600, workers))
+    drawn = costs_when_cut(batch, np.full((600, 1), sigma), rng.normal(size=batch.shape), rng.random(batch.shape))
+    slowest = [float((work / shares).max(1).mean()) for work in (real, drawn)]
+    spread = [float((work / shares).std(0).mean()) for work in (real, drawn)]
+    assert slowest[1] - 1 == pytest.approx(slowest[0] - 1, rel=0.25)
+    assert spread[1] == pytest.approx(spread[0], rel=0.25)
+    assert drawn.sum(1).mean() == pytest.approx(shares.sum(), rel=0.02)
+    idle = costs_when_cut(np.array([[8, 0, 8, 0]]), np.array([[1.0]]), np.zeros((1, 4)), np.full((1, 4), 0.9))
+    assert (idle[0] > 0).tolist() == [True, False, True, False]
+
+
+def test_windows_know_the_work_only_where_lengths_are_given() -> None:
+    clusters = sample_family("data-dependent", 6, 8, 0)
+    plain, told = ClusterEnv(clusters, seed=1).reset(), ClusterEnv(with_lengths(clusters), seed=1).reset()
+    assert np.isnan(plain.work).all()
+    assert (told.work > 0).all()
+    assert told.work.sum(-1) == pytest.approx(told.batch_size.sum(-1), rel=0.2)
+    assert (np.sort(told.wait.mean(-1)) < np.sort(plain.wait.mean(-1)) + 1e-9).mean() > 0.5
+
+
+def test_long_samples_do_not_make_a_worker_slow() -> None:
+    sizes, work = np.array([40, 40]), np.array([60.0, 20.0])
+    window = Window.of(sizes, compute=1e-2 * work, compute_std=1e-4, wait=0.0, steps=5, step=5, work=work)
+    assert speeds(window) == pytest.approx([100.0, 100.0])
+    told, blind = (JobModel().update(each) for each in (window, Window.from_dict({**window.to_dict(), "work": None})))
+    assert told.costs.beta[0] / told.costs.beta[1] == pytest.approx(1.0, abs=0.35)
+    assert blind.costs.beta[0] / blind.costs.beta[1] > 2.5
+    for name in ("lb_bsp", "dbs", "goodput", "cannikin", "dynamix", "stigmergic"):
+        answer = make_policy(name).decide(window, Bounds.of(2, 1, 80, total_low=80, total_high=80))
+        assert answer[0] / answer[1] == pytest.approx(1.0, abs=0.35), name
+
+
+def test_fixed_costs_are_told_by_the_work_that_was_done() -> None:
+    model = JobModel()
+    for step in range(1, 30):
+        work = np.array([20.0, 60.0]) if step % 2 else np.array([60.0, 20.0])
+        seconds = 0.3 + 0.01 * work
+        model = model.update(
+            Window.of([40, 40], compute=seconds, compute_std=1e-3, wait=0.0, steps=5, step=step, work=work)
+        )
+    assert model.costs.alpha == pytest.approx([0.3, 0.3], rel=0.15)
+    assert model.costs.beta == pytest.approx([0.01, 0.01], rel=0.15)
+
+
+REGISTERED = """
+import sys, warnings
+warnings.simplefilter("error")
+import dynamix, gymnasium
+assert "dynamix/Cluster-v0" not in gymnasium.registry, "importing dynamix registers nothing"
+one = gymnasium.make("dynamix_lab.simulator.environments:dynamix/Cluster-v0", family="pai-steady", workers=3, windows=2)
+many = gymnasium.make_vec("dynamix/Cluster-v0", num_envs=5, family="pai-steady", workers=3, windows=2)
+seen, _ = one.reset(seed=1)
+assert one.observation_space.contains(seen)
+*_, truncated, _ = (one.step(one.action_space.sample()), one.step(one.action_space.sample()))[1]
+assert truncated
+seen, _ = many.reset(seed=1)
+assert seen.shape == (5, 3, seen.shape[-1]) and type(many.unwrapped).__name__ == "VectorClusterEnv"
+"""
+
+
+def test_a_fresh_process_makes_the_registered_environment_and_its_vector_form() -> None:
+    run("-c", REGISTERED)
+
+
+def test_gymnasium_and_pettingzoo_accept_the_environments() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(GymClusterEnv(workers=3, windows=5), skip_render_check=True)
+    parallel_api_test(ParallelClusterEnv(workers=3, windows=5), num_cycles=30)
+    parallel_seed_test(lambda: ParallelClusterEnv(workers=3, windows=5))
+    refused(ConfigError, "family", GymClusterEnv, "nonsense")
+    refused(ConfigError, "clusters", VectorClusterEnv, clusters=0)
+
+
+def test_clusters_as_one_array_are_seeded_end_together_and_reset() -> None:
+    env = VectorClusterEnv("pai-straggler", 6, 4, windows=3)
+    first, _ = env.reset(seed=4)
+    assert first.shape == (6, *env.single_observation_space.shape)
+    assert env.observation_space.contains(first)
+    rewards = []
+    for _ in range(3):
+        seen, reward, terminated, truncated, _ = env.step(np.zeros((6, 4), np.float32))
+        rewards.append(reward)
+        assert env.observation_space.contains(seen)
+        assert not terminated.any()
+    assert truncated.all()
+    assert np.isfinite(rewards).all()
+    _, reward, _, truncated, _ = env.step(np.zeros((6, 4), np.float32))
+    assert (reward == 0).all()
+    assert not truncated.any()
+    again, _ = env.reset(seed=4)
+    np.testing.assert_array_equal(first, again)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from dynamix.errors import ConfigError
-from dynamix_lab.report import sections_markdown
+from dynamix_lab.results.record import load
 from dynamix_lab.suites.compression.exchanges import LOSSY, OURS, PLAIN, WAYS
-from dynamix_lab.suites.compression.jobs import JOBS, make_job
-from dynamix_lab.suites.compression.report import label, sections
+from dynamix_lab.suites.compression.jobs import EMBEDDINGS, JOBS, SPARSE_JOBS, make_job
 from dynamix_lab.suites.compression.suite import CompressionCell, CompressionPlan
 from dynamix_lab.suites.compression.summary import join, judge, summarise
+from dynamix_lab.suites.compression.task import CompressionTask
 from dynamix_lab.suites.compression.worker import Rank, bound_bytes
 from tests.ranks import run_ranks
 from tests.refused import refused
 
-SOME = ("dense", "dense-again", "fp16", "compaction", "lhc", "auto")
+ROOT = Path(__file__).parents[3]
 TINY = {"users": 300, "items": 100, "factors": 8, "samples": 8}
 
 
@@ -31,7 +34,7 @@ def _rank(rank: int) -> dict[str, Any]:
     """
     times = {"dense": 0.1, "dense-again": 0.1, "compaction": 0.005}
     ways = {}
-    for name in SOME:
+    for name in ("dense", "dense-again", "fp16", "compaction"):
         exchange = times.get(name, 0.05)
         ours = name in OURS
         times_s = {"iteration_s": [exchange + 0.02] * 3, "exchange_s": [exchange + (0 if rank else 0.01)] * 3}
@@ -46,14 +49,8 @@ def _rank(rank: int) -> dict[str, Any]:
     return {"dense_bytes": 10_000_000, "ways": ways}
 
 
-def _cell(job: str = "ratings", rate: int | None = 100) -> dict[str, Any]:
-    about = {"job": job, "rate_mbit_s": rate, "workers": 2, "load_average": [0.1, 0.2]}
-    about |= {"mechanisms": {}, "commit": None}
-    return {**about, **summarise([_rank(0), _rank(1)])}
-
-
 def test_a_cell_compares_exchanges_of_the_last_to_arrive() -> None:
-    cell = _cell()
+    cell = summarise([_rank(0), _rank(1)])
     found = cell["ways"]["compaction"]
     assert found["exchange_s"] == [0.005, 0.005]
     assert found["aggregation_bytes_per_s"] == pytest.approx(10_000_000 / 0.005)
@@ -64,38 +61,11 @@ def test_a_cell_compares_exchanges_of_the_last_to_arrive() -> None:
     assert found["timed_steps"] == 6
 
 
-def test_goals_are_judged_where_they_are_set() -> None:
-    cells = {"slow": _cell(rate=100), "fast": _cell(rate=1000), "other": _cell("moe", 100)}
-    cells["other"]["ways"]["compaction"]["nonzero"] = 0.9  # nothing to compress: bytes are not judged there
-    goals = judge(cells)
-    assert goals["aggregation"]["found"] == {"slow": {"way": "compaction", "value": pytest.approx(20.0)}}
-    assert goals["aggregation"]["reached"]
-    assert goals["iteration"]["found"]["slow"]["value"] == pytest.approx(0.12 / 0.025)
-    assert goals["compaction_bytes"]["found"] == {"slow": pytest.approx(1.25), "fast": pytest.approx(1.25)}
-    assert goals["compaction_bytes"]["reached"] is False
-    assert goals["lhc_bytes"]["reached"]
-    assert judge({})["aggregation"]["reached"] is None
-
-
-def test_a_job_runs_the_ways_that_make_sense_for_it() -> None:
-    assert set(WAYS) == set(CompressionCell("ratings", 100, 4).ways(CompressionPlan()))
-    assert {"sparse", "gather-sparse", "auto"} <= set(CompressionCell("ncf", 1000, 4).ways(CompressionPlan()))
-    assert not {"sparse", "powersgd"} & set(CompressionCell("moe", 100, 4).ways(CompressionPlan()))
-
-
-def test_all_cells_together_have_pairs_ratios_and_the_a_a_pair() -> None:
-    cells = {"a": _cell(), "b": _cell("moe", 1000)}
-    about = {"command": "bench compression", "plan": {}, "commit": None, "cluster": "emulator", "mechanisms": {}}
-    about |= {"seeds": [0], "machine": {"cores": 2, "cpu": ""}, "scenario_sha256": {}}
-    result = {**about, "target": judge(cells), **join(cells), "cells": cells}
-    assert result["pairs"] == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
-    assert len(result["policies"]["lhc"]["iteration_s"]) == 4
-    assert result["a_a"]["median"] == pytest.approx(1.0)
-    assert result["ratios"]["fp16/dense"]["median"] < 1
-    table = sections_markdown(sections(result))
-    assert "| compaction |" in table
-    assert "| fp16 (lossy) |" in table
-    assert join({}) == {"pairs": [], "policies": {}, "ratios": {}, "a_a": None}
+def test_goals_and_ratios_of_recorded_cells_are_those_that_were_recorded() -> None:
+    recorded = load("results/compression-*", ROOT)
+    assert recorded is not None
+    for found, kept in ((judge(recorded["cells"]), recorded["target"]), (join(recorded["cells"]), recorded)):
+        assert json.loads(json.dumps(found)) == {name: kept[name] for name in found}
 
 
 def test_bound_counts_rows_of_embeddings_or_elements() -> None:
@@ -109,16 +79,6 @@ def test_bound_counts_rows_of_embeddings_or_elements() -> None:
     assert bound_bytes(net, by_row=False)[0] > rows
 
 
-def test_jobs_give_every_rank_and_step_a_batch_of_its_own() -> None:
-    job = make_job("ratings", 3, **TINY)
-    same, other = job.batch(5), job.batch(6)
-    assert torch.equal(same[0], job.batch(5)[0])
-    assert not torch.equal(same[0], other[0])
-    assert same[0].shape == (8, 2)
-    job.loss(job.make_model(3)(same[0]), same[1]).backward()
-    refused(ConfigError, "workload", make_job, "netflix", 0)
-
-
 def test_sizes_of_the_issue_and_what_cannot_be_run() -> None:
     cells = CompressionPlan().cells()
     assert [c.name for c in cells[:2]] == ["ratings-4x100", "ratings-8x100"]
@@ -129,7 +89,9 @@ def test_sizes_of_the_issue_and_what_cannot_be_run() -> None:
     for change in wrong:
         refused(ConfigError, "", dataclasses.replace(CompressionPlan(), **change).check)
     assert CompressionCell("moe", 1000, 8).scenario().hosts[0].rate_mbit_s == 1000.0
-    assert (label("auto"), label("topk")) == ("auto", "topk (lossy)")
+    assert set(WAYS) == set(CompressionCell("ratings", 100, 4).ways(CompressionPlan()))
+    assert not {"sparse", "powersgd"} & set(CompressionCell("moe", 100, 4).ways(CompressionPlan()))
+    refused(ConfigError, "workload", make_job, "netflix", 0)
 
 
 def _trained(rank: int, config: dict[str, Any]) -> dict[str, Any]:
@@ -155,3 +117,70 @@ def test_all_ways_train_alike_on_two_ranks(tmp_path) -> None:
     assert found["dense"]["timed_steps"] > 12, "a turn of quick steps goes on until it has lasted long enough"
     assert found["compaction"]["loss"][:12] == found["lhc"]["loss"][:12], "bit by bit"
     assert found["compaction"]["payload_over_bound"] > 1
+
+
+OF_JOB: dict[str, dict[str, Any]] = {
+    "ncf": {"users": 3000, "items": 400, "samples": 32},
+    "lstm-tied": {"vocabulary": 2000, "width": 16, "length": 8, "samples": 2, "drawn": 20, "text_bytes": 50_000},
+    "transformer-tied": {"vocabulary": 2000, "width": 16, "length": 8, "samples": 2, "drawn": 20, "text_bytes": 50_000},
+    "moe": {"experts": 16, "width": 16, "hidden": 8, "samples": 24},
+    "lora": {"width": 32, "layers": 1},
+    **{f"rows-{share}": {"rows": 500, "width": 4, "own": 20} for share in (0, 50, 100)},
+}
+
+
+def _job(name: str, workers: int = 1) -> CompressionTask:
+    return make_job(name, 1, workers=workers, **OF_JOB[name])
+
+
+def _gradients(job: CompressionTask, number: int, net: nn.Module | None = None) -> dict[str, Tensor]:
+    net = job.make_model(1) if net is None else net
+    inputs, targets = job.batch(number)
+    job.loss(net(inputs), targets).backward()
+    return {name: p.grad.to_dense() for name, p in net.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", SPARSE_JOBS)
+def test_batches_are_the_same_for_a_number_and_the_loss_falls(name: str) -> None:
+    job = _job(name)
+    assert all(torch.equal(one, other) for one, other in zip(job.batch(5), job.batch(5), strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(job.batch(5), job.batch(6), strict=True))
+    net = job.make_model(1)
+    optimizer = job.make_optimizer([p for p in net.parameters() if p.requires_grad])
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        inputs, targets = job.batch(0)
+        loss = job.loss(net(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", [name for name in SPARSE_JOBS if name in EMBEDDINGS])
+def test_sparse_gradients_are_the_dense_ones(name: str) -> None:
+    job = _job(name)
+    assert job.make_sparse is not None
+    sparse, dense = _gradients(job, 0, job.make_sparse(1)), _gradients(job, 0)
+    for parameter, gradient in dense.items():
+        torch.testing.assert_close(sparse[parameter], gradient)
+    largest = max(dense.values(), key=lambda gradient: gradient.numel())
+    assert float(largest.any(1).float().mean()) < 0.1, "most rows get none"
+
+
+def test_experts_without_a_sample_get_no_gradient_and_only_adapters_are_trained() -> None:
+    found = _gradients(_job("moe"), 0)
+    assert all(int(found[name].flatten(1).any(1).sum()) <= 8 for name in ("into", "back")), "of 16 experts"
+    assert {name.rpartition(".")[2] for name in _gradients(_job("lora"), 0)} == {"down", "up"}
+
+
+@pytest.mark.parametrize("share", [0, 50, 100])
+def test_workers_share_as_many_rows_as_the_job_is_named_for(share: int) -> None:
+    job = _job(f"rows-{share}", workers=3)
+    rows = [set(job.batch(6 + rank)[0].tolist()) for rank in range(3)]
+    assert [len(of_rank) for of_rank in rows] == [20] * 3
+    common = set.intersection(*rows)
+    assert len(common) == share / 100 * 20
+    assert len(set.union(*rows)) == len(common) + 3 * (20 - len(common))
+    assert rows[0] != set(job.batch(9)[0].tolist()), "another step, other rows"

@@ -57,22 +57,15 @@ def test_a_right_history_passes_also_in_two_runs(tmp_path: Path) -> None:
     assert faults_of(JOB, steps) == []
 
 
-def test_a_wrong_weight_is_noticed_at_its_step(tmp_path: Path) -> None:
+def test_wrong_weights_lost_samples_and_unlike_beginnings_are_noticed(tmp_path: Path) -> None:
     _logs(tmp_path, weights=(0.99, 1.0))
     steps, wrong = history(tmp_path, 1, 2)
     assert not wrong
     assert "step 0: parameters are" in faults_of(JOB, steps)[0]
-
-
-def test_lost_and_repeated_samples_are_counted(tmp_path: Path) -> None:
     _logs(tmp_path)
     steps, _ = history(tmp_path, 1, 2)
     steps[3] = replace(steps[3], ids=[[0, 1, 2, 3], steps[3].ids[1]])
     assert faults_of(JOB, steps)[0] == "4 samples lost, 4 repeated"
-
-
-def test_ranks_that_began_at_other_steps_are_noticed(tmp_path: Path) -> None:
-    _logs(tmp_path)
     text = (tmp_path / "0-1.jsonl").read_text().replace('{"from": 0}', '{"from": 3}')
     (tmp_path / "0-1.jsonl").write_text(text)
     assert history(tmp_path, 1, 2)[1] == ["run 0 began at steps [0, 3]"]

@@ -14,17 +14,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("name", CLAIM_JOBS)
-def test_a_frozen_job_is_what_it_was_when_it_was_chosen(name: str) -> None:
-    job = CLAIM_JOBS[name]
+def test_a_frozen_job_is_what_it_was_and_its_figures_are_those_of_the_recorded_curve(name: str) -> None:
+    job, recorded = CLAIM_JOBS[name], load("results/stepcount-*", ROOT)
     assert job.workload == name
     assert job.load().fixed_target() == job.target
-    assert job.rates.keys() == job.steps.keys()
-    assert sorted(job.steps.values(), reverse=True) == [job.steps[batch] for batch in sorted(job.steps)]
-
-
-@pytest.mark.parametrize("name", CLAIM_JOBS)
-def test_its_figures_are_those_of_the_recorded_curve(name: str) -> None:
-    job, recorded = CLAIM_JOBS[name], load("results/stepcount-*", ROOT)
     curve = recorded["workloads"][name]
     assert (curve["target"], round(curve["critical_batch"])) == (job.target, job.critical_batch)
     assert {row["batch"]: row["learning_rate"] for row in curve["table"]} == job.rates
@@ -41,12 +34,8 @@ def test_a_job_with_another_definition_is_refused(changed: dict[str, float]) -> 
         replace(job, sha256="0" * 64).load()
 
 
-def test_a_job_suits_devices_up_to_its_critical_batch() -> None:
-    job = replace(next(iter(CLAIM_JOBS.values())), critical_batch=100.0)
+def test_a_job_suits_devices_up_to_its_critical_batch_and_has_the_rate_of_the_nearest_measured_one() -> None:
+    job = replace(next(iter(CLAIM_JOBS.values())), critical_batch=100.0, rates={64: 0.1, 256: 0.2})
     assert job.suits(8, fixed_ms=12, per_sample_ms=1)
     assert not job.suits(8, fixed_ms=13, per_sample_ms=1)
-
-
-def test_the_rate_of_the_nearest_measured_batch_is_taken() -> None:
-    job = replace(next(iter(CLAIM_JOBS.values())), rates={64: 0.1, 256: 0.2})
     assert [job.rate_at(batch) for batch in (8, 120, 140, 4096)] == [0.1, 0.1, 0.2, 0.2]

@@ -22,7 +22,7 @@ LEARNS: dict[str, tuple[int, int, int, float]] = {
     "digits": (600, 60, 64, 0.8),
     "digits-mlp": (600, 100, 64, 0.8),
     "pysource": (600, 60, 24, 0.3),
-    "pysource-lstm": (600, 40, 24, 0.33),
+    "pysource-lstm": (600, 30, 24, 0.33),
     "pysource-pieces": (8000, 200, 64, 0.22),  # the text is that of the interpreter's own library
     "pysource-windows": (8000, 150, 64, 0.25),
     "pysource-windows-lstm": (8000, 120, 64, 0.3),
@@ -99,7 +99,7 @@ def test_a_few_steps_teach_something(name: str) -> None:
     assert score(workload, train(workload, data, steps=steps, batch=batch), data.test) > passed
 
 
-@pytest.mark.parametrize("name", ["teacher", "pysource", "pysource-pieces", "ratings-dense"])
+@pytest.mark.parametrize("name", ["teacher", "pysource-pieces"])
 def test_held_out_loss_is_the_loss_of_all_samples_however_they_are_cut(name: str) -> None:
     workload = make_workload(name)
     data, model = small(workload).test, workload.make_model(0)
@@ -143,20 +143,15 @@ def test_what_is_to_be_predicted_in_training_is_noisy_and_what_is_held_out_is_no
     assert wrong[1] < 0.3
 
 
-@pytest.mark.parametrize("name", ["digits", "pysource", "pysource-pieces", "pysource-windows", "ratings"])
+@pytest.mark.parametrize("name", ["digits", "pysource-pieces", "ratings"])
 def test_more_samples_than_there_are_is_said(name: str) -> None:
     refused(ConfigError, "at most", make_workload(name).make_data, 0, train=50_000_000, test=10)
     refused(ConfigError, "1 or more", make_workload(name).make_data, 0, train=0, test=10)
 
 
 def test_unknown_names_and_options_list_what_there_is() -> None:
-    with pytest.raises(ConfigError) as unknown:
-        make_workload("mnist2d")
-    assert all(name in str(unknown.value) for name in workload_names())
+    refused(ConfigError, ".*".join(workload_names()), make_workload, "mnist2d")
     refused(ConfigError, r"widht.*noise, width", make_workload, "teacher", widht=8)
     refused(ConfigError, "none", make_workload, "digits", folder="x")
-
-
-def test_a_workload_without_a_target_says_so() -> None:
     assert make_workload("mnist1d").fixed_target() == 0.947
     refused(ConfigError, "digits", make_workload("digits").fixed_target)

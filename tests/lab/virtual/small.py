@@ -30,6 +30,22 @@ def weights(net: nn.Module) -> Tensor:
     return torch.cat([value.detach().flatten().double() for value in net.state_dict().values()])
 
 
+def trained(net: nn.Module) -> Tensor:
+    """Parameters alone, without buffers."""
+    return torch.cat([p.detach().flatten().double() for p in net.parameters()])
+
+
+def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def made(*, norm: bool = False, adam: bool = False, momentum: float = 0.9) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = network(*([nn.BatchNorm1d(16)] if norm else []))
+    if adam:
+        return net, torch.optim.AdamW(net.parameters(), lr=0.01)
+    return net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=momentum)
+
+
 class Watched(Dataset[tuple[Tensor, Tensor]]):
     """Remembers what was asked for, and how much at once."""
 
