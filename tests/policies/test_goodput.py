@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +10,7 @@ import pytest
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.registry import make_policy
 from dynamix.window import Bounds, Window
-from tests.policies.worlds import affine
-
-
-def _goodput(sizes: np.ndarray, alpha: Any, beta: Any, exchange: float, phi: float, overlap: float = 1.0) -> np.ndarray:
-    slowest, total = (np.asarray(alpha) + np.asarray(beta) * sizes).max(-1), sizes.sum(-1)
-    return np.asarray(total / (slowest**overlap + exchange**overlap) ** (1 / overlap) / (phi + total))
+from tests.policies.worlds import affine, goodput
 
 
 def test_a_static_size_can_be_named() -> None:
@@ -33,8 +27,8 @@ def test_goodput_finds_the_best_of_all_allocations_of_a_small_cluster(overlap: f
         sizes = policy.decide(affine(sizes, alpha, beta, exchange=exchange, phi=phi, overlap=overlap), bounds)
     axes = [np.arange(1, 257, 3)] * 3
     every = np.stack(np.meshgrid(*axes), -1).reshape(-1, 3)
-    best = _goodput(every, alpha, beta, exchange, phi, overlap).max()
-    assert _goodput(sizes, alpha, beta, exchange, phi, overlap) >= 0.995 * best
+    best = goodput(every, alpha, beta, exchange, phi, overlap).max()
+    assert goodput(sizes, alpha, beta, exchange, phi, overlap) >= 0.995 * best
 
 
 def test_a_slower_worker_gets_less_and_a_dearer_exchange_makes_batches_larger() -> None:

@@ -23,3 +23,9 @@ def affine(
         "communication": whole - slowest,
     }
     return Window.of(sizes, **known, data=0.0, noise=phi, signal=1.0, steps=5, base_batch=64 * sizes.shape[-1])
+
+
+def goodput(sizes: np.ndarray, alpha: Any, beta: Any, exchange: float, phi: float, overlap: float = 1.0) -> np.ndarray:
+    """Samples of the noise scale's worth a second, (...)."""
+    slowest, total = (np.asarray(alpha) + np.asarray(beta) * sizes).max(-1), sizes.sum(-1)
+    return np.asarray(total / (slowest**overlap + exchange**overlap) ** (1 / overlap) / (phi + total))

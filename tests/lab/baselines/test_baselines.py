@@ -16,7 +16,7 @@ from dynamix_lab.baselines.cannikin import Cannikin
 from dynamix_lab.baselines.least_squares import LeastSquares
 from dynamix_lab.baselines.noise_scale import NoiseScalePolicy
 from dynamix_lab.baselines.pollux import Pollux
-from tests.policies.test_goodput import _goodput, _world
+from tests.policies.worlds import affine, goodput
 
 
 def test_noise_scale_follows_the_noise_scale_with_equal_shares_and_a_limited_step() -> None:
@@ -34,44 +34,44 @@ def test_pollux_finds_what_a_search_over_all_uniform_batches_finds(overlap: floa
     alpha, beta, exchange, bounds = [0.05, 0.08], [1e-3, 2e-3], 0.15, Bounds.of(2, 1, 512)
     policy, sizes = Pollux(threshold=1.001, candidates=200), np.array([64, 64])
     for _ in range(6):
-        sizes = policy.decide(_world(sizes, alpha, beta, exchange=exchange, phi=phi, overlap=overlap), bounds)
+        sizes = policy.decide(affine(sizes, alpha, beta, exchange=exchange, phi=phi, overlap=overlap), bounds)
         assert sizes[0] == sizes[1]
     every = np.arange(64, 513)[:, None] * np.array([1, 1])  # not below the base batch
-    found = _goodput(sizes, alpha, beta, exchange, phi, overlap)
-    assert found >= 0.997 * _goodput(every, alpha, beta, exchange, phi, overlap).max()
+    found = goodput(sizes, alpha, beta, exchange, phi, overlap)
+    assert found >= 0.997 * goodput(every, alpha, beta, exchange, phi, overlap).max()
 
 
 def test_pollux_keeps_a_batch_that_is_nearly_as_good() -> None:
     policy, sizes = Pollux(threshold=1e6), np.array([64, 64])
     for _ in range(3):
-        sizes = policy.decide(_world(sizes, 0.05, 1e-3, exchange=0.1, phi=1e4), Bounds.of(2))
+        sizes = policy.decide(affine(sizes, 0.05, 1e-3, exchange=0.1, phi=1e4), Bounds.of(2))
     assert sizes.tolist() == [64, 64]
 
 
 def test_cannikin_measures_two_sizes_and_then_finishes_together_at_the_best_batch() -> None:
     alpha, beta, exchange, phi, bounds = [0.1, 0.0, 0.03], [1e-3, 4e-3, 2e-3], 0.2, 2000.0, Bounds.of(3, 1, 512)
     policy, sizes = Cannikin(), np.array([64, 64, 64])
-    first = _world(sizes, alpha, beta, exchange=exchange, phi=phi)
+    first = affine(sizes, alpha, beta, exchange=exchange, phi=phi)
     sizes = policy.decide(first, bounds)
     share = 64 / first.compute  # by speed, at the same global batch
     np.testing.assert_allclose(sizes, 192 * share / share.sum(), atol=1)
-    sizes = policy.decide(_world(sizes, alpha, beta, exchange=exchange, phi=phi), bounds)
+    sizes = policy.decide(affine(sizes, alpha, beta, exchange=exchange, phi=phi), bounds)
     seconds = np.asarray(alpha) + np.asarray(beta) * sizes
     assert seconds.max() - seconds.min() <= 2 * max(beta)
     rng = np.random.default_rng(0)
     others = np.clip(np.rint(sizes * np.exp(rng.normal(0, 0.15, (20000, 3)))), 1, 512)
     others = others[others.sum(-1) >= 192]
-    best = _goodput(others, alpha, beta, exchange, phi).max()
-    assert _goodput(sizes, alpha, beta, exchange, phi) >= 0.998 * best
+    best = goodput(others, alpha, beta, exchange, phi).max()
+    assert goodput(sizes, alpha, beta, exchange, phi) >= 0.998 * best
 
 
 def test_cannikin_gets_out_of_like_workers_with_like_sizes() -> None:
     policy, sizes = Cannikin(), np.array([64, 64])
     for _ in range(5):
-        sizes = policy.decide(_world(sizes, 0.2, 1e-3, exchange=1e-6, phi=2000.0), Bounds.of(2, 1, 512))
+        sizes = policy.decide(affine(sizes, 0.2, 1e-3, exchange=1e-6, phi=2000.0), Bounds.of(2, 1, 512))
     every = np.arange(64, 513)[:, None] * np.array([1, 1])
-    best = _goodput(every, 0.2, 1e-3, 1e-6, 2000.0).max()
-    assert _goodput(sizes, 0.2, 1e-3, 1e-6, 2000.0) >= 0.995 * best
+    best = goodput(every, 0.2, 1e-3, 1e-6, 2000.0).max()
+    assert goodput(sizes, 0.2, 1e-3, 1e-6, 2000.0) >= 0.995 * best
 
 
 def test_least_squares_recover_alpha_and_beta_exactly_and_say_when_they_cannot() -> None:
