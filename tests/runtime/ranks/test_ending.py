@@ -24,7 +24,7 @@ from dynamix.runtime.ranks import rendezvous as meeting
 from dynamix.runtime.ranks import watch
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.ranks.watch import RankWatch
-from tests.processes import torchrun
+from tests.processes import LAUNCH, ONE_HOST, call
 from tests.ranks import refusal, run_ranks
 from tests.runtime.check.loops import Job, Loops, data
 
@@ -319,9 +319,12 @@ while rank and not over.exists():
 
 
 @pytest.mark.multiproc
-def test_a_rank_that_leaves_others_in_a_message_ends_as_it_would(tmp_path: Path) -> None:
-    """The message stays under way in a group that nobody closed, until the other rank's process ends."""
+def test_a_rank_that_leaves_others_in_a_message_ends_after_it_has_said_why(tmp_path: Path) -> None:
+    """The message stays under way in a group that nobody closed, until the other rank's process ends.
+
+    Then gloo's own thread may abort the process, so with what code it ends is not said.
+    """
     (script := tmp_path / "train.py").write_text(LEFT)
-    said = torchrun(script, str(tmp_path / "over"), ranks=2)
+    said = call(*LAUNCH, 2, script, tmp_path / "over", env=ONE_HOST).stdout
     assert said.count("weighting='los' is not possible") == 2
     assert "rank 0: rank 1 ended the job" in said

@@ -54,6 +54,7 @@ def peak_bytes(rank: int, store: str, way: str, device: str = "cpu", width: int 
         if controller is not None:
             controller.close()
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        dist.barrier()  # nobody closes what the other still uses
         peak = on_host if device == "cpu" else torch.cuda.max_memory_allocated(device)
         return peak, sum(p.numel() * p.element_size() for p in net.parameters())
     finally:
