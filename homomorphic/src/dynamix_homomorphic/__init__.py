@@ -5,7 +5,7 @@
     dynamix_homomorphic.LossyState(net, keep=0.01, ...)                # LOSSY: only the largest elements are sent
 
 Lossless means: the integer sum that is decoded equals the integer sum of the inputs, which were quantised once to 25 to
-30 bits below their block's largest magnitude. What cannot be verified is reduced densely and counted.
+30 bits below their block's largest magnitude. A bucket that cannot be verified is reduced densely and counted.
 
 Names are imported on first use, so that the command line need not load torch.
 """

@@ -1,4 +1,4 @@
-"""What must hold before a decoded bucket is applied.
+"""Checks that must hold before a decoded bucket is applied.
 
 Every check ends the same way on every rank: what all ranks can see alike is judged on agreed numbers, and what one rank
 might see alone is put to a vote. A bucket in doubt is reduced densely from its untouched values; one whose sketch held
@@ -41,7 +41,7 @@ def agree(codes: Tensor, mine: bytes, wire: Wire) -> Tensor:
 def confirm_union(union: Tensor, mine_included: bool, wire: Wire) -> None:
     """All ranks hold the same union, and each finds its own items in it; else `Doubt` on all of them.
 
-    What follows is as long as the union is large, so a rank with another one would hang the rest.
+    The next exchange is as long as the union is large, so a rank with another one would hang the rest.
     """
     mine = digest(int((union.long() * _weights(union.numel(), union.device)).sum()))
     header = torch.nn.functional.pad(marks_of(mine, union.device), (0, 1), value=not mine_included)
@@ -69,7 +69,7 @@ def vote(reason: str, wire: Wire, device: torch.device) -> None:
 def settle(work: Callable[[], tuple[_Found, str]], wire: Wire, device: torch.device) -> _Found:
     """Do `work`, which returns what it found and the check that failed ("none"), and agree over ranks how it went.
 
-    Raises `Doubt` on every rank alike. Where the wire can be lost, ranks may have stopped at different points, also at
+    Raises `Doubt` on every rank alike. If the wire can be lost, ranks may have stopped at different points, also at
     doubts that all would have seen; so all of them vote, on what stands behind the wire.
     """
     found: _Found | None = None
@@ -118,7 +118,7 @@ class SegmentPart:
 def checksums(parts: Sequence[SegmentPart], key: int, device: torch.device, *, ranks: int = 1) -> Tensor:
     """int32 (CHECKSUM_WORDS,), which end a payload: the two checksums of all parts, and `ranks` times a constant.
 
-    Without the constant a payload that was counted twice throughout would fit its own checksums.
+    The constant is needed: without it a payload that was counted twice throughout would fit its own checksums.
     """
     plain = weighted = 0
     for place, part in enumerate(parts):

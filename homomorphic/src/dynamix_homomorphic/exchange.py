@@ -71,7 +71,7 @@ class FixedPoint:
     def learn(
         self, bucket: BucketExchange, union: Tensor, codes: Tensor, parts: list[SegmentPart], way: str, flat: Tensor
     ) -> None:
-        """From a union that all ranks know."""
+        """Learn from a union that all ranks know."""
         if way == "fixed":
             return
         if bucket.unions % RELEARN == 0:

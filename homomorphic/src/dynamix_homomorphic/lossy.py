@@ -11,8 +11,8 @@ al., arXiv 1901.09847) carries what was left to the next step, so that nothing i
 
 up to the rounding of each step's additions.
 
-Top-k as in Stich et al., a fixed threshold as in Dutta et al. (arXiv 2108.00951). What is sent is mostly zeros, which
-the lossless stage behind (`compression_hook`) exchanges as index and values without a further loss.
+Top-k as in Stich et al., a fixed threshold as in Dutta et al. (arXiv 2108.00951). The sent gradient is mostly zeros,
+which the lossless stage behind (`compression_hook`) exchanges as index and values without a further loss.
 """
 
 import math
@@ -38,7 +38,7 @@ Held = list[tuple[str, Tensor]]  # by parameter: what this rank will hold if the
 
 
 class ErrorFeedback:
-    """What one rank has not sent yet, by parameter. No communication.
+    """The part that one rank has not sent yet, by parameter. No communication.
 
     keep         share of a parameter's elements to send, those of largest magnitude; at least one of them
     threshold    instead: every element of at least this magnitude
@@ -85,7 +85,7 @@ class ErrorFeedback:
         return items, held
 
     def commit(self, held: Held) -> None:
-        """What was sent has been applied: remember what was not."""
+        """The sent part has been applied: remember the rest."""
         self.memory.update(held)
 
     def _largest(self, values: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ class ErrorFeedback:
 
 
 def _largest_of(magnitude: NDArray[Any], k: int) -> NDArray[np.int64]:
-    """Where the k largest of (n,) are, in any order; NaN counts as the largest. A third to a sixth of `torch.topk`'s
-    time, but equal values make a partition slow: where most are zero only the others are looked at."""
+    """The places of the k largest of (n,), in any order; NaN counts as the largest. A third to a sixth of
+    `torch.topk`'s time, but equal values make a partition slow: where most are zero only the others are looked at."""
     n = len(magnitude)
     if 2 * np.count_nonzero(magnitude) > n:
         return np.argpartition(magnitude, n - k)[n - k :]
@@ -115,7 +115,7 @@ def _largest_of(magnitude: NDArray[Any], k: int) -> NDArray[np.int64]:
 
 
 class LossyState:
-    """What `lossy_hook` and `lossy_topk_hook` hold: error feedback, and the hook that exchanges what is sent. LOSSY.
+    """The state of `lossy_hook` and `lossy_topk_hook`: error feedback, and the hook that exchanges what is sent. LOSSY.
 
     model        whose parameters these are; their names are the keys of what is saved
     keep, threshold, loss_scale   as in `ErrorFeedback`; pass `loss_scale=scaler.get_scale` with a GradScaler

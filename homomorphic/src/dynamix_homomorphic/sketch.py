@@ -25,7 +25,7 @@ SPARE = 12  # counters on top, for a handful of items
 
 @dataclass(frozen=True)
 class Hashing:
-    """Where items go: three tables of `table` counters, and the keys of three hash functions.
+    """The hashing of items: three tables of `table` counters, and the keys of three hash functions.
 
     keys  int64 (3, 2), a multiplier and an offset below 2^32 per table
     """

@@ -28,7 +28,8 @@ def union_of(words: Tensor, codes: Tensor, layout: Layout, wire: Wire, depth: in
 
 
 def exchange_union(words: Tensor, codes: Tensor, layout: Layout, send: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `send` makes of the uint8 of the live `words`, at their places; zeros elsewhere and past the last item."""
+    """The words that `send` makes of the uint8 of the live `words`, at their places; zeros elsewhere and past the last
+    item."""
     live = live_words(codes, layout)
     bits = words.clone() if live is None else words.index_select(0, live)
     union = send(bits.view(torch.uint8)).view(torch.int32)

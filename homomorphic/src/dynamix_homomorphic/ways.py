@@ -1,4 +1,5 @@
-"""What this distribution adds to `dynamix.compression`, found by entry point: ways in fixed point, and the aggregator.
+"""The parts that this distribution adds to `dynamix.compression`, found by entry point: ways in fixed point, and the
+aggregator.
 
 Traffic is that of the model in `dynamix.compression.traffic`: bytes through the busiest link direction, and hops.
 """

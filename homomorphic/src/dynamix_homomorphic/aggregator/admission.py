@@ -1,4 +1,4 @@
-"""Who is at the aggregator's door: handshakes under way, and how much one address may take."""
+"""Admission to the aggregator: handshakes under way, and how much one address may take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamix_homomorphic.aggregator.tls import shut
 
 
 def origin(peer: str) -> str:
-    """What counts as one address: a host of IPv4, a /64 of IPv6, which is what one host is given.
+    """The part of an address that counts as one: a host of IPv4, a /64 of IPv6, which is what one host is given.
 
     >>> origin("10.0.0.7"), origin("::ffff:10.0.0.7"), origin("2001:db8::1") == origin("2001:db8::ff")
     ('10.0.0.7', '10.0.0.7', True)
@@ -37,7 +37,7 @@ class Greeting:
 
 
 class Greetings:
-    """All of them. Where there are too many the oldest ends, so connections that say nothing keep nobody out.
+    """All of them. If there are too many, the oldest ends, so connections that say nothing keep nobody out.
 
     most          at once; one more ends the oldest, which a worker's own has left long before
     per_address   of one address; one more ends the oldest of that address

@@ -30,7 +30,7 @@ GRACE = 1.25  # the aggregator's verdict on who stalls should come before ours o
 
 @dataclass(frozen=True)
 class Aggregator:
-    """Where gradients are added in the network, and how to be let in.
+    """The address at which gradients are added in the network, and the credentials for it.
 
     address     host:port
     token       what the aggregator was started with; it does not travel
@@ -124,7 +124,7 @@ class AggregatorClient:
             raise WireLost(self.reason) from error
 
     def close(self, reason: str = "closed") -> None:
-        """Leave. Between rounds that is orderly; within one it ends the job for all ranks at once."""
+        """Leave. A close between rounds is orderly; within one it ends the job for all ranks at once."""
         self.reason = self.reason or reason or "lost"
         if self._closer.alive:
             shut(self._sock)  # forked children hold the connection open too

@@ -35,7 +35,8 @@ _TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"')  # of JSON
 
 @dataclass(frozen=True)
 class Introduction:
-    """Who asks to join. `session` tells runs of the same job apart; all of a run's ranks bring the same.
+    """The introduction of a worker that asks to join. `session` tells runs of the same job apart; all of a run's ranks
+    bring the same.
 
     timeout_s   how long the job may wait for one of its workers within a round
     """
@@ -48,7 +49,7 @@ class Introduction:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Introduction:
-        """From JSON; raises `ProtocolError` where something is missing or of another type."""
+        """An introduction from JSON; raises `ProtocolError` if something is missing or of another type."""
         job, session = (_typed(fields, name, str)[:64] for name in ("job", "session"))
         workers, rank = (_typed(fields, name, int) for name in ("workers", "rank"))
         timeout_s = _typed(fields, "timeout_s", float)
@@ -58,7 +59,7 @@ class Introduction:
 
 
 def proof(token: str, side: bytes, nonce: bytes, said: bytes) -> bytes:
-    """What only a holder of the token can say about `said` after having been given `nonce`."""
+    """The proof about `said` that only a holder of the token can give after `nonce`."""
     return hmac.new(token.encode(), side + nonce + said, hashlib.sha256).digest()
 
 

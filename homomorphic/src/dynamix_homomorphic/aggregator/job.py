@@ -28,7 +28,7 @@ _PAD = -HEADER.size % 64  # so that payloads begin where words do: their checksu
 
 @dataclass(frozen=True)
 class AggregatorLimits:
-    """What an aggregator gives at most. A job that asks for more is refused, or ended where it asks in a round.
+    """The limits of an aggregator. A job that asks for more is refused, or ended where it asks in a round.
 
     chunk_bytes     of a message at most; a multiple of 4
     window          chunks a worker may be ahead
@@ -153,7 +153,7 @@ class AggregatedJob:
             shut(worker.sock)
 
     def _ready(self) -> list[tuple[_Worker, int]]:
-        """Who can be served, and for what; waits until there is somebody."""
+        """The workers that can be served, and for what; waits until there is one."""
         inside = [worker for worker in self._buffered if worker.events & selectors.EVENT_READ]
         found = self._selector.select(0 if inside else self._patience_s())
         self._buffered.difference_update(inside)
@@ -177,7 +177,7 @@ class AggregatedJob:
     # receiving
 
     def _receive(self, worker: _Worker) -> None:
-        """At most one message, so that no worker is served before the others."""
+        """Receive at most one message, so that no worker is served before the others."""
         while True:
             whole = HEADER.size + (worker.block.head.length if worker.filled >= HEADER.size else 0)
             try:

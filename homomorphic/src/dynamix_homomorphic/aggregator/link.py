@@ -1,6 +1,6 @@
 """A job's line to its aggregator: lost and left on all ranks alike, looked for while away, joined again by all.
 
-What one rank sees alone never decides: a loss is known to all by the vote on a bucket, and whether the aggregator
+A rank never decides by what it alone sees: a loss is known to all by the vote on a bucket, and whether the aggregator
 answers is agreed over the process group at steps that all ranks count alike.
 """
 
@@ -80,7 +80,7 @@ class AggregatorLink:
         return self.client is None
 
     def wire(self, reserve: Wire) -> Wire:
-        """What sums the next bucket: the aggregator with `reserve` behind it, or `reserve`."""
+        """The wire that sums the next bucket: the aggregator with `reserve` behind it, or `reserve`."""
         if self.client is None:
             return reserve
         self._backoff.went_well()  # a loss takes it back

@@ -1,4 +1,4 @@
-"""What a monitor asks an aggregator: /healthz and /metrics on a port of loopback, in Prometheus' text format.
+"""Serves a monitor of an aggregator: /healthz and /metrics on a port of loopback, in Prometheus' text format.
 
 Written without a client library, so a host that only aggregates needs no extra for it.
 """
@@ -83,7 +83,7 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Of the figures."""
+        """The address of the figures."""
         return f"http://127.0.0.1:{self._http.server_port}/metrics"
 
     def __enter__(self) -> MetricsServer:

@@ -1,4 +1,4 @@
-"""What workers and the aggregator say to each other once a worker is let in: messages of one chunk of a buffer.
+"""The messages between workers and the aggregator once a worker is let in: each of one chunk of a buffer.
 
 A round is one buffer of all workers. It travels in chunks, each under a header that says where it belongs and ends in a
 checksum over header and chunk. Checksums find damage, not malice. Numbers are little-endian, values as the machine
@@ -70,7 +70,7 @@ def chunks(op: int, number: int, total: int, most: int) -> Iterator[Head]:
 
 
 def folded(payload: Bytes) -> bytes | memoryview:
-    """What a checksum is taken of: the column sums where the payload is long, and what is left over.
+    """The numbers of which a checksum is taken: the column sums if the payload is long, and what is left over.
 
     Sums run at memory speed and change with every flipped bit; a shift or an exchange of whole rows of 4 KiB would be
     missed, and shows in the header's numbers instead.

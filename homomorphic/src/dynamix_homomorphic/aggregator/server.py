@@ -263,7 +263,7 @@ class AggregatorServer:
         return None
 
     def _no_room(self, who: Introduction, key: tuple[str, str], address: str) -> ProtocolError | None:
-        """Why a worker is one too many. Where it helps, jobs whose workers are not all here after `GATHER_S` make room.
+        """Why a worker is one too many. If it helps, jobs whose workers are not all here after `GATHER_S` make room.
 
         Room is taken by workers that are here, not by those that a job says will come. A job that lacks it for one of
         its workers makes room for others at once: its ranks join together or not at all.
@@ -314,7 +314,7 @@ class AggregatorServer:
                     self._let_go(key, "stalled" if late else "left", "too late" if late else "one has left")
 
     def _let_go(self, key: tuple[str, str], kind: str, why: str) -> None:
-        """Of a job whose workers are not all here."""
+        """End a job whose workers are not all here."""
         gathering, came = self._gathering.pop(key), len(self._addresses.pop(key))
         self._ended.append(key)
         self._failed[kind] += 1

@@ -83,7 +83,7 @@ class TlsFiles:
 
 
 def explained(error: Exception) -> str:
-    """What went wrong on a connection, in words that say what to do where that is known."""
+    """The fault of a connection, in words that say what to do if that is known."""
     if isinstance(error, ssl.SSLCertVerificationError):
         said = error.verify_message
         if "mismatch" in said:

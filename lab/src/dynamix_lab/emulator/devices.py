@@ -48,8 +48,8 @@ def too_many_overruns(ranks: Sequence[DeviceSteps], *, most: float = MOST_OVERRU
 def batch_cost(cost: float) -> None:
     """Say what the next batch costs, in units of the device's `per_cost_ms`, before every forward.
 
-    Without it a batch costs as many units as the model's first input of integers has elements (tokens). Does nothing
-    outside an emulation of device hosts. Raises `ConfigError` unless `cost` is a finite number, 0 or more.
+    If it is not called, a batch costs as many units as the model's first input of integers has elements (tokens). Does
+    nothing outside an emulation of device hosts. Raises `ConfigError` unless `cost` is a finite number, 0 or more.
 
     >>> batch_cost(812.0)
     """

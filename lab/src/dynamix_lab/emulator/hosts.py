@@ -78,8 +78,8 @@ class Loopback:
 class Namespaces:
     """A namespace, an address and a link per host. Needs CAP_NET_ADMIN and CAP_SYS_ADMIN.
 
-    What a host sends is shaped at its own card and lost at the switch's port, what it receives shaped at the port and
-    lost at the card. Raises `EmulationError` when the kernel refuses; nothing is left then.
+    Traffic that a host sends is shaped at its own card and lost at the switch's port, traffic that it receives shaped
+    at the port and lost at the card. Raises `EmulationError` when the kernel refuses; nothing is left then.
     """
 
     mechanism = "netns+veth"

@@ -27,5 +27,6 @@ def set_latency(ip: Any, index: int, latency_ms: float) -> None:
 
 
 def send_single_packets(ip: Any, index: int) -> None:
-    """What leaves `index` is packets of the wire's size: a loss must not take a segment of 64 KB as if it were one."""
+    """Traffic that leaves `index` is packets of the wire's size: a loss must not take a segment of 64 KB as if it were
+    one."""
     ip.link("set", index=index, gso_max_segs=1)

@@ -45,7 +45,7 @@ def probe_mechanisms() -> dict[str, tuple[bool, str]]:
 def check_kernel(scenario: Scenario) -> None:
     """Raises `ScenarioError` when the scenario asks links for what this kernel lacks, and names what there is.
 
-    Where no network of its own can be made at all it says nothing: without the privilege nothing can be told.
+    If no network of its own can be made at all, it says nothing: without the privilege nothing can be told.
     """
     needs = scenario.needs
     if not needs.keys() & {"loss", "latency"}:

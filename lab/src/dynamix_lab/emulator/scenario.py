@@ -300,7 +300,7 @@ class Scenario(_Model):
 def check_machine(scenario: Scenario, cores: float) -> None:
     """Raises `ScenarioError` when this machine has fewer cores than the scenario's hosts need together.
 
-    Of device hosts it asks nothing: their `cpu` is no number of cores.
+    It asks nothing of device hosts: their `cpu` is no number of cores.
     """
     if scenario.device is not None:
         return

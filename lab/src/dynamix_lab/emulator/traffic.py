@@ -1,8 +1,8 @@
 """Sends and receives UDP over the links of emulated hosts, at a rate each: other people's traffic.
 
 One process for all hosts: a socket stays in the network namespace in which it was made, so it visits every host once.
-Nobody reads what arrives; the kernel drops it once it has crossed the link. What a full link refuses is not sent
-again: this traffic does not give way, as a video or a flood does not.
+Nobody reads what arrives; the kernel drops it once it has crossed the link. A packet that a full link refuses is not
+sent again: this traffic does not give way, as a video or a flood does not.
 
 Standard library only, run by path. Arguments: OWNER_PID SWITCH_FD SWITCH_ADDRESS, then FD ADDRESS of every host. Reads
 lines `HOST MBIT_S` (0 stops) and ends at end of file or with its owner.

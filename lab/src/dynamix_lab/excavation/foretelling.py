@@ -87,7 +87,7 @@ def _ahead(env: Excavation) -> tuple[Flags, Flags]:
 
 
 def _told(facts: Seen, truth: Flags, used: Flags, updates: int, seed: int) -> NDArray[np.float64]:
-    """What a network that learned from the rows `used` says of all."""
+    """The answers, for all rows, of a network that learned from the rows `used`."""
     generator = torch.Generator().manual_seed(seed)
     net = perceptron(facts.shape[-1], 64, 1, generator)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)

@@ -104,7 +104,7 @@ def scores(
     *,
     seed: int,
 ) -> Floats:
-    """What each of `gates` is worth (`GateSearch`)."""
+    """The worth of each of `gates` (`GateSearch`)."""
     each = [gate for gate in gates for _ in range(c.worlds)]
 
     def mean(values: Floats) -> Floats:
@@ -129,7 +129,8 @@ def scores(
 
 
 def lasting(env: Excavation) -> Floats:
-    """By world (B,): the Gini coefficient, times the correlation of the two halves where it is above 0."""
+    """The lasting inequality by world (B,): the Gini coefficient, times the correlation of the two halves if it is
+    above 0."""
     unequal = np.nan_to_num(gini(env.delivered))
     return np.asarray(unequal * np.maximum(np.nan_to_num(correlations(env.early, env.delivered - env.early)), 0.0))
 

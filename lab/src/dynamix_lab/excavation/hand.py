@@ -1,8 +1,8 @@
 """Motion by hand on typed traces, where a tunnel one cell wide ends in a chamber: the baseline of what is learned.
 
 It acts on what an agent sees and smells, like a learner. Laden agents go home. Empty ones go in as a file, and turn
-round for a laden one in the tunnel, or for one who turned round before them. In the chamber the laden wait until the
-file is in, so that all who came together leave together. At home nobody stands before the mouth while others come out.
+round for a laden one in the tunnel, or for one who turned round before them. The laden wait in the chamber until the
+file is in, so that all who came together leave together. Nobody stands before the mouth at home while others come out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HandMotion:
 
 
 class _Look:
-    """What the agents see in one step, by name."""
+    """The view of the agents in one step, by name."""
 
     def __init__(self, by: HandMotion, seen: Seen) -> None:
         shape = by.task.shape
@@ -141,7 +141,7 @@ class _Look:
         return np.where(self.nest, self._at_home(laden | self._trace(2, ahead)), go)
 
     def _at_home(self, busy: Flags) -> Ints:
-        """Of empty agents in the nest. `busy`: somebody comes out."""
+        """The moves of empty agents in the nest. `busy`: somebody comes out."""
         go, middle = self._rows(RIGHT), self.row == self.middle
         door = middle & (self.column == self.nest_columns - 1)
         ways = np.stack([self._free(-1, 0), self._free(1, 0), self._free(0, -1)])

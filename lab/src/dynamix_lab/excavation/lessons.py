@@ -40,8 +40,8 @@ class Lessons:
     Arrays have room for the largest number of agents of a stage; `present` (B, N) says who there is, `acted` who of
     them did in the last step what they had chosen.
 
-    resters   most of a world's agents that rest at a time, as a part of them; who and how many changes by chance. What
-              is learned then fits any number of active agents
+    resters   most of a world's agents that rest at a time, as a part of them; who and how many changes by chance. The
+    learned network then fits any number of active agents
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Lessons:
         return min(1.0, (1 - self.done / self.steps) / cooling) if cooling else 1.0
 
     def observe(self) -> Seen:
-        """What the agents see, (B, N, F), zeros for the absent; N grows with the first call after a stage."""
+        """The view of the agents, (B, N, F), zeros for the absent; N grows with the first call after a stage."""
         if self._within >= self.stage.steps and self._index + 1 < len(self.stages):
             self._index, self._within = self._index + 1, 0
             self._begin()
         return self.seen
 
     def step(self, action: ArrayLike) -> tuple[Seen, Floats, Flags]:
-        """What they saw then (B, N, F), their rewards (B, N), and whether there was anything left to do (B, N).
+        """Their view then (B, N, F), their rewards (B, N), and whether there was anything left to do (B, N).
 
         An episode that is over because of its horizon alone did not end for the agents: there was.
         """

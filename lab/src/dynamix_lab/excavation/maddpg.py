@@ -25,8 +25,8 @@ from dynamix_lab.installed import how_to_install
 
 @dataclass(frozen=True, slots=True)
 class MADDPGConfig:
-    """Ours by trials: the critic's rate (AgileRL's 0.01 learned less). What `DQNConfig` has too is as there, the rest
-    AgileRL's.
+    """Ours by trials: the critic's rate (AgileRL's 0.01 learned less). Settings that `DQNConfig` has too are as there,
+    the rest AgileRL's.
 
     learn_every  steps of the worlds between two updates of every agent's critic and actor
     capacity     steps of a world remembered; learning begins with `warm_up` of them
@@ -55,9 +55,9 @@ class MADDPGConfig:
 class MADDPGTraining:
     """The same curriculum and number of steps of the worlds as `learner.DQNTraining`.
 
-    The critic has room for the largest number of agents. Who is absent in a stage is seen as zeros, but learns with the
-    others from the same reward, and has actions where AgileRL asks its actors for the next ones. Raises `ConfigError`
-    if AgileRL is not installed.
+    The critic has room for the largest number of agents. An agent that is absent in a stage is seen as zeros, but
+    learns with the others from the same reward, and has actions where AgileRL asks its actors for the next ones. Raises
+    `ConfigError` if AgileRL is not installed.
     """
 
     def __init__(

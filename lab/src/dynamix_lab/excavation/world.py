@@ -276,7 +276,8 @@ class Excavation:
         return np.where(self.carrying, 0, np.where(self.heading > 0, 1, 2)) if self.typed else np.zeros_like(self.place)
 
     def _what_places_show(self) -> Seen:
-        """What does not change: by carrying or not, and cell, the own features and the rock around (2, cells, ...)."""
+        """The parts that do not change: by carrying or not, and cell, the own features and the rock around (2, cells,
+        ...)."""
         b, cells = self.burrow, np.arange(self.burrow.cells)
         inside = ~b.rock
         near = np.where(inside[:, None], cells[:, None] + self._near, 0)

@@ -47,7 +47,7 @@ Readings = Mapping[str, Any]  # of a row: columns by seed
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """By setting and batch: all places together, ours beside the best of the others, then each place."""
+    """The sections by setting and batch: all places together, ours beside the best of the others, then each place."""
     plan, groups = result["plan"], dict[str, list[Case]]()
     for case in result["cases"]:
         batch = "" if case["batch"] is None else f", b0 = {case['batch']}"

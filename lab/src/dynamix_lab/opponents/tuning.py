@@ -2,7 +2,7 @@
 
 A grid is learning rates times three choices of what a row has besides, for each schedule of the rate: batch sizes if
 they are fixed, rules and starting batches if a policy moves them, periods and momentum if workers meet over parameters.
-From the best of it the search goes on to its neighbours, so that no row is held back by where its grid ends.
+The search goes on from the best of it to its neighbours, so that no row is held back by where its grid ends.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class DeviceWorld(ClusterEnv):
 
 
 def _checked(outages: Sequence[Outage], workers: int) -> tuple[Outage, ...]:
-    """By time. Raises `ConfigError` for hosts that are not there and times that are none."""
+    """The course in the order of time. Raises `ConfigError` for hosts that are not there and times that are none."""
     for outage in outages:
         if not 0 <= outage.host < workers:
             raise ConfigError("outage of host", outage.host, f"0 to {workers - 1}", "name a host of the scenario")

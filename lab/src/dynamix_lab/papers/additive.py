@@ -2,7 +2,7 @@
 
 One network with shared weights, pi(a_i | s_i, s_global): it sees a worker's own state and the pooled state of all, and
 chooses among {-100, -25, 0, +25, +100} samples, clamped to [32, 1024]. No model of the system and no rule to correct,
-unlike `dynamix.policies.learned`. Where the sources are silent or second-hand the choice is a value of `Actions`
+unlike `dynamix.policies.learned`. If the sources are silent or second-hand, the choice is a value of `Actions`
 (docs/design/paper-form.md).
 """
 

@@ -125,7 +125,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def _plain(version: str) -> str:
-    """Without the local part that says how it was built: "2.13.0+cpu" is 2.13.0."""
+    """A version without the local part that says how it was built: "2.13.0+cpu" is 2.13.0."""
     return version.partition("+")[0]
 
 

@@ -29,7 +29,7 @@ def check_portable(workload: Workload) -> None:
 
 
 def described(module: nn.Module) -> list[Any]:
-    """What `jobs.job.built` makes a network of torch's own layers from, as JSON. Weights are not in it.
+    """The JSON from which `jobs.job.built` makes a network of torch's own layers. Weights are not in it.
 
     >>> described(nn.Sequential(nn.Flatten(), nn.ReLU()))
     ['Sequential', [['Flatten', {'start_dim': 1, 'end_dim': -1}], ['ReLU', {'inplace': False}]]]

@@ -39,8 +39,8 @@ class BpfProbe:
     bytes_per_s         payload handed to TCP (sock:sock_send_length), where the kernel has that tracepoint and the
                         process is in no process namespace of its own
 
-    What it has no data for it leaves out, so that `NetworkProbe`'s answer stands. Needs root, bpftrace and a mounted
-    tracefs; without them it never answers. The tracer ends with this object, with `close`, or with the process.
+    A figure for which it has no data is left out, so that `NetworkProbe`'s answer stands. Needs root, bpftrace and a
+    mounted tracefs; without them it never answers. The tracer ends with this object, with `close`, or with the process.
     """
 
     name = "bpf"

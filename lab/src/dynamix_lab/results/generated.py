@@ -75,7 +75,7 @@ def generated(page: Path, root: Path) -> str:
 
 
 def part_of(text: str, heading: str, columns: Sequence[str]) -> str:
-    """What is below a heading of a result's page, or all; and of its table these columns alone, if any are named.
+    """The part of a result's page below a heading, or all; of its table these columns alone, if any are named.
 
     Raises `ConfigError` for a heading or a column that is not there.
     """

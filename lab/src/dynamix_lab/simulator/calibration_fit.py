@@ -1,7 +1,7 @@
 """Makes `calibration.json` from the public measurements: `dynamix bench calibration FOLDER OUT.json`.
 
-FOLDER holds the files named in `SOURCES` (not shipped). What is written are coefficients, their errors, and errors on
-points that the fit has not seen.
+FOLDER holds the files named in `SOURCES` (not shipped). The fit writes coefficients, their errors, and errors on points
+that it has not seen.
 """
 
 from __future__ import annotations

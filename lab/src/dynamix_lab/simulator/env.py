@@ -27,11 +27,11 @@ NORMS_EVERY = 5  # squared norms are measured in the first step of a window and 
 class ClusterEnv:
     """`reset()` gives the first `Window` (equal shares); `step(sizes)` takes an allocation (C, W), gives the next.
 
-    Where an allocation changes, a step is `delay` optimizer steps on the one in force (what a decision needs to travel;
-    they belong to no window), then `interval` measured steps on the new one; elsewhere the next window begins at once.
-    `clock_s` and `progress` (base-batch samples' worth of training) are (C,) totals. Every policy meets the same world:
-    disturbances follow the wall clock, and random numbers are counter-based. `step(sizes, lengths)` gives windows of
-    another length, (C,) steps, to each cluster.
+    If an allocation changes, a step is `delay` optimizer steps on the one in force (the time a decision needs to
+    travel; they belong to no window), then `interval` measured steps on the new one; else the next window begins at
+    once. `clock_s` and `progress` (base-batch samples' worth of training) are (C,) totals. Every policy meets the same
+    world: disturbances follow the wall clock, and random numbers are counter-based. `step(sizes, lengths)` gives
+    windows of another length, (C,) steps, to each cluster.
 
     trace     slowdowns recorded elsewhere, on top of the clusters' own; W must be its width
     lr_rule   "adascale": a step's progress follows the noise scale. "none": a constant learning rate, whose step-count

@@ -251,7 +251,7 @@ def _periodic(c: Clusters, rng: np.random.Generator) -> Clusters:
 def _throttling(c: Clusters, rng: np.random.Generator) -> Clusters:
     """Half of the workers, at least one, grow hot: their clocks fall in six steps, and recover in two, again and again.
 
-    By wall clock, whatever a worker computes; ranges are ours.
+    Throttling follows the wall clock, whatever a worker computes; ranges are ours.
     """
     hit, period = _hit(c, 0.5, rng), rng.uniform(60, 240, c.shape)
     most = np.where(hit, rng.uniform(1.3, 2.5, c.shape), 1.0)[..., None]

@@ -43,7 +43,7 @@ class RandomStream:
         return _mix(key + np.asarray(counter, dtype=np.uint64) * _STEP)
 
     def uniform(self, counter: Bits | np.uint64, at: NDArray[np.bool_] | None = None) -> Floats:
-        """In (0, 1), never 0."""
+        """A number in (0, 1), never 0."""
         return ((self.bits(counter, at) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
 
     def normal(self, counter: Bits | np.uint64) -> Floats:

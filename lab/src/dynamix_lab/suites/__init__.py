@@ -1,1 +1,1 @@
-"""What prints figures."""
+"""The suites that print figures."""

@@ -33,7 +33,7 @@ SEEDS = (740_001,)
 
 @dataclass(frozen=True, slots=True)
 class DisturbancePlan:
-    """What one call runs.
+    """The settings of one call.
 
     cells        (kind of `KINDS`, W)
     clusters     of each seed; every cluster is a pair

@@ -45,7 +45,7 @@ def as_is(batch: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What a workload trains on and is scored on."""
+    """The data on which a workload trains and is scored."""
 
     train: Arrays
     test: Arrays
@@ -95,7 +95,7 @@ class Workload:
         return self.target
 
     def divisor(self, targets: Tensor) -> int:
-        """What the mean loss of these targets was divided by: their `count`, or the number of samples."""
+        """The number by which the mean loss of these targets was divided: their `count`, or the number of samples."""
         return len(targets) if self.count is None else self.count(targets)
 
 
@@ -111,7 +111,7 @@ def accuracy(logits: Tensor, targets: Tensor) -> float:
 def score(workload: Workload, model: nn.Module, data: Arrays, *, rows: int = 250) -> float:
     """The workload's metric of `model` on `data`, `rows` samples at a time; the model's mode is put back.
 
-    With a `count` the parts' metrics are averaged by it: the logits of all tokens would not fit into memory.
+    If there is a `count`, the parts' metrics are averaged by it: the logits of all tokens would not fit into memory.
     """
     training = model.training
     model.eval()

@@ -72,7 +72,7 @@ def definition_sha256(workload: Workload) -> str:
 
 
 def definition(workload: Workload) -> dict[str, Any]:
-    """What makes data, model and target, as plain values. It takes some ms, or seconds where data are generated.
+    """The definition of data, model and target, as plain values. It takes some ms, or seconds where data are generated.
 
     Of the data it holds figures of a small set of one seed, rounded so that another machine's last digits do not
     count. Of a workload with `costs` these are the costs alone: the text is that of the interpreter.

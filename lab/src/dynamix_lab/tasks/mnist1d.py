@@ -142,7 +142,8 @@ def _cache_path(seed: int, size: str) -> Path:
 
 
 def _load(path: Path, samples: int) -> dict[str, NDArray[Any]]:
-    """What `_save` wrote. Raises `ConfigError` for anything else: a torn copy, a full disk, another program's file."""
+    """The data that `_save` wrote. Raises `ConfigError` for anything else: a torn copy, a full disk, another program's
+    file."""
     try:
         with path.open("rb") as file, np.load(file) as saved:
             arrays = {name: saved[name] for name in ("inputs", "targets")}

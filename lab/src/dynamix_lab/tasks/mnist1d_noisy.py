@@ -57,7 +57,7 @@ def make_data(
 ) -> Data:
     """mnist1d's samples of the same seed, their training labels made noisy; `train` and `test` as `mnist1d.make_data`.
 
-    Of mnist1d's 4,000 samples to test the first 2,000 are taken: scoring is a large part of so small a job.
+    The first 2,000 of mnist1d's 4,000 samples to test are taken: scoring is a large part of so small a job.
     """
     kept = mnist1d.TEST_SAMPLES if (train, test) == (mnist1d.TRAIN_SAMPLES, TEST_SAMPLES) else test
     clean = mnist1d.make_data(seed, train=train, test=kept)

@@ -1,7 +1,7 @@
 """pulse: where a pulse in a noisy signal is, and how wide, long in its waves and strong. A net estimates these numbers.
 
-In one dimension it is a residual net with batch norm, in two a plain convolution. Numbers to train on are noisy, so
-large batches pay; those to test on are not, so scores are smooth. Data of any size are made in a moment.
+A residual net with batch norm in one dimension, a plain convolution in two. Numbers to train on are noisy, so large
+batches pay; those to test on are not, so scores are smooth. Data of any size are made in a moment.
 """
 
 from __future__ import annotations

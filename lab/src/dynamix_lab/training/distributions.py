@@ -24,7 +24,7 @@ class ActionDistribution(Protocol):
         """Log-probabilities of actions: (N, W) and (N,)."""
 
     def entropy(self, mask: Tensor, /) -> Tensor:
-        """What an entropy bonus is paid for, a scalar."""
+        """The part that an entropy bonus is paid for, a scalar."""
 
     def distance(self, other: Any, mask: Tensor, /) -> Tensor:
         """How far this is from another distribution of the kind, (N,), which gets no gradient."""

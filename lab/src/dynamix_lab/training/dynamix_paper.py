@@ -120,7 +120,7 @@ def make_learner(net: AdditiveNet, config: PaperTrainingConfig, seed: int) -> PP
 
 
 def evaluation(policy: AdditivePolicy, config: PaperTrainingConfig) -> dict[str, Any]:
-    """What the policy file says of test clusters, which were never used before."""
+    """The figures of the policy file on test clusters, which were never used before."""
     scores = {str(w): round(_Validation(config, (w,), 2 * 8, TEST_SEED)(policy), 4) for w in (2, 8, 32)}
     return {"seed": TEST_SEED, "goodput_over_lagged_reference_by_workers": scores}
 

@@ -1,8 +1,8 @@
 """Learning the `dynamix` policy in the simulator: a short cloning, regret in hindsight, then PPO on whole trainings.
 
-Of each learner the checkpoint is kept that is best on validation clusters. What PPO made is the result if it is ahead
-of what it began with on validation seeds of the simulator's families; else the simpler one is. Stopped and resumed, a
-training ends in the same weights.
+The checkpoint of each learner is kept that is best on validation clusters. The policy that PPO made is the result if it
+is ahead of what it began with on validation seeds of the simulator's families; else the simpler one is. Stopped and
+resumed, a training ends in the same weights.
 """
 
 import contextlib
@@ -280,7 +280,7 @@ class ResidualTraining:
         return score
 
     def _parts(self) -> dict[str, Any]:
-        """What has a state of its own."""
+        """The parts that have a state of their own."""
         parts = {"net": self.net, "optimizer": self.optimizer, "best": self.best, "tuned": self.tuned}
         return parts if self.ppo is None else {**parts, "ppo": self.ppo, "anchor": self.ppo.anchor}
 

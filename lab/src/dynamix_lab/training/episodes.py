@@ -1,4 +1,4 @@
-"""What learners learn from: decisions in simulated clusters and what each led to."""
+"""Learners learn from these: decisions in simulated clusters and what each led to."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

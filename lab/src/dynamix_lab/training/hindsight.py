@@ -1,4 +1,4 @@
-"""What another allocation would have given in the window that came: exact in the simulator, and differentiable.
+"""The outcome of another allocation in the window that came: exact in the simulator, and differentiable.
 
 A decision is judged under the very slowdowns, jitter and exchange times that the next window met, so its gradient
 needs no sampling of actions and no critic. The realised steps are used, not their means: being the slowest now and then

@@ -1,4 +1,4 @@
-"""What learners share: a network, its optimizer, a random generator of their own, and exact resume."""
+"""The base of learners: a network, its optimizer, a random generator of their own, and exact resume."""
 
 import contextlib
 import copy

@@ -1,8 +1,8 @@
 """Proximal policy optimisation for a team: any kind of action, variable W, masks, a central critic, exact resume.
 
 Clipped surrogate (Schulman et al. 2017) summed over workers: each worker's action has a ratio of its own and all share
-the team's advantage (GAE, Schulman et al. 2016). An action that a whole cluster shares counts as one more agent. Where
-an episode knows what each action did at once (`Episode.at_once`), that replaces the first reward in its advantage. It
+the team's advantage (GAE, Schulman et al. 2016). An action that a whole cluster shares counts as one more agent. If an
+episode knows what each action did at once (`Episode.at_once`), that replaces the first reward in its advantage. It
 stays unbiased: what is left out does not depend on the action (Foerster et al. 2018).
 """
 

@@ -1,4 +1,4 @@
-"""What a learner is paid for: the paper's forms for SGD and Adam-like optimisers, and regret (our default).
+"""The pay of a learner: the paper's forms for SGD and Adam-like optimisers, and regret (our default).
 
 `update` is called once per window, in order; where it answers NaN, learners leave the window out. The paper's form uses
 only what a job measures; the simulated ones know the world.
@@ -45,10 +45,10 @@ class RewardWeights:
 class PaperReward:
     """DYNAMIX (arXiv 2510.08522): generalisation, speed, gradient stability; forms at second hand, weights ours.
 
-    SGD:  r = w_acc dA - w_time T_iter/T_ref - w_retx retx;  Adam: the same - w_sigma sigma_norm.
-    dA is the change of batch accuracy since the last window (of test accuracy where `update` is given it), T_ref the
-    first window's iteration time, `sigma_norm` that of the applied gradient, unlike the state's, because an action
-    cannot change tr Sigma. What is not measured counts nothing, except the iteration time.
+    SGD:  r = w_acc dA - w_time T_iter/T_ref - w_retx retx;  Adam: the same - w_sigma sigma_norm. dA is the change of
+    batch accuracy since the last window (of test accuracy where `update` is given it), T_ref the first window's
+    iteration time, `sigma_norm` that of the applied gradient, unlike the state's, because an action cannot change tr
+    Sigma. A figure that is not measured counts nothing, except the iteration time.
 
     >>> reward = PaperReward("sgd", RewardWeights(accuracy=10.0))
     >>> float(reward.update(Window.of([8, 8], compute=1.0, accuracy=0.5)))

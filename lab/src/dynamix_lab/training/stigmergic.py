@@ -87,7 +87,7 @@ def train(
 
 
 def to_logits(parameters: Parameters) -> Floats:
-    """Where each number lies in its range, as a logit, (n,)."""
+    """The place of each number in its range, as a logit, (n,)."""
     ranges = np.array(list(RANGES.values()))
     part = (np.array(list(dataclasses.asdict(parameters).values())) - ranges[:, 0]) / (ranges[:, 1] - ranges[:, 0])
     part = np.clip(part, 0.02, 0.98)

@@ -1,4 +1,4 @@
-"""What `VirtualCluster(...)` accepts, and what it makes of it."""
+"""The arguments of `VirtualCluster(...)`, and what it makes of them."""
 
 from __future__ import annotations
 

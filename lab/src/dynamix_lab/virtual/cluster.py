@@ -198,7 +198,7 @@ class VirtualCluster:
 
     @property
     def bounds(self) -> Bounds:
-        """What batch sizes are kept within, samples per step or round."""
+        """The bounds of batch sizes, samples per step or round."""
         return self._job.facts.bounds
 
     @property
@@ -353,7 +353,7 @@ class _AllRecorders(Recorder):
         self._of_step: tuple[Round, Floats, float, Shares, float | None]  # what `VirtualWorkers.record` takes
 
     def saw(self, done: Round, busy_s: Floats, whole_s: float, seen: Shares, global_sq: float | None) -> None:
-        """What all workers have seen of the step that is about to be done."""
+        """The view of all workers of the step that is about to be done."""
         self._of_step = done, busy_s, whole_s, seen, global_sq
 
     def add(self, name: str, value: Tensor | float, *, part: int = 0, weight: float = 1.0) -> None:

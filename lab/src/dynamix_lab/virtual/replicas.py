@@ -80,7 +80,7 @@ class Replicas:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Of all workers."""
+        """The optimizers of all workers."""
         return [replica.optimizer for replica in self._all]
 
     def __call__(
@@ -184,8 +184,8 @@ class _Replica:
 
 
 class Hall:
-    """Where the workers of one process meet, each in a thread of its own: what all have begun is reduced over them once
-    all have come so far."""
+    """The meeting place of the workers of one process, each in a thread of its own: what all have begun is reduced over
+    them once all have come so far."""
 
     def __init__(self, count: int) -> None:
         self.workers = [HallWorkers(count, self) for _ in range(count)]
@@ -226,7 +226,7 @@ class Hall:
 
 
 class HallWorkers(Workers):
-    """What one of them knows as `Workers`."""
+    """The view of one of them, as `Workers`."""
 
     def __init__(self, count: int, hall: Hall) -> None:
         super().__init__(None)

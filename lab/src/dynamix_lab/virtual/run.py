@@ -1,4 +1,4 @@
-"""What a run on the virtual clock leaves behind: its steps and its snapshots."""
+"""The record of a run on the virtual clock: its steps and its snapshots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VirtualRun:
-    """What one call of `VirtualCluster.run` did: k optimizer steps of W workers.
+    """The outcome of one call of `VirtualCluster.run`: k optimizer steps of W workers.
 
     time_s      (k,) virtual seconds at the end of each step, since the cluster was made
     step_s      (k,) how long each step took

@@ -17,7 +17,7 @@ Load = Callable[[Indices], tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ShareSeen:
-    """What one worker sees of its share, or of a piece of it.
+    """The view of one worker of its share, or of a piece of it.
 
     samples         in it
     loss            mean over them
@@ -55,7 +55,7 @@ class UnionGradient:
     def __call__(
         self, shares: Sequence[Indices], *, placeholder: Indices = (), norms: bool = True
     ) -> list[list[ShareSeen]]:
-        """What each worker saw, nothing of shares of zero; `.grad` then holds the union batch's mean gradient.
+        """The views of the workers, nothing of shares of zero; `.grad` then holds the union batch's mean gradient.
 
         norms         whether to measure |g_i|^2
         placeholder   what worker 0 loads when its share is zero: a forward pass of it updates the buffers, as live

@@ -190,7 +190,7 @@ class Pacer:
     def _end_backward(self) -> None:
         """All gradients are there; what others do at the end of backward, as DDP's wait, comes after this.
 
-        Late is what computed the gradients. What others' hooks did with the last of them is no part of the device.
+        Late is what computed the gradients. The work of others' hooks with the last of them is no part of the device.
         """
         due = self._due + self._backward_work
         self._clock.reach(due)  # layers without a gradient

@@ -21,5 +21,5 @@ def _environment() -> Environment:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A template of this folder filled with `values`. In .html templates everything but markup is escaped."""
+    """A template of this folder filled with `values`. Everything but markup is escaped in .html templates."""
     return _environment().get_template(template).render(**values)

@@ -1,4 +1,4 @@
-"""What `dynamix bench compression` trains: jobs whose gradients are zero in different ways.
+"""The jobs of `dynamix bench compression`: their gradients are zero in different ways.
 
 ratings      embeddings of 30,000 users and 10,000 items, 64 wide, dense gradients: 2.6 million parameters, 10.4 MB. A
              worker's 128 ratings touch at most 256 of its 40,000 rows, so more than 99 % of them get no gradient on a

@@ -1,4 +1,4 @@
-"""What `dynamix bench compression` says at the end: tables in Markdown."""
+"""The end of `dynamix bench compression`: tables in Markdown."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _said(cell: Mapping[str, Any]) -> str:
 
 
 def _counts(cell: Mapping[str, Any]) -> list[str]:
-    """What our ways did: buckets that went another way, with the reason, and what auto settled on."""
+    """The counts of our ways: buckets that went another way, with the reason, and what auto settled on."""
     lines = []
     for name, way in cell["ways"].items():
         counted = way["statistics"]

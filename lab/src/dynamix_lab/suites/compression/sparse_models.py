@@ -101,7 +101,7 @@ class Experts(nn.Module):
     """A classifier with one layer of experts, one for each sample (Switch, Fedus et al., arXiv 2101.03961).
 
     inputs (n, width), logits (n, classes). Experts without a sample get no gradient: a block of zeros in each of two
-    parameters of shape (experts, ...). What balances the load of experts is left out.
+    parameters of shape (experts, ...). The balancing of the experts' load is left out.
     """
 
     def __init__(self, *, experts: int, width: int, hidden: int, classes: int) -> None:

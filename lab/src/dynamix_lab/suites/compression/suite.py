@@ -1,8 +1,8 @@
 """`dynamix bench compression`: gradient exchanges side by side on emulated hosts with shaped links, resumable by cell.
 
-A cell is a job, a link rate and a number of hosts. In it all ways take turns within one launch, in random balanced
-order, dense twice (the A/A pair), so that ratios compare what ran under the same load. Hosts have no CPU quota: they
-share the machine's cores.
+A cell is a job, a link rate and a number of hosts. All ways take turns within one launch, in random balanced order,
+dense twice (the A/A pair), so that ratios compare what ran under the same load. Hosts have no CPU quota: they share the
+machine's cores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LONGEST_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class CompressionPlan:
-    """What one call runs.
+    """The settings of one call.
 
     jobs, rates_mbit_s, workers   every combination is a cell, but for large jobs on links below `LEAST_RATE_MBIT_S`
     rounds, steps     turns a way, timed steps a turn at least
@@ -64,8 +64,8 @@ class CompressionPlan:
 
     @classmethod
     def of(cls, *, quick: bool = False, **chosen: Any) -> CompressionPlan:
-        """The issue's matrix; `quick`: two jobs, four hosts, the slower link. What is None in `chosen` stays as it
-        is.
+        """The issue's matrix; `quick`: two jobs, four hosts, the slower link. A value of `chosen` that is None stays as
+        it is.
         """
         usual: dict[str, Any] = (
             {"jobs": QUICK_JOBS, "rates_mbit_s": (100,), "workers": (4,), "steps": 4} if quick else {}
@@ -134,7 +134,7 @@ class CompressionCell:
         return tuple(way for way in plan.ways if way not in unfit)
 
     def config(self, plan: CompressionPlan, folder: Path) -> dict[str, Any]:
-        """What its ranks are told."""
+        """The settings for its ranks."""
         return {
             "job": self.job,
             "options": plan.options,

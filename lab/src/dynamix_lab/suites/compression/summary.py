@@ -1,4 +1,4 @@
-"""What `dynamix bench compression` makes of its measurements: medians, ratios to dense and to the bound, goals. Pure
+"""Sums up the measurements of `dynamix bench compression`: medians, ratios to dense and to the bound, goals. Pure
 functions.
 
 A rank's exchange lasts from the gradient being ready on it to the mean being there, so it contains waiting for slower

@@ -1,4 +1,4 @@
-"""What a job of `dynamix bench compression` is."""
+"""A job of `dynamix bench compression`."""
 
 from __future__ import annotations
 

@@ -222,7 +222,8 @@ def traffic() -> tuple[int, int] | None:
 
 
 def bound_bytes(net: nn.Module, *, by_row: bool) -> tuple[float, float]:
-    """What no lossless exchange of the gradients that `net` holds now can beat: index entropy plus four bytes a value.
+    """The bytes below which no lossless exchange of the gradients that `net` holds now can fall: index entropy plus
+    four bytes a value.
 
     by_row   an embedding's row is one item, else every element is one. Returns bytes, and the share of elements in
              items that

@@ -53,7 +53,7 @@ def history(folder: Path, runs: int, ranks: int) -> tuple[list[TakenStep], list[
 
 
 def faults_of(job: FaultsJob, steps: Sequence[TakenStep]) -> list[str]:
-    """What is wrong with the steps of a job that has ended; nothing where all is right."""
+    """The faults in the steps of a job that has ended; none if all is right."""
     wrong: list[str] = []
     seen = Counter(i for step in steps for ids in step.ids for i in ids)
     expected = dict.fromkeys(range(job.samples), job.epochs)
@@ -101,7 +101,7 @@ def ending(folder: Path, runs: int) -> tuple[float | None, int]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Without an unfinished last line, whose writer was killed."""
+    """The lines without an unfinished last one, whose writer was killed."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]

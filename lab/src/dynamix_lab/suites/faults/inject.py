@@ -148,7 +148,7 @@ def fill(disk: Path) -> None:
 
 @contextlib.contextmanager
 def own_disk(folder: Path) -> Iterator[None]:
-    """`folder` is a small disk of its own inside the context; needs root. What is on it is lost afterwards."""
+    """`folder` is a small disk of its own inside the context; needs root. Files on it are lost afterwards."""
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(folder)],
         capture_output=True,

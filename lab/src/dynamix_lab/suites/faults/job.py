@@ -36,7 +36,7 @@ STOPPED = "stopped"  # printed by a rank that was asked to stop, and did
 
 @dataclass(frozen=True, slots=True)
 class FaultsJob:
-    """What is trained.
+    """The job that is trained.
 
     width     of the two hidden layers
     raises    (step, rank): there a ValueError is raised in the loop, in the first run
@@ -79,7 +79,7 @@ def data(job: FaultsJob, *, held_out: bool = False) -> TensorDataset:
 
 
 def traces_of(net: nn.Module) -> tuple[int, list[float]]:
-    """What tells one set of parameters from another: a checksum of every bit, and two projections."""
+    """The traces that tell one set of parameters from another: a checksum of every bit, and two projections."""
     flat = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
     waves = torch.arange(len(flat), dtype=torch.float64)
     return zlib.crc32(flat.numpy().tobytes()), [float(flat @ torch.cos(waves)), float(flat @ torch.sin(0.1 * waves))]

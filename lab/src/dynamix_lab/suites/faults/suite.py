@@ -135,7 +135,7 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def _interval(losses: Sequence[float]) -> tuple[float, float] | None:
-    """Where the loss of one more run without a fault lies with 99.9 %, by Student's t; None below three runs."""
+    """The interval of the loss of one more run without a fault, 99.9 %, by Student's t; None below three runs."""
     n = len(losses)
     if n < 3:
         return None
@@ -244,7 +244,7 @@ def _finished(folder: Path, run: int) -> bool:
 
 
 def _ends(case: FaultCase, folder: Path, outcomes: Sequence[StartOutcome], others: Sequence[int]) -> list[str]:
-    """What was wrong with the ends of the ranks."""
+    """The faults of the ranks' ends."""
     first, wrong = outcomes[0], []
     for run, outcome in enumerate(outcomes):
         wrong += [f"run {run}: rank {rank} hung" for rank in outcome.hung]

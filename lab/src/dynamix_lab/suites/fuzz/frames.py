@@ -1,6 +1,6 @@
 """Damaged frames of an aggregator, in one process: handshakes, a worker's messages, an aggregator's messages.
 
-What must come of each: an error of ours, or exactly the sum of what was brought whole and in order. What was brought is
+Each must lead to an error of ours, or to exactly the sum of what was brought whole and in order. The brought parts are
 read off the bytes by `contributions`, which shares nothing with the aggregator but the form of a header.
 """
 
@@ -72,7 +72,7 @@ _HUGE = (
 
 
 class WrongSum(Exception):
-    """What came back is not the sum of what was brought."""
+    """The sum that came back is not that of what was brought."""
 
 
 class Hung(Exception):
@@ -81,7 +81,7 @@ class Hung(Exception):
 
 @contextmanager
 def limited(seconds: float = HANG_S) -> Iterator[None]:
-    """Raises `Hung` after so many seconds, whatever goes on. In the main thread only."""
+    """Raises `Hung` after so many seconds, whatever goes on. Works in the main thread only."""
 
     def ring(number: int, frame: FrameType | None) -> NoReturn:
         raise Hung(f"{seconds:.0f} s")
@@ -136,7 +136,7 @@ def odd_json(fields: dict[str, Any], rng: random.Random) -> bytes:
 
 
 class Handshakes:
-    """Of both sides: what a worker says to an aggregator, and an aggregator to a worker."""
+    """Handshakes of both sides: of a worker to an aggregator, and of an aggregator to a worker."""
 
     name = "handshakes"
 
@@ -247,7 +247,7 @@ def contributions(stream: bytes, due: Sequence[Head]) -> list[Bytes]:
 
 
 def combined(op: int, parts: Sequence[Bytes]) -> Bytes:
-    """What the parts of all workers make, in exact integers."""
+    """The sum of the parts of all workers, in exact integers."""
     if op == OR:
         union: Bytes = np.bitwise_or.reduce(np.stack(parts))
         return union
@@ -262,7 +262,7 @@ def _rounds(rng: random.Random) -> list[Bytes]:
 
 
 def _all_of(sock: socket.socket) -> bytes:
-    """What is there; the other side has closed."""
+    """The bytes that are there; the other side has closed."""
     found = bytearray()
     sock.setblocking(False)
     while True:

@@ -18,7 +18,7 @@ KINDS = (*_FILES, "handshakes", "worker-messages", "aggregator-messages")
 
 
 class Tally:
-    """What came of the inputs of one target."""
+    """The outcomes of the inputs of one target."""
 
     def __init__(self, target: Target) -> None:
         self.target, self.tried = target, 0

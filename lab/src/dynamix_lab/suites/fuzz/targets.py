@@ -1,5 +1,5 @@
-"""What is damaged, and what must come of it: states, events, policy files, scenarios and traces, and an aggregator's
-frames.
+"""The damaged things, and what must come of each: states, events, policy files, scenarios and traces, and an
+aggregator's frames.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def run_place(name: str, policy: str, folder: Path) -> dict[str, Any]:
 
 
 def given_to(place: dict[str, Any], steps: int, width: int) -> dict[str, Any]:
-    """What the place's job is told."""
+    """The settings of the place's job."""
     epoch = len(place["speeds"]) * (ROUNDS * place["batch"] + round(TAIL * place["batch"]))
     return {"steps": steps, "batch": place["batch"], "samples": epoch, "width": width, "clock": True}
 

@@ -48,7 +48,8 @@ STEPS, WIDTH = 80, 256
 
 
 def run_job(name: str, policy: str, folder: Path) -> dict[str, Any]:
-    """What is said of the plain job, and samples a second over it that were reached: alone, without one, balanced."""
+    """The findings about the plain job, and samples a second over it that were reached: alone, without one,
+    balanced."""
     place = JOBS[name]
     observed = folder / "observed"
     plain = paced(place, observing(observed, given_to(place, STEPS, WIDTH)), folder / "plain")

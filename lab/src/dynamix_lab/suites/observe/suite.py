@@ -30,7 +30,7 @@ LAUNCHES = 8
 
 @dataclass(frozen=True, slots=True)
 class ObservePlan:
-    """What one call runs.
+    """The settings of one call.
 
     kinds     of `KINDS`
     cases     injected slow ranks

@@ -1,4 +1,4 @@
-"""What one decision costs on one thread: features, memory, rule, network, guard, projection; and its events line."""
+"""Times one decision on one thread: features, memory, rule, network, guard, projection; and its events line."""
 
 from __future__ import annotations
 

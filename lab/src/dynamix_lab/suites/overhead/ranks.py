@@ -1,7 +1,7 @@
-"""What each rank of `dynamix bench overhead` runs: several jobs beside each other, a block of steps in turn.
+"""Runs on each rank of `dynamix bench overhead`: several jobs beside each other, a block of steps in turn.
 
 Every row has a model, an optimizer, a process group, a loader and, if it is a policy, a controller of its own over the
-whole launch. Only one trains at a time. Between blocks all ranks rest for a moment, so that a decision that was begun
+whole launch. Only one trains at a time. All ranks rest for a moment between blocks, so that a decision that was begun
 in a block does not run in the next one's time.
 
 (DDP reads the annotations of a hook as objects, so they are not postponed here.)

@@ -47,7 +47,7 @@ MOST = 3  # times as many blocks as at least
 
 @dataclass(frozen=True, slots=True)
 class OverheadPlan:
-    """What one call runs.
+    """The settings of one call.
 
     step_ms     of plain DDP, about; each is a model of its own
     policies    rows beside plain DDP (twice: the A/A pair) and DDP with a bare Python hook
@@ -69,7 +69,7 @@ class OverheadPlan:
 
     @classmethod
     def of(cls, *, quick: bool = False, **chosen: Any) -> OverheadPlan:
-        """`quick`: two short models, three launches. What is None in `chosen` stays as it is."""
+        """`quick`: two short models, three launches. A value of `chosen` that is None stays as it is."""
         usual: dict[str, Any] = (
             {"step_ms": (2.0, 22.0), "launches": 3, "rounds": 3, "steps": 30, "decisions": 50} if quick else {}
         )

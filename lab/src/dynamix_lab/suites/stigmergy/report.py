@@ -31,7 +31,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """What the cells say, without plots."""
+    """The results of the cells, without plots."""
     cells, scenarios = result["cells"], _scenarios(result["cells"])
     pairs = "In brackets the 95 % interval over pairs."
     made = [

@@ -37,7 +37,7 @@ COST = "decision-cost"
 
 @dataclass(frozen=True, slots=True)
 class StigmergyPlan:
-    """What one call runs: every scenario at every W, and losses, recovery and ablations at `studied` ones.
+    """The settings of one call: every scenario at every W, and losses, recovery and ablations at `studied` ones.
 
     seeds, clusters   a pair is a cluster; at least 30 of them in every cell of a full call
     windows           decisions per run; at W of `large` or more a third of them
@@ -114,7 +114,7 @@ def _named(name: str) -> Factory:
 
 
 def rivals() -> dict[str, Factory]:
-    """Who meets in every scenario. `static` is what ratios are to; `local` knows nothing of others."""
+    """The policies that meet in every scenario. `static` is what ratios are to; `local` knows nothing of others."""
     return {
         "static": _named("static"),
         "dbs": _named("dbs"),
@@ -168,7 +168,7 @@ def run_scenario(plan: StigmergyPlan, scenario: str, workers: int) -> dict[str, 
 
 
 def run_ablation(plan: StigmergyPlan, name: str, tell: Tell) -> dict[str, Any]:
-    """What an ablation costs beside the shipped rule, with numbers learned for it and with the shipped ones.
+    """The price of an ablation beside the shipped rule, with numbers learned for it and with the shipped ones.
 
     validation   reference's time over the rule's on validation clusters: numbers set by hand, then those of each stage
     places       SCENARIO-W -> the cell

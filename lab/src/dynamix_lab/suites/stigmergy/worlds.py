@@ -1,4 +1,4 @@
-"""What `dynamix bench stigmergy` plays: simulated scenarios in phases."""
+"""The worlds of `dynamix bench stigmergy`: simulated scenarios in phases."""
 
 from __future__ import annotations
 
