@@ -84,7 +84,7 @@ def _progress(turns: PolicyTurns) -> str:
 
 
 def _told(events: Path) -> dict[str, Any]:
-    """The part of an events file about the policies that took turns. Raises `UsageError` where it says nothing."""
+    """The part of an events file about the policies that took turns. Raises `UsageError` if it says nothing."""
     from dynamix.telemetry.turns import PolicyTurns, cost
 
     turns = PolicyTurns(events)

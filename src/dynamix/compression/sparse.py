@@ -28,7 +28,7 @@ def mean_of_sparse(
     memory   what ranks remember from pass to pass, each its own, so as to choose between gather and blocks
 
     Values over W are added in the order of ranks, so all ranks get the same bits, up to the sign of a zero.
-    Raises `UsageError`, on every rank, where shapes or types differ.
+    Raises `UsageError`, on every rank, if shapes or types differ.
     """
     shapes = [(tuple(g.shape), g.sparse_dim(), str(g.dtype)) for g in gradients]
     exchange = RowsExchange() if memory is None else memory

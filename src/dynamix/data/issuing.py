@@ -257,7 +257,7 @@ class Issuer:
     def _reads_on(self) -> bool:
         """Whether who begins now is ahead of the loop, which has yet to consume what this one was given.
 
-        Raises `UsageError` where it cannot be known whether the loop is to go on with what was given, or with what will
+        Raises `UsageError` if it cannot be known whether the loop is to go on with what was given, or with what will
         be.
         """
         if threading.current_thread() is not self.thread or self._of.consumed_here:

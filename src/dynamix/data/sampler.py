@@ -222,7 +222,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         """Go on after the saved step, also at another world size. Raises `StateError` if the order would differ.
 
         torchdata's `StatefulDataLoader` calls this too, with what it saved when it asked for batches ahead of the loop.
-        The place that the controller has loaded stays then. Raises `UsageError` where it has loaded none, and that
+        The place that the controller has loaded stays then. Raises `UsageError` if it has loaded none, and that
         loader's would deal samples again.
         """
         if not self._keeps_place(state, reader_of(self)):

@@ -80,7 +80,7 @@ def each_event(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def parse_event(line: str, place: str, *, unpack: bool = True) -> dict[str, Any]:
-    """The event in one line of a file. Raises `StateError`, which begins with `place`, where it is none.
+    """The event in one line of a file. Raises `StateError`, which begins with `place`, if it is none.
 
     unpack   False: leave a packed window as it is, for `dynamix.events.windows.window_of`
     """

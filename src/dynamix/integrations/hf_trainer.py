@@ -21,7 +21,7 @@ IGNORED = -100  # the label of what does not count
 
 
 def require_tokens_of_all(trainer: Trainer, weighting: str | None) -> bool:
-    """Whether losses are divided by `num_items_in_batch`. Raises `ConfigError` where those are one rank's only, and
+    """Whether losses are divided by `num_items_in_batch`. Raises `ConfigError` if those are one rank's only, and
     where a `compute_loss` of the user's may do either and `weighting` does not say what it does."""
     given = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
     if weighting is not None:

@@ -34,7 +34,7 @@ LATEST_S = 10.0  # that rank 0 waits for the others' last rows
 def conclude(folder: Path, **about: Any) -> dict[str, Any]:
     """Write events.jsonl, report.txt and result.json from what the ranks have written so far; returns the result.
 
-    Raises `StateError` where no rank has written a step.
+    Raises `StateError` if no rank has written a step.
     """
     job = join(folder)
     if not job.kept.any():

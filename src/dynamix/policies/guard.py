@@ -163,7 +163,7 @@ class Guard:
         return {**about, "guard": decision}
 
     def peers(self) -> Any:
-        """None. Raises `ConfigError` where the policy's workers would each decide for themselves."""
+        """None. Raises `ConfigError` if the policy's workers would each decide for themselves."""
         if peers_of(self.policy) is not None:
             fix = "leave guard out: a guard sees all workers' times"
             raise ConfigError("guard", True, "False or None with the stigmergic policy", fix)

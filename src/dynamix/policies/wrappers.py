@@ -48,7 +48,7 @@ def window_length_of(policy: Policy) -> int | None:
 def load_policy(policy: Policy, state: dict[str, Any]) -> None:
     """`policy.load_state_dict(state)`, also where the state was saved under a wrapper that the policy has not.
 
-    Raises `StateError` where the state is not of this policy, or of a version that kept other things.
+    Raises `StateError` if the state is not of this policy, or of a version that kept other things.
     """
     refuse_learned(state)
     kept = policy.state_dict()

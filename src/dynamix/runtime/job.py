@@ -285,7 +285,7 @@ class TrainingJob:
     # ------------------------------------------------------------ of all ranks
 
     def wait_for_all(self, what: str) -> None:
-        """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all where some never come."""
+        """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all if some never come."""
         self.windows.settle()  # one under way talks on the same group
         self.ranks.wait_for_all(what)
 

@@ -42,7 +42,7 @@ class Settings:
     def bind(self, **known: Any) -> Controller:
         """The controller of this rank: a collective call, once the process group exists.
 
-        known   arguments that the caller knows; raises `ConfigError` where one was given otherwise
+        known   arguments that the caller knows; raises `ConfigError` if one was given otherwise
         """
         for name, value in known.items():
             if name in self.options and self.options[name] != value:

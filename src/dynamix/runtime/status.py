@@ -44,7 +44,7 @@ class ControllerStatus:
         again before the next `step()`, it answers the same. No collective call. At a meeting all ranks are here, so a
         loop may also evaluate, talk to the other ranks, or end if this is true.
 
-        Raises `ConfigError` where `every` is not a whole number of 1 or more.
+        Raises `ConfigError` if `every` is not a whole number of 1 or more.
         """
         check_counts(every=every)
         return self.met and self._job.progress.due(every)

@@ -33,7 +33,7 @@ _SCRIPTS = ("uPlot.iife.min.js", "charts.js", "heat.js", "page.js")
 def write_page(sources: Sequence[RunSource], out: str | Path, *, title: str | None = None) -> dict[str, Any]:
     """Write the page of these runs to `out`; returns its data. The sources have to be read (`refresh`) before.
 
-    Raises `StateError` where no run holds a window that can be read.
+    Raises `StateError` if no run holds a window that can be read.
     """
     require_some(sources)
     data = page_data(sources, title=title)

@@ -181,7 +181,7 @@ class RunSource:
 
 
 def find_sources(paths: Iterable[str | os.PathLike[str]]) -> list[RunSource]:
-    """The runs that paths name. Raises `ConfigError` where one names none.
+    """The runs that paths name. Raises `ConfigError` if one names none.
 
     A path is an events file, a folder that holds `events.jsonl`, or a folder whose sub-folders do, such as that of
     `dynamix emulate --compare`, whose order is kept.

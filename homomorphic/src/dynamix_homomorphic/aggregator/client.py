@@ -62,7 +62,7 @@ class Aggregator:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """The three files; None where none is given. Raises `ConfigError` where some are missing."""
+        """The three files; None where none is given. Raises `ConfigError` if some are missing."""
         return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
 
 
@@ -83,7 +83,7 @@ class AggregatorClient:
     def connect(
         cls, where: Aggregator, *, session: str, workers: int, rank: int, patience_s: float = CONNECT_S
     ) -> AggregatorClient:
-        """Join a job. Raises `WireLost` where nobody answers and where the aggregator refuses, `ConfigError` for
+        """Join a job. Raises `WireLost` if nobody answers or the aggregator refuses, `ConfigError` for
         certificates that cannot be read.
         """
         context = where.tls.client() if where.tls else None

@@ -91,7 +91,7 @@ def introduce(sock: socket.socket, who: Introduction, token: str, nonce: bytes, 
 
 
 def require_plain(sock: socket.socket, deadline_s: float) -> None:
-    """The aggregator's check on a line without TLS. Raises `ProtocolError` where the worker speaks something else."""
+    """The aggregator's check on a line without TLS. Raises `ProtocolError` if the worker speaks something else."""
     first = _exactly(sock, len(PLAIN), deadline_s)
     if first[0] == FIRST_BYTE:
         raise ProtocolError("tls", "the worker speaks TLS, and this aggregator has no certificate")

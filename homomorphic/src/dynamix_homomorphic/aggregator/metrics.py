@@ -41,7 +41,7 @@ _NAMES = {"workers": "workers", "handshakes": "handshakes", "held_bytes": "held_
 class MetricsServer:
     """Answers for `server` while it is open. A context manager.
 
-    port   of 127.0.0.1; 0 takes a free one, see `url`. Raises `ConfigError` where it is taken
+    port   of 127.0.0.1; 0 takes a free one, see `url`. Raises `ConfigError` if it is taken
     """
 
     def __init__(self, server: AggregatorServer, port: int) -> None:

@@ -102,7 +102,7 @@ def unpack(header: bytes | bytearray | memoryview) -> Head:
 
 
 def verify(header: bytes | bytearray | memoryview, payload: Bytes) -> None:
-    """Raises `ProtocolError` where header and payload do not fit their checksum."""
+    """Raises `ProtocolError` if header and payload do not fit their checksum."""
     if _checksum(bytes(header[:-4]), folded(payload)) != HEADER.unpack(header)[-1]:
         raise ProtocolError("damaged", "a message does not fit its checksum")
 

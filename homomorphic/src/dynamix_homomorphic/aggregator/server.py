@@ -66,7 +66,7 @@ class AggregatorServer:
     tls          certificate, key and authority; workers must show a certificate of that authority
     limits       see `AggregatorLimits`
 
-    Both `token` and `tls` are needed unless `host` is this machine's loopback. Raises `ConfigError` where one of them
+    Both `token` and `tls` are needed unless `host` is this machine's loopback. Raises `ConfigError` if one of them
     is missing, for files that cannot be read, and where it cannot listen.
     """
 

@@ -53,7 +53,7 @@ def _in_words(said: dict[str, str]) -> str:
 
 
 def read_token(file: Path | None) -> str:
-    """The token that a file holds, "" without a file. Raises `ConfigError` where it cannot be read or is empty."""
+    """The token that a file holds, "" without a file. Raises `ConfigError` if it cannot be read or is empty."""
     if file is None:
         return ""
     try:

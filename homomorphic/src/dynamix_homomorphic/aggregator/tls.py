@@ -46,7 +46,7 @@ class TlsFiles:
 
     @classmethod
     def of(cls, cert: PathText | None, key: PathText | None, ca: PathText | None) -> TlsFiles | None:
-        """None where nothing is given. Raises `ConfigError` where some of the three are missing."""
+        """None where nothing is given. Raises `ConfigError` if some of the three are missing."""
         given = {"tls_cert": cert, "tls_key": key, "tls_ca": ca}
         missing = [name for name, path in given.items() if not path]
         if len(missing) == 3:

@@ -138,7 +138,7 @@ def start_helper(script: str, *arguments: str, pass_fds: Sequence[int] = ()) -> 
 
 
 def tell_helper(process: Popen[bytes], line: str, name: str) -> None:
-    """Writes a line to its standard input; raises `EmulationError` where it has ended."""
+    """Writes a line to its standard input; raises `EmulationError` if it has ended."""
     if process.stdin is None or process.poll() is not None:
         raise EmulationError(f"the {name} has ended; start the emulation again")
     process.stdin.write(f"{line}\n".encode())

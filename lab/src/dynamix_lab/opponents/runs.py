@@ -36,7 +36,7 @@ class RunLimits:
     stays     the target must stay: the run goes on until `reached_for_good` has seen enough
     every_samples, every_s   between scores; the start and the end are scored too
 
-    Raises `ConfigError` where nothing would end the run.
+    Raises `ConfigError` if nothing would end the run.
     """
 
     time_s: float | None = None

@@ -29,7 +29,7 @@ NONE_YET = "No result of this name is recorded yet.\n"
 
 
 def pages(root: Path) -> list[Path]:
-    """README.md and every Markdown file of docs/. Raises `ConfigError` where `root` is not the repository."""
+    """README.md and every Markdown file of docs/. Raises `ConfigError` if `root` is not the repository."""
     found = [path for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))) if path.is_file()]
     if not found:
         raise ConfigError("root", str(root), "the root of the repository", "call it there")

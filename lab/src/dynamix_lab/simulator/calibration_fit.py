@@ -262,7 +262,7 @@ def _episodes(slow: np.ndarray[Any, Any], slot_s: float) -> list[float]:
 
 
 def write_calibration(folder: Path, out: Path) -> dict[str, Any]:
-    """Write `out` and return its content. Raises `ConfigError` where a file is missing or `out` cannot be written."""
+    """Write `out` and return its content. Raises `ConfigError` if a file is missing or `out` cannot be written."""
     try:
         fitted = fit_all(folder)
         out.write_text(json.dumps(fitted, indent=1) + "\n", encoding="utf-8")

@@ -88,7 +88,7 @@ class Workload:
     description: str = ""
 
     def fixed_target(self) -> float:
-        """The target; raises `ConfigError` where none was fixed."""
+        """The target; raises `ConfigError` if none was fixed."""
         if self.target is None:
             allowed = "a workload whose target was fixed beforehand (mnist1d)"
             raise ConfigError("workload", self.name, allowed, "take that one, or train a given number of steps")

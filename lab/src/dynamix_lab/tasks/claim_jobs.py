@@ -49,7 +49,7 @@ class ClaimJob:
         return workers * efficient_batch(fixed_ms, per_sample_ms) <= self.critical_batch
 
     def load(self) -> Workload:
-        """The workload. Raises `ConfigError` where its definition is not the frozen one."""
+        """The workload. Raises `ConfigError` if its definition is not the frozen one."""
         workload = make_workload(self.workload)
         found = definition_sha256(workload)
         if found != self.sha256:

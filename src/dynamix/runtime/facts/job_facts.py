@@ -180,7 +180,7 @@ class JobFacts:
     def resume(self, base_batch: int, step: int, samples: int, shares: dict[str, float]) -> None:
         """Go on at `step` and `samples` as a job that began with `base_batch`.
 
-        Raises `ConfigError` where a fixed one is out of bounds.
+        Raises `ConfigError` if a fixed one is out of bounds.
         """
         self.bounds, self.base_batch, self.shares = self.bounds_from(base_batch), base_batch, shares
         self.closing, self.parting = self._none_closed(step, samples), self.parting.begun_anew()
@@ -188,7 +188,7 @@ class JobFacts:
         self.sync_schedule.begin_anew()
 
     def bounds_from(self, base_batch: int) -> Bounds:
-        """`bounds` of a job that began with `base_batch`. Raises `ConfigError` where a fixed one is out of bounds."""
+        """`bounds` of a job that began with `base_batch`. Raises `ConfigError` if a fixed one is out of bounds."""
         return fixed_at(self.bounds, base_batch) if self.fixed and base_batch != self.base_batch else self.bounds
 
     def in_pieces(self) -> Bounds:

@@ -193,7 +193,7 @@ class HierarchicalGroup(ControlGroup):
 def open_control(ranks: list[int], timeout: Any = None) -> ControlGroup:
     """For the ranks with these global numbers, this one among them. A collective call of those ranks alone.
 
-    Raises `ConfigError` where this process may not open as many sockets as that takes.
+    Raises `ConfigError` if this process may not open as many sockets as that takes.
     """
     if len(ranks) > FLAT_UP_TO:
         return HierarchicalGroup(ranks, timeout)

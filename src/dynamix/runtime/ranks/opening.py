@@ -59,7 +59,7 @@ def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
 def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
     """Those of `group`, who were all `given` the same: plain values by name. A collective call.
 
-    Raises `UsageError` on every rank where they were not, or wait for each other to make different groups, and
+    Raises `UsageError` on every rank if they were not, or wait for each other to make different groups, and
     `WorkerLostError` in seconds where one is lost meanwhile.
     """
     members, timeout, name = dist.get_process_group_ranks(group), timeout_of(group), str(group.group_name)
@@ -83,7 +83,7 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
-    """This rank's number in `group`, 0 without one. Raises `UsageError` where it is not a member."""
+    """This rank's number in `group`, 0 without one. Raises `UsageError` if it is not a member."""
     rank = 0 if group is None else dist.get_rank(group)
     if rank < 0:
         fix = "pass the group that this rank trains in, or make a Controller only on the ranks of that group"

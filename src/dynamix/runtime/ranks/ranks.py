@@ -150,7 +150,7 @@ class Ranks:
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks are in the collective call `what`.
 
-        Raises `UsageError` on every rank where some wait for something else instead: a later collective would not end.
+        Raises `UsageError` on every rank if some wait for something else instead: a later collective would not end.
         """
         self._watch.errors.agreeing(what)
         # As long as the first row of `require_same`: what the others are in may be that comparison.
@@ -219,7 +219,7 @@ class Alone(Ranks):
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
-        """Raises `UsageError` where there are others by now."""
+        """Raises `UsageError` if there are others by now."""
         require_alone()
         yield
 

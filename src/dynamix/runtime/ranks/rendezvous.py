@@ -42,7 +42,7 @@ _log = logging.getLogger("dynamix")
 def meet(group: dist.ProcessGroup, *, timeout_s: float) -> None:
     """Wait until all ranks of `group` are here to make another of them. A collective call of these.
 
-    Raises `UsageError` where ranks wait for each other to make different groups, or one could not make any, and
+    Raises `UsageError` if ranks wait for each other to make different groups, or one could not make any, and
     `WorkerLostError` naming those that have ended, or did not come within `timeout_s`, and where the store does not
     answer. A rank that is at work with others may come later; the log says which one is waited for.
     """

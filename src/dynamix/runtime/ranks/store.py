@@ -30,7 +30,7 @@ def job_store() -> Any:
 def own_connection(store: Any, connect_s: float = CONNECT_S) -> Any:
     """Another connection to `store`, behind which nobody else waits; `store` itself where there is no such thing.
 
-    Raises `OSError` where nobody listens any more: `clone()` would try on, and fill the log with that.
+    Raises `OSError` if nobody listens any more: `clone()` would try on, and fill the log with that.
     """
     if not hasattr(store, "clone"):
         return store

@@ -201,7 +201,7 @@ class Division(Part):
                 wrong("ledger_sizes", row, f"multiples of accumulate={accumulate}, at least one above 0")
 
     def resumed(self, saved: Mapping[str, Any]) -> Resumed:
-        """How this job goes on from a `saved` state. Raises `ConfigError` where a fixed global batch is out of bounds.
+        """How this job goes on from a `saved` state. Raises `ConfigError` if a fixed global batch is out of bounds.
 
         It has the saved ledger, within the bounds of today. With other workers the global batch is kept: workers whose
         hosts were there before have the shares that they had, new ones the mean of these. If workers step apart, the

@@ -47,7 +47,7 @@ class Drawn(random.Random):
 
 
 def guided(kind: str, *, inputs: int, seed: int) -> dict[str, Any]:
-    """Try `inputs` of a kind in a process of their own. Raises `DynamixError` where it dies, or atheris is missing."""
+    """Try `inputs` of a kind in a process of their own. Raises `DynamixError` if it dies, or atheris is missing."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         arguments = [kind, str(inputs), str(seed), str(out)]

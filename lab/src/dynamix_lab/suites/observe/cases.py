@@ -75,7 +75,7 @@ def observing(folder: Path, given: dict[str, Any]) -> list[str]:
 
 
 def launch(command: list[str], ranks: int) -> str:
-    """Run it on every rank here, over loopback; rank 0's standard output. Raises `StateError` where one fails."""
+    """Run it on every rank here, over loopback; rank 0's standard output. Raises `StateError` if one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
