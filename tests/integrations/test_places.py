@@ -65,6 +65,45 @@ def test_accelerates_own_checkpoints_hold_the_place(tmp_path: Path) -> None:
     assert Counter(i for of_rank in seen for i in of_rank) == Counter(TRAIN)
 
 
+def _two_epochs(rank: int) -> list[list[int]]:
+    """What two jobs train, one after the other, in the loop of docs/frameworks.md; the first ends after some steps."""
+    from accelerate import Accelerator
+
+    as_under_torchrun(rank)
+    every = []
+    for last in (4, 9):  # in mid-epoch, and where it ends
+        seen: list[int] = []
+        state: dict[str, Any] = {"epoch": 0}
+        for steps in (last, None):
+            net, accelerator = nn.Linear(1, 1), Accelerator(cpu=True)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+            settings = Settings("static", interval=2)
+            controller, model, optimizer, loader = prepare(accelerator, settings, net, optimizer, _plain())
+            if steps is None:
+                controller.load_state_dict(state["controller"])
+            for epoch in range(state["epoch"], 2):
+                for (x,) in loader:
+                    accelerator.backward(model(x[:, None]).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    controller.step()
+                    seen += x.int().tolist()
+                    if steps is not None and len(seen) >= min(6 * steps, len(TRAIN) // 2):
+                        state = {"epoch": epoch + controller.epoch_done, "controller": controller.state_dict()}
+                        break
+                if "controller" in state and steps is not None:
+                    break
+            controller.close()
+        every.append(seen)
+    return every
+
+
+@pytest.mark.multiproc
+def test_a_job_that_saves_where_an_epoch_ends_trains_no_epoch_more() -> None:
+    for seen in zip(*run_ranks(_two_epochs, 2, timeout_s=100), strict=True):
+        assert Counter(i for of_rank in seen for i in of_rank) == Counter(2 * TRAIN)
+
+
 def test_skipping_what_the_controller_has_counted_is_refused() -> None:
     from accelerate import skip_first_batches
 
