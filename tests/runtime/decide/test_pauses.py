@@ -161,9 +161,12 @@ def test_long_steps_that_come_again_are_a_workers_own_pace() -> None:
 
 def _live(rank: int, events: str) -> None:
     job = Training(adaptive("lb_bsp", interval=5, events=events), classes(480))
+    began, longest = time.monotonic(), 0.0
     for i, (x, y) in enumerate(job.loader):
+        if 0 < i <= 17:
+            longest, began = max(longest, time.monotonic() - began), time.monotonic()
         loss = job.loss(x, y)
-        time.sleep(3.0 if rank and i == 17 else 0.001 * len(x))
+        time.sleep(3.0 + 5 * longest if rank and i == 17 else 0.001 * len(x))  # steps of a busy machine are long, too
         loss.backward()
         job.finish(loss=loss)
     assert job.controller.metrics()["pauses"] >= 1
@@ -177,5 +180,5 @@ def test_a_live_workers_pause_is_in_no_window(tmp_path: Path) -> None:
     windows = [Window.from_dict(event["window"]) for event in decided(events)]
     assert len(windows) > 4
     for window in windows:
-        # Of a window's five steps one took 3 s. What else a busy machine does takes less.
+        # Of a window's five steps one took 3 s or more, 0.6 s in the mean.
         assert np.nanmax(window.step_time) < 0.5, window
