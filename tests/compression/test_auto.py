@@ -18,7 +18,6 @@ from dynamix.errors import ConfigError
 
 CANDIDATES = registry().candidates  # four with dynamix-homomorphic, two without
 WAYS = ("dense", *CANDIDATES)
-Cost = Callable[[int, str], float]
 
 
 class Link:

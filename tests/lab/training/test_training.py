@@ -34,10 +34,6 @@ TINY = TrainingConfig(
 )
 
 
-def _weights(policy: LearnedPolicy) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in policy.net.parameters()])
-
-
 def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     class Stop(Exception):
         pass

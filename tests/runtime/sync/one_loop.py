@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from tests.ranks import run_ranks
 from tests.runtime.jobs import in_turns, wait_for_decisions
 from tests.union import Script
 
@@ -267,8 +266,3 @@ def ended(rank: int, loop: Loop, case: Case) -> tuple[str, float]:
             sys.excepthook(type(error), error, error.__traceback__)
             said = "".join(traceback.format_exception_only(error))
     return "\n".join([said, *(str(warning.message) for warning in warned)]), time.monotonic() - began
-
-
-def ends_of(loop: Loop, case: Case) -> list[tuple[str, float]]:
-    """`ended`, on two ranks."""
-    return run_ranks(ended, 2, loop, case, timeout_s=40, group_timeout_s=30)
