@@ -68,13 +68,14 @@ class Row:
     def trial(self, job: JobNumbers, setting: str, batch: int, workers: int) -> Trial:
         """The row at a job's recipe for `batch` samples. Raises `ConfigError` for impossible settings."""
         usual = SCHEDULE.get(setting, "constant")
+        known = "constant" if self.schedule == "constant" else usual
         factors = {**FACTORS, USUAL: job.usual_factor}
         factor = factors[self.rate](workers) if isinstance(self.rate, str) else self.rate
         return Trial(
             self.name,
             self.policy,
             batch,
-            job.recipe(usual, batch) * factor,
+            job.recipe(known, batch) * factor,
             lr_rule=self.lr_rule,
             local=self._local(job.budget / (workers * batch)),
             schedule=self.schedule or usual,

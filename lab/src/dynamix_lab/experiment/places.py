@@ -91,6 +91,11 @@ def _of_rates(workload: str, budget: int, rate: float) -> JobNumbers:
     return JobNumbers(workload, 1.0, budget, budget // 40, {"cosine": {32: rate}})
 
 
+def _of_paper(workload: str, cosine: float, constant: float) -> JobNumbers:
+    """A job on the DYNAMIX paper's terms: six epochs, and one worker's best rates for 16."""
+    return JobNumbers(workload, 1.0, 48_000, 48_000 // 40, {"cosine": {16: cosine}, "constant": {16: constant}})
+
+
 JOBS = {
     job.workload: job
     for job in (
@@ -106,6 +111,10 @@ JOBS = {
         _of_rates("digits-adamw", 28_740, 0.016),
         _of_rates("pysource-pieces", 48_000, 0.5),
         _of_rates("pysource-pieces-adamw", 48_000, 0.016),
+        _of_paper("mnist1d-vgg", 0.04, 0.01),
+        _of_paper("mnist1d-vgg-adam", 0.004, 0.002),
+        _of_paper("mnist1d-resnet", 0.04, 0.02),
+        _of_paper("mnist1d-resnet-adam", 0.004, 0.002),
     )
 }
 OUTAGES = {

@@ -25,6 +25,10 @@ __all__ = [
 _WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "mnist1d": ("mnist1d", {}),
     "mnist1d-noisy-mlp": ("mnist1d_noisy", {}),
+    "mnist1d-vgg": ("mnist1d_deep", {"net": "vgg", "adam": False}),
+    "mnist1d-vgg-adam": ("mnist1d_deep", {"net": "vgg", "adam": True}),
+    "mnist1d-resnet": ("mnist1d_deep", {"net": "resnet", "adam": False}),
+    "mnist1d-resnet-adam": ("mnist1d_deep", {"net": "resnet", "adam": True}),
     "digits": ("digits", {"net": "conv", "adamw": False}),
     "digits-mlp": ("digits", {"net": "mlp", "adamw": False}),
     "digits-adamw": ("digits", {"net": "conv", "adamw": True}),
