@@ -40,7 +40,7 @@ def workload(net: str = "vgg", *, adam: bool = False) -> Workload:
         max_batch=512,
         base_batch=16,
         description="8,000 samples of mnist1d, "
-        + ("four convolutions and two layers" if net == "vgg" else "three residual blocks with batch norm"),
+        + ("four convolutions and two layers" if net == "vgg" else "two residual blocks with batch norm"),
     )
 
 
@@ -78,12 +78,11 @@ def _resnet(seed: int) -> nn.Module:
     """Residual blocks, the later ones twice as wide and half as long (arXiv 1512.03385)."""
     with initial_weights(seed):
         return nn.Sequential(
-            nn.Conv1d(1, WIDTH, 3, padding=1, bias=False),
+            nn.Conv1d(1, WIDTH, 5, stride=2, padding=2, bias=False),
             nn.BatchNorm1d(WIDTH),
             nn.ReLU(),
             Residual(WIDTH, WIDTH, stride=1),
             Residual(WIDTH, 2 * WIDTH, stride=2),
-            Residual(2 * WIDTH, 2 * WIDTH, stride=2),
             nn.AdaptiveAvgPool1d(1),
             nn.Flatten(),
             nn.Linear(2 * WIDTH, 10),

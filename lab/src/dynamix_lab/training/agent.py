@@ -97,7 +97,13 @@ def start() -> Floats:
 
 
 def learn_cma(
-    jobs: Sequence[RealJob], pool: Executor, *, generations: int, population: int, batch: int, seed: int,
+    jobs: Sequence[RealJob],
+    pool: Executor,
+    *,
+    generations: int,
+    population: int,
+    batch: int,
+    seed: int,
     tell: Callable[[int, Floats, float], None],
 ) -> Floats:
     """Weights after so many generations; `batch` jobs judge each, the same for all candidates of a generation."""

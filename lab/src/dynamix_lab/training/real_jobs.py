@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from dynamix_lab.tasks import Data, Workload, make_workload, score
 
 STEPS = 5  # of a window: an agent decides after each
 HELD_OUT = 1000
-SMOOTH = 0.9  # of noise and signal, by step
+SMOOTH = 0.8  # of noise and signal, by window: norms are measured in its first step, as in a live job
 LARGEST = 16.0  # times the first batch
 GROWS = 1.15  # at most, in a window, by the rule
 MULTIPLES = (0.35, 0.6, 1.0, 1.7, 2.8)  # of the budget: the curve that an end is read from
@@ -118,13 +118,29 @@ class _Noise:
     noise: float = 0.0
     signal: float = 0.0
     weight: float = 0.0
-    trail: list[float] = field(default_factory=list)
 
-    def add(self, half_sq: float, whole_sq: float, batch: int) -> None:
-        """A step's |g|^2 of half of the batch and of the whole (McCandlish et al., arXiv 1812.06162)."""
+    def measure(
+        self,
+        workload: Workload,
+        model: torch.nn.Module,
+        parameters: Sequence[torch.nn.Parameter],
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> float:
+        """Leaves the batch's mean gradient in `.grad`; gives the loss.
+
+        |g|^2 of the first half and of the whole tell noise from signal (McCandlish et al., arXiv 1812.06162).
+        """
+        half, batch = len(inputs) // 2, len(inputs)
+        (workload.loss(model(inputs[:half]), targets[:half]) / 2).backward()
+        half_sq = 4 * _norm_sq(parameters)
+        loss = workload.loss(model(inputs[half:]), targets[half:]) / 2
+        loss.backward()
+        whole_sq = _norm_sq(parameters)
         self.noise = SMOOTH * self.noise + (1 - SMOOTH) * (half_sq - whole_sq) * batch
         self.signal = SMOOTH * self.signal + (1 - SMOOTH) * (2 * whole_sq - half_sq)
         self.weight = SMOOTH * self.weight + 1 - SMOOTH
+        return 2 * loss.item()
 
     @property
     def scale(self) -> float:
@@ -172,7 +188,7 @@ def _train(job: RealJob, workload: Workload, data: Data, decide: Decide, budget:
         batch = max(min(round(choice.batch), int(LARGEST * job.batch), 8192), 8) & ~1
         overhead = _overhead(job, progress / budget)
         each_s = overhead + (1 - job.overhead) * batch / job.batch
-        for _ in range(STEPS):
+        for step in range(STEPS):
             part = min(progress / budget, 1.0)
             gain = batch / job.batch * (known.scale + job.batch) / (known.scale + batch)
             rule = gain if job.optimizer == "sgd" else math.sqrt(batch / job.batch)
@@ -180,11 +196,16 @@ def _train(job: RealJob, workload: Workload, data: Data, decide: Decide, budget:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             chosen = torch.randint(n, (batch,), generator=order)
-            value, half_sq, whole_sq = _gradient(workload, model, parameters, inputs[chosen], targets[chosen])
+            optimizer.zero_grad()
+            if step == 0:
+                value = known.measure(workload, model, parameters, inputs[chosen], targets[chosen])
+            else:
+                loss = workload.loss(model(inputs[chosen]), targets[chosen])
+                loss.backward()
+                value = loss.item()
             if not math.isfinite(value):
-                return End(time / (budget / job.batch), 0.0)
+                return End(time / (job.budget / job.batch), 0.0)
             optimizer.step()
-            known.add(half_sq, whole_sq, batch)
             if first == 0.0:
                 first = loss_slow = loss_fast = value
             loss_fast, loss_slow = 0.8 * loss_fast + 0.2 * value, 0.96 * loss_slow + 0.04 * value
@@ -193,46 +214,35 @@ def _train(job: RealJob, workload: Workload, data: Data, decide: Decide, budget:
             if progress >= budget:
                 break
         window += 1
-        choice = decide(_seen(job, known, progress / budget, overhead, choice, loss_fast / loss_slow, loss_fast / first))
+        choice = decide(
+            _seen(job, known, progress / budget, overhead, choice, loss_fast / loss_slow, loss_fast / first)
+        )
     held = type(data.test)(data.test.inputs[:HELD_OUT], data.test.targets[:HELD_OUT])
     return End(time / (job.budget / job.batch), score(workload, model, held))
 
 
-def _gradient(workload: Workload, model: torch.nn.Module, parameters: list[torch.nn.Parameter],
-              inputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float, float]:
-    """The mean gradient in `.grad`; the loss, and |g|^2 of the first half and of all."""
-    half = len(inputs) // 2
-    for parameter in parameters:
-        parameter.grad = None
-    (workload.loss(model(inputs[:half]), targets[:half]) / 2).backward()
-    half_sq = 4 * _norm_sq(parameters)
-    loss = workload.loss(model(inputs[half:]), targets[half:]) / 2
-    loss.backward()
-    return 2 * loss.item(), half_sq, _norm_sq(parameters)
-
-
-def _norm_sq(parameters: list[torch.nn.Parameter]) -> float:
+def _norm_sq(parameters: Sequence[torch.nn.Parameter]) -> float:
     norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
     return float(torch.stack(norms).square().sum())
 
 
-def _seen(
-    job: RealJob, known: _Noise, part: float, overhead: float, choice: Choice, falls: float, loss: float
-) -> Seen:
+def _seen(job: RealJob, known: _Noise, part: float, overhead: float, choice: Choice, falls: float, loss: float) -> Seen:
     scale, batch = known.scale, job.batch
     # argmax over B of (scale + batch) / (scale + B) * B / (overhead + slope B): B^2 = scale * overhead / slope
     slope = (1 - job.overhead) / batch
     rule = min(max(math.sqrt(scale * overhead / slope), batch / 2), LARGEST * batch)
-    features = np.array([
-        1.0,
-        min(part, 1.0),
-        math.log(scale / batch) / 3,
-        math.log(rule / batch),
-        min(part, 1.0) * math.log(scale / batch) / 3,
-        overhead,
-        max(min(10 * math.log(max(falls, 1e-6)), 3.0), -3.0),
-        math.log(max(loss, 1e-3)),
-    ])
+    features = np.array(
+        [
+            1.0,
+            min(part, 1.0),
+            math.log(scale / batch) / 3,
+            math.log(rule / batch),
+            min(part, 1.0) * math.log(scale / batch) / 3,
+            overhead,
+            max(min(10 * math.log(max(falls, 1e-6)), 3.0), -3.0),
+            math.log(max(loss, 1e-3)),
+        ]
+    )
     return Seen(features, rule)
 
 
