@@ -46,11 +46,13 @@ def test_json_keeps_everything_that_a_file_says():
 
 @pytest.mark.parametrize("name", ["dynamix", "dynamix-paper", "stigmergic"])
 def test_what_a_training_takes_is_listed_and_taken(name):
-    listed = call("policy", "train", "--policy", name, "--settings", "--set", "windows=9").stdout.split("\n")[:-1]
+    said = call("policy", "train", "--policy", name, "--settings", "--set", "windows=9").stdout.split("\n")[:-1]
+    listed, meanings = zip(*(line.split("  ", 1) for line in said), strict=True)
     assert "windows=9" in listed
+    assert all(meaning.strip() for meaning in meanings)
     taken = [line for line in listed if not line.startswith("actions=")]  # an object
     again = call("policy", "train", "--policy", name, "--settings", *(f"--set={line}" for line in taken))
-    assert again.stdout.split("\n")[:-1] == listed
+    assert again.stdout.split("\n")[:-1] == said
     assert json.loads(call("policy", "train", "--policy", name, "--settings", "--json").stdout)["windows"] != "9"
 
 

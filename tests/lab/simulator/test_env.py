@@ -5,14 +5,19 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
+from gymnasium.utils.seeding import np_random
 from pettingzoo.test import parallel_api_test, parallel_seed_test
 
+import dynamix
 from dynamix.data.lengths import SampleCosts
 from dynamix.errors import ConfigError
+from dynamix.features import FEATURES
 from dynamix.model import JobModel
 from dynamix.policies import make_policy
 from dynamix.policies.proportional import LBBSP, speeds
@@ -266,3 +271,24 @@ def test_clusters_as_one_array_are_seeded_end_together_and_reset() -> None:
     assert not truncated.any()
     again, _ = env.reset(seed=4)
     np.testing.assert_array_equal(first, again)
+
+
+def test_the_lines_that_make_a_policy_of_a_trained_network_do_what_the_environment_did() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "authors.md").read_text()
+    (block,) = (block.split("```")[0] for block in page.split("```python\n")[1:] if "class Trained" in block)
+    exec(block, known := {"np": np, "dynamix": dynamix})
+    weights = np.random.default_rng(0).normal(size=len(FEATURES))
+
+    def predict(seen: Any) -> Any:
+        return np.tanh(seen @ weights)
+
+    env, policy = VectorClusterEnv("pai-straggler", 6, 4), known["Trained"](predict)
+    seen, _ = env.reset(seed=4)
+    seed = int(np_random(4)[0].integers(2**31))  # as Gymnasium draws it
+    same = ClusterEnv(sample_family("pai-straggler", 6, 4, seed), seed=seed)
+    window = same.reset()
+    for _ in range(5):
+        seen, *_, about = env.step(predict(seen))
+        window = same.step(policy.decide(window, same.bounds))
+        np.testing.assert_array_equal(window.batch_size, about["batch_sizes"])
+    assert (window.batch_size != window.batch_size[:, :1]).any()

@@ -12,6 +12,8 @@ from dynamix.cli.console import Json, guarded, print_json
 from dynamix_lab.commands.group import progress
 from dynamix_lab.installed import need_bench
 
+QUICK_ROWS, QUICK_WINDOWS = 32, 20
+
 
 def _check_writable(out: Path) -> None:
     """Raises `ConfigError` now rather than after minutes of work."""
@@ -37,19 +39,22 @@ def policy_train(
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
     name: Annotated[str, typer.Option("--policy", help="dynamix, dynamix-paper or stigmergic.")] = "dynamix",
     settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of the recipe; repeatable.")] = None,
-    show: Annotated[bool, typer.Option("--settings", help="Print what --set takes, with its values, and end.")] = False,
+    show: Annotated[
+        bool, typer.Option("--settings", help="Print what --set takes, its values and meanings, and end.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Learn a policy in the simulator: minutes on 2 cores."""
     from dynamix import __version__
     from dynamix.events.run_folder import commit
     from dynamix.policies.files import add_facts
-    from dynamix_lab.training.shipped import recipe_of, settings_of, train_shipped
+    from dynamix_lab.training.shipped import meanings_of, recipe_of, settings_of, train_shipped
 
     recipe = recipe_of(name, settings or ())  # a wrong name or setting is said first
     if show:
         found = settings_of(recipe)
-        lines = "\n".join(f"{setting}={value}" for setting, value in found.items())
+        meant = meanings_of(recipe)
+        lines = "\n".join(f"{f'{setting}={value}':<30}  {meant[setting]}" for setting, value in found.items())
         print_json(found) if as_json else typer.echo(lines)
         return
     need_bench("dynamix policy train", ("scipy",))
@@ -73,6 +78,7 @@ def policy_evaluate(
     rows: Annotated[int, typer.Option(min=1, help="Clusters times workers of a family.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Decisions of a run.")] = 50,
     hedged: Annotated[bool, typer.Option(help="With the hedged reference, which takes most of the time.")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="A look: few clusters, 20 decisions, no hedged.")] = False,
     as_json: Json = False,
 ) -> None:
     """Score a policy on the calibrated families, beside static, rules and references that know the true costs."""
@@ -83,6 +89,8 @@ def policy_evaluate(
     need_bench("dynamix policy evaluate", ("scipy",))
     make_policy(name)  # a wrong name or file is said before any work
     names, counts = chosen_cells(families, workers)
+    if quick:
+        rows, windows, hedged = min(rows, QUICK_ROWS), min(windows, QUICK_WINDOWS), False
     with progress("evaluating") as tell:
         size: dict[str, Any] = {"workers": counts, "rows": rows, "windows": windows, "hedged": hedged}
         found = evaluate_families({name: lambda _: make_policy(name)}, [seed], families=names, **size, progress=tell)

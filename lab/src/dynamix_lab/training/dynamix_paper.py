@@ -42,12 +42,23 @@ PER_SECOND = PPOConfig(5e-4, 0.8, 0.9, epochs=3, worker_rows=4096, entropy_weigh
 class PaperTrainingConfig:
     """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds never meet them.
 
-    learner   "ppo" (ppo.py) or "simplified" (simplified.py)
-    reward    "regret", or the paper's "sgd" and "adam" (rewards.py)
-    without   families of the state left out (ablations)
-    families  and worlds (`worlds.py`) that episodes come from
-    rows      clusters times W of an episode
+    learner        "ppo" (ppo.py) or "simplified" (simplified.py)
+    reward         "regret", or the paper's "sgd" and "adam" (rewards.py)
+    without        families of the state that are left out: network, system, statistics
+    actions        samples that an action adds or takes, and how they scale
+    hidden         width of the network
+    families       and worlds (`worlds.py`) that episodes come from
+    workers        numbers of workers that episodes have
+    intervals, delays   steps of a window, and steps until a decision counts, that episodes are drawn from
+    rows           clusters times workers of an episode
+    windows        decisions of an episode
+    updates        of the learner
     clone_rounds   rounds of imitation before learning by reward; 0: none, as in the paper
+    clone_windows, clone_epochs, clone_keep, clone_rate   decisions of a round, passes over its data, rounds of data
+                   that are kept, rate of learning
+    validate_every updates
+    validation_workers, validation_clusters, validation_windows   of the clusters that checkpoints are chosen on: so
+                   many of each family, at one of the numbers of workers in turn
     """
 
     learner: Literal["ppo", "simplified"] = "ppo"
@@ -65,11 +76,11 @@ class PaperTrainingConfig:
     clone_rounds: int = 24
     clone_windows: int = 24
     clone_epochs: int = 2
-    clone_keep: int = 6  # rounds of data kept
+    clone_keep: int = 6
     clone_rate: float = 2e-3
     validate_every: int = 10
     validation_workers: tuple[int, ...] = (4, 16)
-    validation_clusters: int = 8  # of each family, at one of the W in turn
+    validation_clusters: int = 8
     validation_windows: int = 40
 
     def __post_init__(self) -> None:

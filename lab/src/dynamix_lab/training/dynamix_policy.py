@@ -49,36 +49,59 @@ class TrainingConfig:
     A round is one rollout per entry of `workers` and `epochs` passes over it. The first third of the rounds becomes
     harder step by step, and its first sixth stays at W <= `easy_workers`.
 
-    world     whose clusters to learn on (`worlds.py`)
+    workers            numbers of workers that rollouts have
+    easy_workers       the most of them at the start
+    rows               clusters times workers of an environment; at least six clusters
+    intervals, delays  steps of a window, and steps until a decision counts, that environments are drawn from
+    clone_rounds       rounds that imitate references
+    regret_rounds      rounds that learn from what the coming window met
+    windows            decisions of a rollout
+    epochs             passes over a round
+    rate               of learning, falling to a twentieth
+    batch              workers in a gradient step
+    restraint          weight of the squared distance from the rule's answer, in log sizes
+    growth_price       log goodput that an e-fold of the global batch away from the rule's must be worth
+    ppo_updates        updates by PPO on whole trainings, after all rounds
+    ppo_workers, ppo_windows   numbers of workers and decisions of its trainings
+    ppo_rate           of its learning, falling to a tenth
+    ppo_log_std        log of the deviation of its actions, in log sizes
+    gamma              discount of a decision; 0.95 counts some twenty windows
+    anchor_weight      pull towards the policy that PPO began with
+    validate_every     rounds
+    validation_workers, validation_rows, validation_windows   of the clusters that checkpoints are chosen on
+    judged_workers, judged_rows   of the families on which policies with and without PPO are compared
+    families           so many kinds of clusters to learn on
+    hidden             width of the network
+    world              whose clusters to learn on: mixed, a family, or your own MODULE:NAME
     """
 
     workers: tuple[int, ...] = (2, 4, 8, 32, 128, 256)
     easy_workers: int = 32
-    rows: int = 768  # clusters * W per environment; at least six clusters
+    rows: int = 768
     intervals: tuple[int, ...] = (1, 2, 3, 5, 10, 10)
     delays: tuple[int, ...] = (1, 1, 4)
     clone_rounds: int = 1
     regret_rounds: int = 40
-    windows: int = 32  # of a rollout
+    windows: int = 32
     epochs: int = 3
-    rate: float = 1.5e-3  # of learning, falling to a twentieth
-    batch: int = 1024  # workers a gradient step
-    restraint: float = 0.01  # weight of the squared distance from the rule's answer, in log sizes
-    growth_price: float = 0.05  # log goodput that an e-fold of the global batch away from the rule's must be worth
+    rate: float = 1.5e-3
+    batch: int = 1024
+    restraint: float = 0.01
+    growth_price: float = 0.05
     ppo_updates: int = 6
     ppo_workers: tuple[int, ...] = (2, 8, 32, 128)
     ppo_windows: int = 40
-    ppo_rate: float = 3e-4  # of learning, falling to a tenth
-    ppo_log_std: float = -2.7  # of actions, in log sizes
-    gamma: float = 0.95  # a decision counts for some twenty windows
+    ppo_rate: float = 3e-4
+    ppo_log_std: float = -2.7
+    gamma: float = 0.95
     anchor_weight: float = 0.0005
     validate_every: int = 4
     validation_workers: tuple[int, ...] = (2, 8, 32, 128)
     validation_rows: int = 512
     validation_windows: int = 50
-    judged_workers: tuple[int, ...] = (8, 32)  # where stages are compared, on families
+    judged_workers: tuple[int, ...] = (8, 32)
     judged_rows: int = 128
-    families: int = 21  # so many
+    families: int = 21
     hidden: int = 64
     world: str = MIXED
 

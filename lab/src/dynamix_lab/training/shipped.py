@@ -1,6 +1,7 @@
 """Trains the policies that dynamix ships, by name: what `dynamix policy train` calls."""
 
 import dataclasses
+import inspect
 import json
 import typing
 from collections.abc import Sequence
@@ -80,6 +81,26 @@ def settings_of(recipe: Recipe) -> dict[str, str]:
     '9'
     """
     return {field.name: _shown(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)}
+
+
+def meanings_of(recipe: Recipe) -> dict[str, str]:
+    """The meaning of each setting, from the docstring of its recipe: "names   meaning", with lines that go on.
+
+    >>> meanings_of(recipe_of("dynamix"))["delays"]
+    'steps of a window, and steps until a decision counts, that environments are drawn from'
+    """
+    meanings, names = dict[str, str](), list[str]()
+    fields = {field.name for field in dataclasses.fields(recipe)}
+    for line in inspect.getdoc(type(recipe)).splitlines():  # type: ignore[union-attr]
+        first, _, said = line.partition("  " if "  " in line else " ")
+        if line[:1].strip() and fields.issuperset(first.split(", ")):
+            names = first.split(", ")
+            meanings |= dict.fromkeys(names, said.strip())
+        elif line.startswith(" "):
+            meanings |= {name: f"{meanings[name]} {line.strip()}" for name in names}
+        else:
+            names = []
+    return meanings
 
 
 def _shown(value: Any) -> str:

@@ -28,12 +28,18 @@ VALIDATION_SEED = 905_001
 class SearchConfig:
     """The recipe. Seeds of training clusters are derived from `seed`; validation and bench seeds never meet them.
 
-    stages       numbers of workers, stage after stage; a generation plays `worlds` worlds of those of its stage
+    stages       numbers of workers, stage after stage
     generations  of each stage
     tried, kept  candidates of a generation, and how many of them the next is drawn around
-    spread       standard deviation at the start, in logits of a number's range; `least` it never falls below
+    worlds       that a generation plays, of its stage's numbers of workers
+    spread       standard deviation at the start, in logits of a number's range
+    least        that it never falls below
+    rows         clusters times workers of a world; at least six clusters
+    windows      decisions of a run
+    intervals, delays   steps of a window, and steps until a decision counts, that worlds are drawn from
     noisier      by how much a world's noise scale is larger than that of `training_clusters`, whose best batches lie
                  mostly below the base batch; validation takes the first and the last
+    validation_workers, validation_clusters   of the clusters that stages are compared on
     """
 
     stages: tuple[tuple[int, ...], ...] = ((1, 2), (2, 4, 8), (4, 8, 16, 32), (2, 8, 32))
@@ -43,7 +49,7 @@ class SearchConfig:
     worlds: int = 6
     spread: float = 0.6
     least: float = 0.15
-    rows: int = 256  # clusters times W of a world; at least six clusters
+    rows: int = 256
     windows: int = 26
     intervals: tuple[int, ...] = (5, 5, 10)
     delays: tuple[int, ...] = (1, 1, 4)
