@@ -5,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
+from dynamix.cli.console import read_token
 from tests.processes import run
 
 runner = CliRunner()
@@ -44,6 +45,12 @@ def test_version_is_printed_by_the_installed_command():
         (["aggregator", "--host", "0.0.0.0"], ["host='0.0.0.0'", "--token-file", "--tls-cert", "--tls-ca"]),
         (["aggregator", "--tls-cert", "cert.pem"], ["tls_key", "all three"]),
         (["aggregator", "--jobs", "0"], ["jobs=0"]),
+        (["aggregator", "--token-file", "none"], ["token_file='none'", "can be read"]),
+        (["compare", "--", "torchrum", "train.py"], ["command='torchrum'", "can be started"]),
+        (
+            ["observe", "train.py"],
+            ["command='train.py'", "write dynamix observe -- torchrun --nproc-per-node 4 train.py"],
+        ),
         (["policy", "train", "--out", "policy.pt"], ["policy.pt", ".safetensors"]),
         (["demo", "--mechanism", "magic"], ["mechanism='magic'", "duty-cycle"]),
         (["emulate", "demo", "--mechanism", "magic", "--", "true"], ["mechanism='magic'", "duty-cycle"]),
@@ -120,3 +127,13 @@ def test_the_time_of_a_decision_with_its_events_line_is_told_without_ranks():
     assert 0 < few["decision"] + few["line"] <= 1.5 * few["cpu"] <= 1.5 * few["cpu_p99"]
     assert few["line_bytes"] < many["line_bytes"] < 4 * few["line_bytes"]
     assert found["goal"]["decision_cpu_ms"] == 5.0
+
+
+@pytest.mark.parametrize(("mode", "said"), [(0o644, "may read the token: chmod 600"), (0o600, "")])
+def test_a_token_that_others_may_read_is_warned_of(mode, said, tmp_path, capsys):
+    file = tmp_path / "token"
+    file.write_text("sixteen letters!\n")
+    file.chmod(mode)
+    assert read_token(file) == "sixteen letters!"
+    warned = capsys.readouterr().err
+    assert said in warned if said else not warned

@@ -17,7 +17,9 @@ def test_doctor_says_what_is_there_as_json():
     found = json.loads(call("doctor", "--json").stdout)
     assert {e["name"] for e in found["areas"]["probes"]} >= {"timing", "host", "network"}
     assert all(e["detail"] for entries in found["areas"].values() for e in entries)
-    assert call("doctor").exit_code == 0
+    page = call("doctor")
+    assert page.exit_code == 0
+    assert page.stdout.startswith("Works here: probes: timing, host, ")
 
 
 def test_the_page_prints_how_to_install_an_extra_as_it_must_be_typed(monkeypatch: pytest.MonkeyPatch):

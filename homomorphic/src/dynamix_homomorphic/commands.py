@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dynamix.cli.console import Json, guarded
+from dynamix.cli.console import Json, guarded, read_token
 
 
 @guarded
@@ -41,4 +41,4 @@ def aggregator(
         memory_bytes=memory_mb << 20,
         timeout_s=timeout,
     )
-    serve(host, port, token_file=token_file, tls=tls, limits=limits, metrics_port=metrics_port, as_json=as_json)
+    serve(host, port, token=read_token(token_file), tls=tls, limits=limits, metrics_port=metrics_port, as_json=as_json)

@@ -71,7 +71,7 @@ def observe(
 @guarded
 def doctor(as_json: Json = False) -> None:
     """Show what this machine offers, and how to enable what is missing."""
-    from dynamix.cli.doctor import examine
+    from dynamix.cli.doctor import examine, in_a_line
 
     found = examine()
     if as_json:
@@ -81,6 +81,7 @@ def doctor(as_json: Json = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    typer.echo(in_a_line(found["areas"]) + "\n")
     table = Table("", "what", "detail", show_edge=False)
     for area, entries in found["areas"].items():
         table.add_section()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dynamix.cli.console import Json, Out, guarded, print_json
-from dynamix.errors import ConfigError, UsageError
+from dynamix.errors import UsageError
 
 if TYPE_CHECKING:
     from dynamix.telemetry.turns import PolicyTurns, Speed
@@ -44,14 +44,13 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
     """Run the command under the policies in turns; what result.json holds."""
     from dynamix.events.records import EVENTS_VARIABLE, SCHEMA
     from dynamix.events.run_folder import RunFolder
-    from dynamix.observe.command import run_command
+    from dynamix.observe.command import check_command, run_command
     from dynamix.observe.run import cluster
     from dynamix.policies.alternating import by_names
     from dynamix.runtime.config import OUTSIDE
     from dynamix.telemetry.turns import PolicyTurns
 
-    if not command:
-        raise ConfigError("command", "", "a program and its arguments", "dynamix compare -- torchrun ... train.py")
+    check_command(command, "compare")
     by_names(policies)  # what is wrong with a name is said before anything runs
     with RunFolder("compare", out) as folder:
         facts = {"command": "compare", "job": command, "cluster": cluster(), "compare": policies.split(",")}

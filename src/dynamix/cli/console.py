@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from dynamix.errors import DynamixError, UsageError
+from dynamix.errors import ConfigError, DynamixError, UsageError
 from dynamix.removed import message
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -35,6 +35,24 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             signal.signal(signal.SIGTERM, before)
 
     return run
+
+
+def read_token(file: Path | None) -> str:
+    """The token that a file holds, "" without a file; a warning if others may read it.
+
+    Raises `ConfigError` for a file that cannot be read or is empty.
+    """
+    if file is None:
+        return ""
+    try:
+        token, mode = file.read_text(encoding="utf-8").strip(), file.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("token_file", str(file), "a text file that can be read", str(error)) from error
+    if not token:
+        raise ConfigError("token_file", str(file), "a token of 16 characters or more", "it is empty")
+    if mode & 0o077:
+        typer.echo(f"warning: others on this machine may read the token: chmod 600 {file}", err=True)
+    return token
 
 
 ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}

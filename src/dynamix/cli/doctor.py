@@ -1,7 +1,7 @@
 """`dynamix doctor`: what this machine offers, and how to enable what is missing."""
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,6 +35,12 @@ def examine() -> dict[str, Any]:
         "machine": machine(),
         "areas": {**own, **_brought(own)},
     }
+
+
+def in_a_line(areas: Mapping[str, list[dict[str, Any]]]) -> str:
+    """What works here, by area."""
+    works = {area: [entry["name"] for entry in entries if entry["available"]] for area, entries in areas.items()}
+    return "Works here: " + "; ".join(f"{area}: {', '.join(names)}" for area, names in works.items() if names) + "."
 
 
 def _entries(found: list[tuple[str, bool, str]]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dynamix.cli.console import guarded
+from dynamix.cli.console import guarded, read_token
 from dynamix.cli.report import Runs
 from dynamix.errors import ConfigError, UsageError
 from dynamix.plugins import how_to_install
@@ -32,7 +32,7 @@ def dashboard(
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "anyio"):
             raise
         raise UsageError(f"the dashboard needs {error.name}: {how_to_install('dashboard')}") from error
-    token = _token(token_file)
+    token = read_token(token_file)
     for file in (certificate, key):
         if file is not None and not file.is_file():
             raise ConfigError("certificate", str(file), "a PEM file that can be read", "check the path")
@@ -66,15 +66,6 @@ def watch(
             for source in sources:
                 source.refresh()
             shown.update(view_of(sources), refresh=True)
-
-
-def _token(file: Path | None) -> str:
-    if file is None:
-        return ""
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("token_file", str(file), "a text file that can be read", "check the path") from error
 
 
 def _tell(address: str) -> None:

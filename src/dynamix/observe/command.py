@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -10,6 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dynamix.errors import ConfigError
 
 Job = subprocess.Popen[bytes]
+
+
+def check_command(command: Sequence[str], name: str) -> None:
+    """Raise `ConfigError` for what `dynamix NAME` cannot start, before anything is made."""
+    line = f"dynamix {name} -- torchrun --nproc-per-node 4 {' '.join(command) or 'train.py'}"
+    if not command:
+        raise ConfigError("command", "", "a program and its arguments", f"write {line}")
+    if command[0].endswith(".py") and not os.access(command[0], os.X_OK):
+        raise ConfigError("command", command[0], "a program, such as torchrun", f"write {line}")
+    if shutil.which(command[0]) is None:
+        raise ConfigError("command", command[0], "a program that can be started", "check its name")
 
 
 def run_command(

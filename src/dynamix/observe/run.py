@@ -18,7 +18,7 @@ import numpy as np
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import SCHEMA, EventLog
 from dynamix.events.run_folder import RunFolder
-from dynamix.observe.command import run_command
+from dynamix.observe.command import check_command, run_command
 from dynamix.observe.findings import Findings, find
 from dynamix.observe.gains import Gains, Pays, predict
 from dynamix.observe.hooks import CALLED, FOLDER_VARIABLE
@@ -125,8 +125,7 @@ def observe(
 
     If the command trained nothing that can be observed, that is said, and `text` is empty.
     """
-    if not command:
-        raise ConfigError("command", "", "a program and its arguments", "dynamix observe -- torchrun ... train.py")
+    check_command(command, "observe")
     if every_s is not None and not every_s > 0:
         raise ConfigError("every", every_s, "more than 0 seconds", "leave it out to be told at the end")
     with RunFolder("observe", out) as run:
