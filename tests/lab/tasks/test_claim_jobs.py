@@ -34,8 +34,6 @@ def test_a_job_with_another_definition_is_refused(changed: dict[str, float]) -> 
         replace(job, sha256="0" * 64).load()
 
 
-def test_a_job_suits_devices_up_to_its_critical_batch_and_has_the_rate_of_the_nearest_measured_one() -> None:
-    job = replace(next(iter(CLAIM_JOBS.values())), critical_batch=100.0, rates={64: 0.1, 256: 0.2})
-    assert job.suits(8, fixed_ms=12, per_sample_ms=1)
-    assert not job.suits(8, fixed_ms=13, per_sample_ms=1)
+def test_a_job_has_the_rate_of_the_nearest_measured_batch() -> None:
+    job = replace(next(iter(CLAIM_JOBS.values())), rates={64: 0.1, 256: 0.2})
     assert [job.rate_at(batch) for batch in (8, 120, 140, 4096)] == [0.1, 0.1, 0.2, 0.2]

@@ -156,12 +156,6 @@ class AdditiveNet(nn.Module):
         logits = self.head(torch.tanh(self.own(hidden) + self.context(of_all).unsqueeze(1)))
         return logits, self.critic(of_all).squeeze(-1)
 
-    def divergence(self, other: AdditiveNet, observed: Tensor, mask: Tensor) -> Tensor:
-        """Mean KL divergence per worker, nats, of this policy from `other`'s on these observations."""
-        mine, theirs = (net(observed, mask)[0].log_softmax(-1) for net in (self, other))
-        of_workers: Tensor = (mine.exp() * (mine - theirs)).sum(-1) * mask
-        return of_workers.sum() / mask.sum().clamp(min=1)
-
     @torch.no_grad()
     def fold(self, constant: Tensor, value: Tensor) -> None:
         """Make the answer independent of the inputs `constant` (F,) bool, as if they always had `value` (F,).

@@ -84,7 +84,6 @@ class HedgedReference(LaggedReference):
         super().__init__(env)
         self.samples, self.softness = samples, softness
         self._rng = np.random.default_rng([env.seed, 4242])
-        self._window_s = np.full(env.clusters.shape[0], np.nan)
         self._clock_s = env.clock_s
 
     def target(self) -> Floats:

@@ -44,10 +44,6 @@ class ClaimJob:
         """The best learning rate at the measured global batch that is nearest, by ratio."""
         return self.rates[min(self.rates, key=lambda known: abs(np.log(known / batch)))]
 
-    def suits(self, workers: int, *, fixed_ms: float, per_sample_ms: float) -> bool:
-        """Whether the curve still falls at `workers` times the devices' efficient batch: at most the critical batch."""
-        return workers * efficient_batch(fixed_ms, per_sample_ms) <= self.critical_batch
-
     def load(self) -> Workload:
         """The workload. Raises `ConfigError` if its definition is not the frozen one."""
         workload = make_workload(self.workload)
@@ -55,15 +51,6 @@ class ClaimJob:
         if found != self.sha256:
             raise ConfigError("job", f"{self.workload} with sha256 {found}", self.sha256, "freeze a new job instead")
         return workload
-
-
-def efficient_batch(fixed_ms: float, per_sample_ms: float) -> int:
-    """The smallest batch at which a device works at half of its peak rate or faster.
-
-    >>> efficient_batch(16, 2)
-    8
-    """
-    return max(1, int(np.ceil(fixed_ms / per_sample_ms)))
 
 
 def definition_sha256(workload: Workload) -> str:
