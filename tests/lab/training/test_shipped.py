@@ -46,7 +46,6 @@ def test_one_seed_gives_one_file_that_runs_as_a_policy(name: str, tmp_path: Path
     [
         (["--policy", "goodput"], ["policy='goodput'", "dynamix-paper"]),
         (["--policy", "stigmergic", "--checkpoint", "x.pt"], ["checkpoint='x.pt'", "dynamix", "leave it out"]),
-        (["--policy", "dynamix-paper", "--tensorboard", "folder"], ["tensorboard='folder'", "leave it out"]),
         (["--set", "worker=2"], ["set='worker=2'", "workers"]),
         (["--set", "workers=two"], ["set='workers=two'", "integer"]),
         (["--policy", "dynamix-paper", "--set", "learner=dqn"], ["learner=dqn", "simplified"]),

@@ -24,7 +24,6 @@ from dynamix_lab.training.episodes import Episode
 from dynamix_lab.training.evaluation import evaluate_families, validation_score
 from dynamix_lab.training.ppo import PPO, PPOConfig
 from dynamix_lab.training.stigmergic import SearchConfig, from_logits, to_logits
-from dynamix_lab.training.tensorboard import TensorBoard
 from tests.refused import refused
 
 TINY = TrainingConfig(
@@ -44,11 +43,11 @@ def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
 
     file = tmp_path / "training.pt"
     whole = ResidualTraining(TINY, 3)
-    whole.run(lambda what, fraction: None, None, TensorBoard(None))
+    whole.run(lambda what, fraction: None, None)
     first = ResidualTraining(dataclasses.replace(TINY), 3)
-    refused(Stop, "", first.run, stop_in_ppo, file, TensorBoard(None))
+    refused(Stop, "", first.run, stop_in_ppo, file)
     second = ResidualTraining(TINY, 3)
-    second.run(lambda what, fraction: None, file, TensorBoard(None))
+    second.run(lambda what, fraction: None, file)
     for a, b in zip(whole.net.parameters(), second.net.parameters(), strict=True):
         assert torch.equal(a, b)
     assert whole.scores == second.scores

@@ -36,7 +36,6 @@ def policy_train(
     out: Annotated[Path, typer.Option(help="File to write, a .json beside it.")] = Path("policy.safetensors"),
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
     checkpoint: Annotated[Path | None, typer.Option(help="Kept here; a stopped training goes on from it.")] = None,
-    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
     name: Annotated[str, typer.Option("--policy", help="dynamix, dynamix-paper or stigmergic.")] = "dynamix",
     settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of the recipe; repeatable.")] = None,
     show: Annotated[
@@ -60,9 +59,7 @@ def policy_train(
     need_bench("dynamix policy train", ("scipy",))
     _check_writable(out)
     with progress("training") as tell:
-        train_shipped(
-            name, out, seed=seed, settings=settings or (), progress=tell, checkpoint=checkpoint, tensorboard=tensorboard
-        )
+        train_shipped(name, out, seed=seed, settings=settings or (), progress=tell, checkpoint=checkpoint)
     changed = "".join(f" --set {shlex.quote(setting)}" for setting in settings or ())
     command = f"dynamix policy train --policy {name} --seed {seed}{changed}"
     about = add_facts(out, command=command, commit=commit(), version=__version__)

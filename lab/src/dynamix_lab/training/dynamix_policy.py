@@ -38,7 +38,6 @@ from dynamix_lab.training.evaluation import (
 from dynamix_lab.training.hindsight import Decisions, RecordingEnv
 from dynamix_lab.training.learner import descend, one_thread
 from dynamix_lab.training.ppo import PPO, PPOConfig
-from dynamix_lab.training.tensorboard import TensorBoard
 from dynamix_lab.training.worlds import MIXED, lr_rule_of, sample_world
 
 
@@ -119,7 +118,6 @@ def train(
     *,
     progress: Tell | None = None,
     checkpoint: str | Path | None = None,
-    tensorboard: str | Path | None = None,
     processes: int = 1,
     tested: bool = False,
 ) -> LearnedPolicy:
@@ -127,7 +125,6 @@ def train(
 
     progress     called now and then as `progress(what, fraction done)`
     checkpoint   file written after every round; a training found there goes on where it stopped
-    tensorboard  folder for its scalars; without the package `tensorboard` nothing is written
     processes    that play rollouts; their number changes the time taken, not the weights
     tested       also score both stages on test clusters, once all is chosen (`about["evaluation"]`)
     """
@@ -135,7 +132,7 @@ def train(
         training = ResidualTraining(config or TrainingConfig(), seed)
         training.pool = pool
         tell = progress or (lambda what, fraction: None)
-        training.run(tell, Path(checkpoint) if checkpoint else None, TensorBoard(tensorboard))
+        training.run(tell, Path(checkpoint) if checkpoint else None)
         result = training.result(tell)
         if tested:
             made = {**BASELINES, **_factories(training.stages())}
@@ -177,25 +174,22 @@ class ResidualTraining:
         self.round, self.rounds = 0, config.clone_rounds + config.regret_rounds + config.ppo_updates
         self.ppo: PPO | None = None
 
-    def run(self, tell: Tell, checkpoint: Path | None, board: TensorBoard) -> None:
+    def run(self, tell: Tell, checkpoint: Path | None) -> None:
         """The remaining rounds."""
         if checkpoint is not None and checkpoint.exists():
             self.load_state_dict(torch.load(checkpoint, weights_only=True))
         while self.round < self.rounds:
             stage, loss = self._learn()
             self.round += 1
-            board.add(f"loss/{stage}", loss, self.round)
             said = f"{stage} {self.round}: {loss:.4f}"
             stage_ends = self.round in (self.config.clone_rounds + self.config.regret_rounds, self.rounds)
             every = self.config.validate_every if self.ppo is None else PPO_VALIDATES_EVERY
             if stage_ends or self.round % every == 0:
                 score = self._validate()
-                board.add("validation", score, self.round)
                 said += f", validation {score:.4f}"
             tell(said, self.round / self.rounds)
             if checkpoint is not None:
                 torch.save(self.state_dict(), checkpoint)
-        board.close()
 
     def stages(self) -> dict[str, ResidualNet]:
         """The best network without PPO, and with it where there was any."""

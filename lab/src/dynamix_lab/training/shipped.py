@@ -29,23 +29,20 @@ def train_shipped(
     settings: Sequence[str] = (),
     progress: Tell | None = None,
     checkpoint: str | Path | None = None,
-    tensorboard: str | Path | None = None,
 ) -> dict[str, Any]:
     """Train the policy `name` (`RECIPES`), write it to `out` with a .json beside it, and return its description.
 
     The same seed and settings give the same weights. `settings` are "NAME=VALUE" of the recipe. `progress` is called as
-    `progress(what, fraction done)`. Only `dynamix` takes `checkpoint` (a file; a stopped training goes on from it) and
-    `tensorboard` (a folder for TensorBoard). Raises `ConfigError`.
+    `progress(what, fraction done)`. Only `dynamix` takes `checkpoint` (a file; a stopped training goes on from it).
+    Raises `ConfigError`.
     """
     recipe: Any = recipe_of(name, settings)
-    places = {"checkpoint": checkpoint, "tensorboard": tensorboard}
-    for option, value in places.items():
-        if name != "dynamix" and value is not None:
-            allowed = "None for every policy but dynamix"
-            raise ConfigError(option, str(value), allowed, f"leave it out; {name} is trained within minutes")
+    if name != "dynamix" and checkpoint is not None:
+        allowed = "None for every policy but dynamix"
+        raise ConfigError("checkpoint", str(checkpoint), allowed, f"leave it out; {name} is trained within minutes")
     policy: Any
     if name == "dynamix":
-        policy = dynamix_policy.train(recipe, seed, progress=progress, processes=2, tested=True, **places)
+        policy = dynamix_policy.train(recipe, seed, progress=progress, processes=2, tested=True, checkpoint=checkpoint)
     elif name == "dynamix-paper":
         policy = dynamix_paper.train(recipe, seed, progress=progress)
         policy.about["evaluation"] = dynamix_paper.evaluation(policy, recipe)
