@@ -47,7 +47,8 @@ Readings = Mapping[str, Any]  # of a row: columns by seed
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """The sections by setting and batch: all places together, ours beside the best of the others, then each place."""
+    """The sections by setting and batch: all places together, the jobs of each cluster that has several but not all of
+    them, ours beside the best of the others, then each place."""
     plan, groups = result["plan"], dict[str, list[Case]]()
     for case in result["cases"]:
         batch = "" if case["batch"] is None else f", b0 = {case['batch']}"
@@ -55,6 +56,11 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     made: list[Section] = []
     for heading, cases in groups.items():
         made += [_together(heading, cases, plan)] if len(cases) > 1 else []
+        by_cluster: dict[str, list[Case]] = {}
+        for case in cases:
+            by_cluster.setdefault(case["place"].partition("/")[0], []).append(case)
+        some = {name: jobs for name, jobs in by_cluster.items() if 1 < len(jobs) < len(cases)}
+        made += [_together(f"{heading}, {name}", jobs, plan) for name, jobs in some.items()]
         made += _beside_the_best(heading, cases, plan) if plan["ours"] else []
         made += [_section(heading, case, plan) for case in cases]
     return made
