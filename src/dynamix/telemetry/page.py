@@ -26,6 +26,7 @@ MOST_CELLS = 3_000_000  # of all heat maps of a page
 MOST_ROWS = 1024  # of a heat map; above it a row is the mean of neighbouring workers
 LINES_UP_TO = 8  # workers that are drawn as lines; more are heat maps
 BARS = 12
+WAITS = "No window has come yet. This page waits for the first one, and shows it as soon as the job has written it."
 _BANDS = ("global_batch", "step_s")  # of which least and greatest are shown
 _SCRIPTS = ("uPlot.iife.min.js", "charts.js", "heat.js", "page.js")
 
@@ -49,7 +50,7 @@ def page_html(data: Mapping[str, Any] | None, *, live: bool = False) -> str:
 
     live   follow what the server says is new
     """
-    first = "" if data is None or not data["runs"] else str(data["headline"])
+    first = "Reading what the runs have written." if data is None else str(data["headline"])
     title = "dynamix dashboard" if data is None else str(data["title"])
     scripts = [_static(name) for name in (*_SCRIPTS, *(["live.js"] if live else []))]
     parts = {
@@ -72,10 +73,12 @@ def page_data(sources: Iterable[RunSource], *, title: str | None = None) -> dict
     views = [(source, view) for source in found for view in source.views.values()]
     cells = MOST_CELLS // max(len(views), 1)
     runs = [run_data(source, view, cells) for source, view in views]
-    missing = [said for source in found for said in source.missing()]
+    missing = [each for source in found for each in source.missing()]
     names = ", ".join(dict.fromkeys(source.name for source in found))
     unseen = [source for source in found if source.absent or (len(found) > 1 and not source.views)]
     absent = [{"name": s.name, "why": s.absent or s.unfit or "no window was written"} for s in unseen]
+    ended = all(source.ended or source.absent for source in found)
+    said = runs[0]["headline"] if runs else "The job has ended without a window." if ended else WAITS
     together = None
     if len(views) > 1 or absent:
         unfit, overran = [source.unfit for source, _ in views], [source.overran for source, _ in views]
@@ -83,8 +86,8 @@ def page_data(sources: Iterable[RunSource], *, title: str | None = None) -> dict
     return {
         "schema": DATA_SCHEMA,
         "title": title or names,
-        "headline": together["headline"] if together else runs[0]["headline"] if runs else "",
-        "ended": all(source.ended or source.absent for source in found),
+        "headline": together["headline"] if runs and together else said,
+        "ended": ended,
         "missing": list(dict.fromkeys(missing)),
         "runs": runs,
         "comparison": together,
