@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,6 +30,23 @@ def tell(job: Joined, found: Findings, gains: Gains, pays: Pays) -> str:
         lines += [*_best(job, gains, pays), *_promises(job, found, gains, pays), ""]
     lines += [*_verdict(job, found), *_waiting(job, found), *_table(job, found), *_notes(job, gains)]
     return "\n".join(lines) + "\n"
+
+
+def wrapped(text: str) -> str:
+    """Sentences in lines of at most 110 characters. Commands and the table stay as they are.
+
+    >>> print(wrapped("- A sentence of" + 95 * "." + " two lines."))
+    - A sentence of...............................................................................................
+      two lines.
+    """
+    return "\n".join(
+        line
+        if line[:1] in " " or line.startswith("rank ")
+        else textwrap.fill(
+            line, 110, subsequent_indent="  " * line.startswith("- "), break_long_words=False, break_on_hyphens=False
+        )
+        for line in text.split("\n")
+    )
 
 
 def _head(job: Joined, found: Findings) -> str:

@@ -76,7 +76,10 @@ def page_data(sources: Iterable[RunSource], *, title: str | None = None) -> dict
     missing = [each for source in found for each in source.missing()]
     names = ", ".join(dict.fromkeys(source.name for source in found))
     unseen = [source for source in found if source.absent or (len(found) > 1 and not source.views)]
-    absent = [{"name": s.name, "why": s.absent or s.unfit or "no window was written"} for s in unseen]
+    absent = [
+        {"name": s.name, "why": s.absent or s.unfit or ("no window was written" if s.ended else "no window yet")}
+        for s in unseen
+    ]
     ended = all(source.ended or source.absent for source in found)
     said = runs[0]["headline"] if runs else "The job has ended without a window." if ended else WAITS
     together = None

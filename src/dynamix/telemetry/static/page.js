@@ -216,7 +216,7 @@ const comparisonTable = (data) => {
   const samples = data.comparison.common_samples;
   // The answer first: a narrow screen shows these columns above the others.
   const heads = [`time over ${rows.length ? rows[0].name : "the first"}'s`, loss === null ? "time to equal loss" : `time to loss ${shown(loss)}`,
-    `time to ${counted(samples)} samples`, "samples/s", "waiting", "best loss", "global batch", "time", "samples"];
+    `time to ${counted(samples)} samples`, "samples a second", "waiting", "best loss", "global batch", "time", "samples"];
   const table = el("table", { class: "rows" }, el("tr", {}, el("th", { text: "run" }), ...heads.map((text) => el("th", { class: "n", text }))));
   rows.forEach((row, i) => {
     const cells = [verdict(row), duration(row.loss_s), duration(row.samples_s), shown(row.samples_per_s), percentage(row.waiting),
@@ -242,7 +242,7 @@ const comparisonSection = (data, unit) => {
     ({ x: row[name] === null ? null : row[name] / unit.size, ...seriesLook(i) })).filter(({ x }) => x !== null) };
   const { common_loss: loss, common_samples: samples } = data.comparison;
   const losses = lines("loss");
-  const log = isWide(losses, 2.5);
+  const log = isWide(losses, 2.5) && losses.every(({ y }) => y.every((value) => value === null || value > 0));
   const summary = [el("h2", { text: "Runs beside each other" }),
     figure("Summary", "Times are seconds to what all runs reached. The first column is such a time over the first run's; smaller is better. The loss is that of training, smoothed.", comparisonTable(data))];
   return data.runs.length < 2 ? summary : [...summary,
