@@ -103,6 +103,8 @@ def test_neighbouring_lines_differ_by_dash_too() -> None:
 def test_a_page_without_a_window_says_what_it_waits_for(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     assert "waits for the first one" in made(tmp_path)["headline"]
+    (tmp_path / "another.jsonl").touch()
+    assert made(tmp_path, tmp_path / "another.jsonl")["headline"] == made(tmp_path)["headline"]
     (tmp_path / "result.json").write_text('{"command": "emulate"}')
     assert made(tmp_path)["headline"] == "The job has ended without a window."
 

@@ -33,20 +33,9 @@ def tell(job: Joined, found: Findings, gains: Gains, pays: Pays) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Sentences in lines of at most 110 characters. Commands and the table stay as they are.
-
-    >>> print(wrapped("- A sentence of" + 95 * "." + " two lines."))
-    - A sentence of...............................................................................................
-      two lines.
-    """
-    return "\n".join(
-        line
-        if line[:1] in " " or line.startswith("rank ")
-        else textwrap.fill(
-            line, 110, subsequent_indent="  " * line.startswith("- "), break_long_words=False, break_on_hyphens=False
-        )
-        for line in text.split("\n")
-    )
+    """Sentences in lines of at most 110 characters. Commands and the table stay as they are."""
+    fill = textwrap.TextWrapper(110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).fill
+    return "\n".join(line if line.startswith(" ") else fill(line) for line in text.split("\n"))
 
 
 def _head(job: Joined, found: Findings) -> str:
