@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -57,6 +58,9 @@ def test_the_site_is_built_its_links_lead_somewhere_it_loads_nothing_and_has_all
                 broken.append(f"{file.relative_to(site)}: {link}")
     assert not foreign, foreign
     assert not broken, broken
+    home = " ".join(re.sub(r"<[^>]+>", "", (site / "index.html").read_text(encoding="utf-8")).split())
+    assert "pip install ." in home
+    assert "+controller.wrap(model, optimizer)" in home
     sheets = "".join(file.read_text(encoding="utf-8") for file in site.rglob("*.css"))
     assert "url(http" not in sheets
     assert "@import" not in sheets

@@ -20,7 +20,7 @@ from dynamix.observe.pays import weigh
 from dynamix.observe.rank_file import RankFile
 from dynamix.observe.recorder import FIELDS
 from dynamix.observe.run import conclude, read
-from dynamix.observe.words import tell
+from dynamix.observe.words import tell, wrapped
 from tests.observe.files import TRANSFER_S, write
 from tests.refused import refused
 
@@ -83,7 +83,7 @@ def test_the_run_folder_is_what_a_report_reads(tmp_path: Path) -> None:
     assert events[-1]["window"]["wait"][0] > events[-1]["window"]["wait"][1]
     assert events[-1]["parts"]["forward"][1] == pytest.approx(0.05, rel=0.05)
     assert json.loads((tmp_path / "result.json").read_text()) == result
-    assert (tmp_path / "report.txt").read_text() == result["text"]
+    assert (tmp_path / "report.txt").read_text() == wrapped(result["text"])
     assert read(tmp_path)["rank"] == 1
 
 

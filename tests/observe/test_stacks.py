@@ -88,7 +88,8 @@ def test_a_launcher_is_observed_from_outside(tmp_path: Path, monkeypatch: pytest
     assert "Rank 0 holds the job back" in said.getvalue()
     again = CliRunner().invoke(app, ["observe", "--read", str(tmp_path / "run")])
     assert again.exit_code == 0
-    assert again.output == result["text"]
+    assert again.output.split() == result["text"].split()
+    assert all(len(line) <= 110 or line.startswith("    ") for line in again.output.splitlines())  # but commands
 
 
 def test_a_command_that_trains_nothing_says_so(tmp_path: Path) -> None:

@@ -80,6 +80,13 @@ def test_the_page_follows_a_run_that_is_written(tmp_path: Path) -> None:
                 told = int(line[6:])
 
 
+def test_it_says_that_it_waits_for_the_first_window(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").touch()
+    with served(tmp_path / "run") as address:
+        assert "waits for the first" in json.loads(get(f"{address}/data.json"))["headline"]
+
+
 def refused(address: str, **options: Any) -> int:
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(urllib.request.Request(address, **options), timeout=20)

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,28 @@ def drawn(map_: dict[str, Any]) -> np.ndarray:
     return np.where(raw == 2 ** map_["bits"] - 1, np.nan, values).reshape(map_["rows"], map_["columns"])
 
 
+LUMINANCE = np.array([0.2126, 0.7152, 0.0722])
+# How all, and those without a kind of cones for red or green, see linear sRGB (Machado and others, 2009).
+SIGHTS = np.array(
+    [
+        np.eye(3),
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    ]
+)
+LMS = np.array([[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]])
+LAB = np.array([[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]])
+
+
+def linear(colour: str) -> np.ndarray:
+    levels = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    return np.asarray(np.where(levels <= 0.04045, levels / 12.92, ((levels + 0.055) / 1.055) ** 2.4))
+
+
+def oklab(seen: np.ndarray) -> np.ndarray:
+    return np.asarray(LAB @ np.cbrt(LMS @ seen.clip(0, 1)))
+
+
 def test_the_page_loads_nothing_and_holds_its_data(tmp_path: Path) -> None:
     simulate(tmp_path / "events.jsonl", windows=12, policy="guarded:dynamix")
     data = made(tmp_path)
@@ -49,6 +72,41 @@ def test_the_page_loads_nothing_and_holds_its_data(tmp_path: Path) -> None:
     assert "<!--" not in page.replace("<!-- The plots", "")
     assert "Leon Sorokin" in page  # the licence of what is vendored
     assert data["headline"] in page
+
+
+def test_eight_lines_can_be_told_apart_in_both_modes_also_by_those_who_see_two_kinds_of_colour() -> None:
+    sheet = (files("dynamix.telemetry") / "static" / "page.css").read_text(encoding="utf-8")
+    palettes = re.findall(r"--card: (#\w{6})|--c\d: (#\w{6})", sheet)
+    assert len(palettes) == 2 * 9
+    for card, *colours in (palettes[:9], palettes[9:]):
+        lines = [linear(colour) for _, colour in colours]
+        paper = linear(card[0]) @ LUMINANCE
+        for seen in lines:
+            dark, bright = sorted((seen @ LUMINANCE, paper))
+            assert (bright + 0.05) / (dark + 0.05) >= 3
+        for sight in SIGHTS:
+            seen = np.array([oklab(sight @ line) for line in lines])
+            apart = np.linalg.norm(seen[:, None] - seen, axis=2) + np.eye(8)
+            assert apart.min() > 0.07, (sight, np.argwhere(apart == apart.min()))
+
+
+def test_neighbouring_lines_differ_by_dash_too() -> None:
+    scripts = (files("dynamix.telemetry") / "static" / "charts.js").read_text(encoding="utf-8")
+    (dashes,) = re.findall(r"const DASHES = (\[.*\]);", scripts)
+    patterns = json.loads(dashes.replace("undefined", "null"))
+    looks = [(i % 8, str(patterns[(i + i // 8) % len(patterns)])) for i in range(32)]
+    assert "(i + Math.floor(i / 8)) % DASHES.length" in scripts
+    assert len(set(looks)) == 32
+    assert all(a[0] != b[0] and a[1] != b[1] for a, b in itertools.pairwise(looks))
+
+
+def test_a_page_without_a_window_says_what_it_waits_for(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    assert "waits for the first one" in made(tmp_path)["headline"]
+    (tmp_path / "another.jsonl").touch()
+    assert made(tmp_path, tmp_path / "another.jsonl")["headline"] == made(tmp_path)["headline"]
+    (tmp_path / "result.json").write_text('{"command": "emulate"}')
+    assert made(tmp_path)["headline"] == "The job has ended without a window."
 
 
 def test_a_few_workers_are_lines_and_many_are_maps(tmp_path: Path) -> None:

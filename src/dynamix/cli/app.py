@@ -56,10 +56,11 @@ def observe(
     """Tell whether distributing a job pays, and who holds it back: dynamix observe -- torchrun ... train.py."""
     from dynamix.observe.run import observe as run_observed
     from dynamix.observe.run import read as read_again
+    from dynamix.observe.words import wrapped
 
     if read is not None:
         found = read_again(read)
-        print_json(found) if as_json else typer.echo(found["text"], nl=False)
+        print_json(found) if as_json else typer.echo(wrapped(found["text"]), nl=False)
         return
     result = run_observed(context.args, out=out, every_s=every)
     if as_json:

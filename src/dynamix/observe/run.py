@@ -24,7 +24,7 @@ from dynamix.observe.gains import Gains, Pays, predict
 from dynamix.observe.hooks import CALLED, FOLDER_VARIABLE
 from dynamix.observe.joined import Joined, join, windows
 from dynamix.observe.pays import weigh
-from dynamix.observe.words import tell
+from dynamix.observe.words import tell, wrapped
 from dynamix.startup.sitecustomize import called_environment
 
 _OF_EMULATIONS = ("DYNAMIX_DEVICE", "DYNAMIX_EVENTS")  # variables that an emulation gives its ranks
@@ -53,7 +53,7 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
             )
     unfinished.replace(folder / "events.jsonl")
     text = tell(job, found, gains, pays)
-    (folder / "report.txt").write_text(text, encoding="utf-8")
+    (folder / "report.txt").write_text(wrapped(text), encoding="utf-8")
     result = {"schema": SCHEMA, "command": "observe", "cluster": cluster(), **about, **_result(job, found, gains, pays)}
     result |= {"text": text, "folder": str(folder)}
     RunFolder.at(folder).write_result(result)
@@ -94,7 +94,7 @@ def say(folder: Path, out: TextIO | None = None, **about: Any) -> dict[str, Any]
         why = error if isinstance(error, StateError | OSError) else repr(error)
         print(f"dynamix observe: {why}", file=out, flush=True)
         return None
-    print(f"\ndynamix observe: {result['text']}(this is {folder}/report.txt)", file=out, flush=True)
+    print(f"\ndynamix observe: {wrapped(result['text'])}(this is {folder}/report.txt)", file=out, flush=True)
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,6 +30,12 @@ def tell(job: Joined, found: Findings, gains: Gains, pays: Pays) -> str:
         lines += [*_best(job, gains, pays), *_promises(job, found, gains, pays), ""]
     lines += [*_verdict(job, found), *_waiting(job, found), *_table(job, found), *_notes(job, gains)]
     return "\n".join(lines) + "\n"
+
+
+def wrapped(text: str) -> str:
+    """Sentences in lines of at most 110 characters. Commands and the table stay as they are."""
+    fill = textwrap.TextWrapper(110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).fill
+    return "\n".join(line if line.startswith(" ") else fill(line) for line in text.split("\n"))
 
 
 def _head(job: Joined, found: Findings) -> str:

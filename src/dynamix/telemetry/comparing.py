@@ -165,7 +165,7 @@ def _headline(rows: Sequence[dict[str, Any]], by: str) -> str:
     told = [row for row in rows[1:] if row["over_first"] is not None]
     said = [f"No verdict for {row['name']}: {row['no_verdict']}." for row in rows if row["no_verdict"]]
     if not told:
-        return " ".join([f"{len(rows)} run{'s'[: len(rows) != 1]} beside each other.", *said])
+        return " ".join([f"{len(rows)} runs beside each other." if rows[1:] else "Only one run has windows.", *said])
     what = "To the loss that all runs reach" if by == "loss_s" else "For the samples that all runs used"
     each = [f"{row['name']} took {_ratio(row)}{'' if _clear(row) else ', no clear difference'}" for row in told]
     each[0] = each[0].replace(" took ", f" took, as parts of {rows[0]['name']}'s time, ", 1)

@@ -26,6 +26,7 @@ MOST_CELLS = 3_000_000  # of all heat maps of a page
 MOST_ROWS = 1024  # of a heat map; above it a row is the mean of neighbouring workers
 LINES_UP_TO = 8  # workers that are drawn as lines; more are heat maps
 BARS = 12
+WAITS = "No window has come yet. This page waits for the first one, and shows it as soon as the job has written it."
 _BANDS = ("global_batch", "step_s")  # of which least and greatest are shown
 _SCRIPTS = ("uPlot.iife.min.js", "charts.js", "heat.js", "page.js")
 
@@ -49,12 +50,10 @@ def page_html(data: Mapping[str, Any] | None, *, live: bool = False) -> str:
 
     live   follow what the server says is new
     """
-    first = "" if data is None or not data["runs"] else str(data["headline"])
-    title = "dynamix dashboard" if data is None else str(data["title"])
     scripts = [_static(name) for name in (*_SCRIPTS, *(["live.js"] if live else []))]
     parts = {
-        "TITLE": html.escape(title),
-        "HEADLINE": html.escape(first),
+        "TITLE": html.escape("dynamix dashboard" if data is None else str(data["title"])),
+        "HEADLINE": html.escape("Reading what the runs have written." if data is None else str(data["headline"])),
         "LICENCE": _static("uPlot.LICENSE"),
         "STYLES": _static("uPlot.min.css") + _static("page.css"),
         "DATA": _embedded(data),
@@ -70,22 +69,21 @@ def page_data(sources: Iterable[RunSource], *, title: str | None = None) -> dict
     """The data that the page draws, as JSON: numbers of a run in bins, sentences, tables."""
     found = list(sources)
     views = [(source, view) for source in found for view in source.views.values()]
-    cells = MOST_CELLS // max(len(views), 1)
-    runs = [run_data(source, view, cells) for source, view in views]
-    missing = [said for source in found for said in source.missing()]
-    names = ", ".join(dict.fromkeys(source.name for source in found))
+    runs = [run_data(source, view, MOST_CELLS // len(views)) for source, view in views]
     unseen = [source for source in found if source.absent or (len(found) > 1 and not source.views)]
-    absent = [{"name": s.name, "why": s.absent or s.unfit or "no window was written"} for s in unseen]
+    absent = [{"name": s.name, "why": s.absent or s.unfit or "it has no window"} for s in unseen]
+    ended = all(source.ended or source.absent for source in found)
+    said = runs[0]["headline"] if runs else "The job has ended without a window." if ended else WAITS
     together = None
-    if len(views) > 1 or absent:
+    if len(views) > 1 or (views and absent):
         unfit, overran = [source.unfit for source, _ in views], [source.overran for source, _ in views]
         together = comparison([view for _, view in views], unfit, overran) | {"absent": absent}
     return {
         "schema": DATA_SCHEMA,
-        "title": title or names,
-        "headline": together["headline"] if together else runs[0]["headline"] if runs else "",
-        "ended": all(source.ended or source.absent for source in found),
-        "missing": list(dict.fromkeys(missing)),
+        "title": title or ", ".join(dict.fromkeys(source.name for source in found)),
+        "headline": together["headline"] if together else said,
+        "ended": ended,
+        "missing": list(dict.fromkeys(each for source in found for each in source.missing())),
         "runs": runs,
         "comparison": together,
     }
@@ -150,8 +148,7 @@ def packed(values: Floats, bits: int = 8) -> dict[str, Any]:
     step = (high - low) / (unknown - 1) or 1.0
     levels = np.where(known, np.rint((np.where(known, values, low) - low) / step), unknown)
     text = base64.b64encode(levels.astype("<u1" if bits == 8 else "<u2").tobytes()).decode()
-    rows, columns = values.shape
-    return {"rows": rows, "columns": columns, "bits": bits, "low": low, "step": step, "data": text}
+    return {"rows": len(values), "columns": values.shape[1], "bits": bits, "low": low, "step": step, "data": text}
 
 
 def coarse(values: Floats, rows: int, columns: int) -> Floats:
@@ -212,10 +209,8 @@ def _facts(source: RunSource, view: RunView) -> list[list[str]]:
         if isinstance(run.get(name), dict):
             facts.append([name, ", ".join(f"{key} {value}" for key, value in run[name].items())])
     decided = ", ".join(f"{count:,} {name}" for name, count in view.decisions.most_common())
-    facts += [
-        ["decisions", decided],
-        ["a point of a plot", f"{view.series.width:,} window{'s'[: view.series.width > 1]}"],
-    ]
+    facts.append(["decisions", decided])
+    facts.append(["a point of a plot", f"{view.series.width:,} window{'s'[: view.series.width > 1]}"])
     return facts + _device_facts(source)
 
 

@@ -15,8 +15,8 @@ from dynamix_lab.report import (
     Page,
     Section,
     Table,
-    legend_beside,
-    look,
+    dot,
+    legend_below,
     measured,
     new_figure,
     number,
@@ -347,13 +347,12 @@ def _figures(result: Mapping[str, Any]) -> list[Section]:
             ratios = [found[1].median for case in there.values() if (found := over(case, name, first)) is not None]
             if ratios:
                 above = fmean(fmean(points(case, name, plan["beside"]) or [0.0]) for case in there.values())
-                filled = None if i < 8 else "none"
-                axes.plot(geometric_mean(ratios), above, "o", label=name, color=look(i)["color"], mfc=filled)
+                axes.plot(geometric_mean(ratios), above, label=name, **dot(i))
         axes.axhline(-100 * MATCHES, color="#222", lw=0.8, ls=":")
+        axes.axvline(1, color="#222", lw=0.8, ls=":")
         axes.set(xlabel=f"time over that of {first}", ylabel="score, points")
-        axes.set_xlim(left=0)
-        legend_beside(axes)
-        caption = "Mean over places. Below the dotted line speed is paid with score."
+        legend_below(axes)
+        caption = f"Mean over places. Left of 1 a row is faster than {first}. Below the dotted line it pays with score."
         made.append(Section(f"finish, b0 = {batch}", figure=figure, caption=caption))
     return made
 
@@ -363,18 +362,20 @@ def _speeds(some: Sequence[Case]) -> list[Section]:
     cases = [case for case in some if SINGLE in case["rows"] and arrived(case, SINGLE)]
     if not cases:
         return []
-    figure, (axes,) = new_figure(height=1.5 + 0.35 * len(cases))
-    for i, row in enumerate(dict.fromkeys(row for case in cases for row in case["rows"])):
-        there = [(at, case["rows"]) for at, case in enumerate(cases) if row in case["rows"] and arrived(case, row)]
+    names = list(dict.fromkeys(row for case in cases for row in case["rows"]))
+    figure, (axes,) = new_figure(height=1.5 + (0.15 + 0.06 * len(names)) * len(cases))
+    for i, row in enumerate(names):
+        below = 0.7 * ((i + 0.5) / len(names) - 0.5)  # so that rows of one speed do not hide each other
+        there = [
+            (at + below, case["rows"]) for at, case in enumerate(cases) if row in case["rows"] and arrived(case, row)
+        ]
         at = [place for place, _ in there]
         speeds = [geometric_mean(rows[SINGLE]["seconds"]) / geometric_mean(rows[row]["seconds"]) for _, rows in there]
-        filled = None if i < 8 else "none"
-        axes.plot(speeds, at, "o", ms=5, label=row, color=look(i)["color"], mfc=filled)
+        axes.plot(speeds, at, label=row, **dot(i))
     axes.axvline(PAYS, color="#222", lw=0.8, ls=":")
-    axes.set(yticks=range(len(cases)), xlabel="speed over the fastest worker alone (dotted: distributing pays)")
+    axes.set(yticks=range(len(cases)), xlabel="speed over the fastest worker alone")
     batches = len({case["batch"] for case in cases}) > 1
     axes.set_yticklabels([case["place"] + (f", b0 = {case['batch']}" if batches else "") for case in cases])
     axes.invert_yaxis()
-    axes.set_xlim(left=0)
-    legend_beside(axes, columns=2)
-    return [Section(figure=figure, caption="Speed over the fastest worker alone.")]
+    legend_below(axes)
+    return [Section(figure=figure, caption="From the dotted line on, distributing pays.")]

@@ -13,7 +13,7 @@ from dynamix_lab.report import (
     Page,
     Section,
     Table,
-    legend_beside,
+    legend_below,
     look,
     measured,
     new_figure,
@@ -107,8 +107,8 @@ def page(result: Mapping[str, Any]) -> str:
             times, scores = [point[0] for point in curve], [point[2] for point in curve]
             axes.plot(times, scores, label=None if place else name, **look(i))
     axes.axhline(result["target"], color="#222", lw=0.8, ls=":")
-    axes.set(xlabel="seconds", ylabel="score on held-out data", ylim=(0, 1))
-    legend_beside(axes)
+    axes.set(xlabel="seconds", ylabel="score on held-out data")
+    legend_below(axes)
     said = (
         f"Emulated hosts on one machine, target {result['target']:.3f}. A run that does not arrive counts as twice "
         "static's time."

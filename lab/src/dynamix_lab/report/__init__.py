@@ -15,11 +15,11 @@
     table.markdown()                                   # the same rows for table.md and docs
 
 `Table` holds text: `number`, `percent` and `with_interval` format what goes into it. `document` joins tables and
-paragraphs to Markdown, `sections_markdown` writes sections without their figures. `COLOURS`, `look` and `legend_beside`
-keep plots alike. All text is escaped by the page.
+paragraphs to Markdown, `sections_markdown` writes sections without their figures. `COLOURS`, `look`, `dot` and
+`legend_below` keep plots alike. All text is escaped by the page.
 """
 
-from dynamix_lab.report.figures import COLOURS, legend_beside, look, new_figure, svg
+from dynamix_lab.report.figures import COLOURS, dot, legend_below, look, new_figure, svg
 from dynamix_lab.report.page import Page, Section, measured, provenance, sections_markdown
 from dynamix_lab.report.tables import Table, document, number, percent, with_interval
 
@@ -29,7 +29,8 @@ __all__ = [
     "Section",
     "Table",
     "document",
-    "legend_beside",
+    "dot",
+    "legend_below",
     "look",
     "measured",
     "new_figure",

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
+COLOURS = ("#2a78d6", "#e0601f", "#12896b", "#a3227a", "#2b3abb", "#5e4205", "#ab85b4", "#9e511e")  # as in reports
+_LINES, _MARKERS = ("-", "--", ":", "-."), "osD^vPX*"
 
 
 def new_figure(rows: int = 1, *, columns: int = 1, height: float | None = None) -> tuple[Figure, list[Axes]]:
@@ -17,7 +18,7 @@ def new_figure(rows: int = 1, *, columns: int = 1, height: float | None = None) 
     from matplotlib.figure import Figure
 
     high = height if height is not None else 3.4 if rows == 1 else 1.9 * rows
-    figure = Figure(figsize=(8, high), layout="constrained")
+    figure = Figure(figsize=(6, high), layout="constrained")  # narrow: a phone shows it without making it tiny
     grid = figure.subplots(rows, columns, sharex=columns == 1, sharey=True, squeeze=False)
     for axes in grid.flat:
         axes.spines[["top", "right"]].set_visible(False)
@@ -25,14 +26,23 @@ def new_figure(rows: int = 1, *, columns: int = 1, height: float | None = None) 
 
 
 def look(i: int) -> dict[str, Any]:
-    """Colour and line of the series number `i`: eight colours solid, then the same dashed."""
-    return {"color": COLOURS[i % len(COLOURS)], "ls": "-" if i < len(COLOURS) else "--", "lw": 1.2}
+    """Colour and dash of the line number `i`: neighbours differ in both, and 32 lines differ in one."""
+    return {"color": COLOURS[i % 8], "ls": _LINES[(i + i // 8) % 4], "lw": 1.4}
 
 
-def legend_beside(axes: Axes, *, columns: int = 1, like: Axes | None = None) -> None:
-    """A legend to the right of the axes, where it covers nothing. It names what `like` shows, by default the axes."""
-    shown = (like or axes).get_legend_handles_labels()
-    axes.legend(*shown, frameon=False, fontsize=9, ncols=columns, loc="center left", bbox_to_anchor=(1, 0.5))
+def dot(i: int) -> dict[str, Any]:
+    """Colour and shape of the points number `i`: eight are filled, and the next eight are hollow."""
+    return {"color": COLOURS[i % 8], "marker": _MARKERS[i % 8], "ls": "", "ms": 6, "mfc": None if i < 8 else "none"}
+
+
+def legend_below(axes: Axes) -> None:
+    """A legend below the axes, in up to three columns. The figure grows by what it takes."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = min(max(72 // (max(map(len, labels), default=0) + 5), 1), 3)
+    figure = axes.figure.figure
+    figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))
+    looks: dict[str, Any] = {"frameon": False, "fontsize": 9, "handlelength": 2.8}
+    figure.legend(handles, labels, ncols=columns, loc="outside lower center", **looks)
 
 
 def svg(figure: Figure) -> str:
@@ -41,6 +51,6 @@ def svg(figure: Figure) -> str:
 
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "dynamix"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]

@@ -8,6 +8,8 @@ from typing import Any
 
 from dynamix_lab.report.templates import rendered
 
+_LONG = 30  # characters; a cell that has more is text, which wraps
+
 
 @dataclass(frozen=True)
 class Table:
@@ -31,8 +33,11 @@ class Table:
         return rendered("table.md", table=self)
 
     def html(self) -> str:
-        """As an HTML table."""
-        return rendered("table.html", table=self)
+        """As an HTML table. Ratios come first, as a narrow screen shows, and long text comes last."""
+        long = {at for at in range(1, len(self.head)) if any(len(row[at]) > _LONG for row in self.rows)}
+        other = [not name.startswith("over ") for name in self.head]
+        order = sorted(range(len(self.head)), key=lambda at: (at > 0, at in long, other[at]))
+        return rendered("table.html", table=self, order=order, long=long)
 
 
 def document(*parts: Table | str) -> str:

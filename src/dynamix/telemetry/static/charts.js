@@ -14,7 +14,9 @@ const el = (tag, options = {}, ...children) => {
 };
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const seriesColour = (i) => `--c${i % 8}`;
+const DASHES = [undefined, [9, 4], [2, 3], [10, 3, 2, 3]];
+// Colour and dash of a line: neighbours differ in both, and 32 lines differ in one.
+const seriesLook = (i) => ({ colour: `--c${i % 8}`, dash: DASHES[(i + Math.floor(i / 8)) % DASHES.length] });
 
 const shown = (value, digits = 3) => {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
@@ -51,13 +53,33 @@ const redrawAll = (width) => {
   for (const thing of drawn) thing.draw(width);
 };
 
-// A figure with a title, what it shows, and a body.
+// From a number with one digit, at which ticks begin, to a little above the largest value.
+const rangeOfLog = (u, low, high) => {
+  if (low === null) return [1, 10];
+  const unit = 10 ** Math.floor(Math.log10(low) + 1e-9);
+  return [unit * Math.max(Math.floor(low / unit), 1), 1.08 * Math.max(high, low)];
+};
+
+// Whether the largest value is more than so many times the smallest positive one.
+const isWide = (lines, times) => {
+  const known = lines.flatMap((line) => line.y).filter((value) => value > 0);
+  return known.length > 0 && Math.max(...known) > times * Math.min(...known);
+};
+
+// A figure with a title, what it shows, and a body; null where the body has nothing to show.
 const figure = (title, caption, ...body) =>
-  el("figure", {}, el("h3", { text: title }), el("figcaption", { text: caption }), ...body);
+  (body.some(Boolean) ? el("figure", {}, el("h3", { text: title }), el("figcaption", { text: caption }), ...body) : null);
 
 const withAlpha = (hex, alpha) => {
   const full = hex.length === 4 ? hex.replace(/[0-9a-f]/gi, "$&$&") : hex;
   return full + Math.round(255 * alpha).toString(16).padStart(2, "0");
+};
+
+// The background of a line's key: its colour, dashed as the line is.
+const keyOf = (line) => {
+  let at = 0;
+  const stops = (line.dash || [1]).map((part, i) => `${i % 2 ? "transparent" : `var(${line.colour})`} ${at}px ${at += part}px`);
+  return `repeating-linear-gradient(90deg, ${stops.join(", ")})`;
 };
 
 // uPlot's data need one x for all series; runs have x of their own.
@@ -69,10 +91,10 @@ const joined = (lines) => {
 };
 
 // lines: [{label, x, y, colour, band: [least, greatest], step, dash}]
-// options: {unit, xUnit, format, from (y starts there), height, log}
+// options: {unit, xUnit, format, from (y starts there), height, log, level: {y, marks: [{x, colour}]} (a line across)}
 const linePlot = (lines, options) => {
   const known = lines.filter((line) => line.y.some((value) => value !== null && value !== undefined));
-  if (!known.length) return el("p", { class: "soft", text: "Nothing of this was measured." });
+  if (!known.length) return null;
   const canvas = el("div", { class: "canvas" });
   const legend = el("ul", { class: "legend" });
   const format = options.format || ((value) => shown(value));
@@ -106,7 +128,7 @@ const linePlot = (lines, options) => {
   known.forEach((line, i) => {
     const value = el("span", { class: "value" });
     values.push(value);
-    const key = el("i", { style: `background: var(${line.colour})` });
+    const key = el("i", { style: `background: ${keyOf(line)}` });
     const item = el("li", {});
     const button = el("button", { type: "button", title: "show or hide", onclick: () => {
       hidden.has(i) ? hidden.delete(i) : hidden.add(i);
@@ -131,6 +153,29 @@ const linePlot = (lines, options) => {
     });
   };
 
+  const drawLevel = (u) => {
+    const { ctx, bbox } = u;
+    const y = u.valToPos(options.level.y, "y", true);
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left - 5 * uPlot.pxRatio, bbox.top, bbox.width + 10 * uPlot.pxRatio, bbox.height);
+    ctx.clip();
+    ctx.setLineDash([5 * uPlot.pxRatio, 4 * uPlot.pxRatio]);
+    ctx.strokeStyle = colour("--soft");
+    ctx.lineWidth = uPlot.pxRatio;
+    ctx.beginPath();
+    ctx.moveTo(bbox.left, y);
+    ctx.lineTo(bbox.left + bbox.width, y);
+    ctx.stroke();
+    for (const mark of options.level.marks) {
+      ctx.fillStyle = colour(mark.colour);
+      ctx.beginPath();
+      ctx.arc(u.valToPos(mark.x, "x", true), y, 4.5 * uPlot.pxRatio, 0, 2 * Math.PI);
+      ctx.fill();
+    }
+    ctx.restore();
+  };
+
   const draw = (width) => {
     if (plot) plot.destroy();
     const wide = width || canvas.clientWidth || 300;
@@ -141,14 +186,14 @@ const linePlot = (lines, options) => {
       bands: bands(),
       scales: { x: { time: false, range: (u, low, high) => [Math.min(low, 0), high > low ? high : low + 1] },
         y: { distr: options.log ? 3 : 1,
-          range: options.log ? undefined : (u, low, high) => (low === null ? [0, 1] : uPlot.rangeNum(
+          range: options.log ? rangeOfLog : (u, low, high) => (low === null ? [0, 1] : uPlot.rangeNum(
             options.from === undefined ? low : Math.min(options.from, low), high > low ? high : low + Math.abs(low || 1) / 2,
             { min: { pad: options.from === undefined ? 0.05 : 0, soft: options.from, mode: 3 }, max: { pad: 0.06, mode: 0 } })) } },
       axes: [{ ...axis(), size: 46, label: `time, ${options.xUnit}`, labelFont: "12px system-ui", labelSize: 16 },
-        { ...axis(), size: (u, labels) => Math.max(40, 16 + 7 * Math.max(0, ...(labels || []).map((label) => String(label).length))), values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))) }],
+        { ...axis(), size: (u, labels) => Math.max(40, 16 + 8 * Math.max(0, ...(labels || []).map((label) => String(label).length))), values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))) }],
       legend: { show: false },
       cursor: { points: { size: 6 }, drag: { x: true, y: false } },
-      hooks: { setCursor: [cursorText] },
+      hooks: { setCursor: [cursorText], draw: options.level ? [drawLevel] : [] },
     }, data, canvas);
     known.forEach((line, i) => {
       if (hidden.has(i)) for (let k = places[i]; k < places[i] + (line.band ? 3 : 1); k += 1) plot.setSeries(k, { show: false });

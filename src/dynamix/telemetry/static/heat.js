@@ -96,7 +96,7 @@ const byMean = (map) => {
 const heatMap = (given, options) => {
   const map = options.order ? inOrder(given, options.order) : given;
   const span = spanOf(map.values);
-  if (!span) return el("p", { class: "soft", text: "Nothing of this was measured." });
+  if (!span) return null;
   const [low, high] = options.zero ? [0, Math.max(span[1], 1e-12)] : span;
   const canvas = el("canvas", { role: "img", "aria-label": options.label });
   const at = el("div", { class: "at" });

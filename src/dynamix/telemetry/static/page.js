@@ -21,7 +21,7 @@ const tiles = (run) => {
     tile(duration(run.seconds), "time"),
     tile(counted(run.samples - run.began_at), "samples"),
     tile(shown(run.samples_per_s), "samples a second"),
-    tile(percentage(run.waiting), "of the time waiting"),
+    run.workers > 1 ? tile(percentage(run.waiting), "of the time waiting") : null,
     tile(counted(run.global_batch), "global batch at the end"));
   if (loss.length) box.append(tile(shown(loss[loss.length - 1]), "training loss at the end"));
   return box;
@@ -32,7 +32,7 @@ const choice = (name, off, on) => el("div", { class: "switch" }, ...[[off, false
   el("button", { type: "button", "aria-pressed": String(page[name] === value), onclick: () => { page[name] = value; show(); }, text })));
 
 const workerLines = (run, rows, x) =>
-  rows.map((y, i) => ({ label: `worker ${i}`, x, y, colour: seriesColour(i), step: true }));
+  rows.map((y, i) => ({ label: `worker ${i}`, x, y, ...seriesLook(i), step: true }));
 
 const shareRows = (rows) => rows.map((row) => row.map((value, at) => {
   const total = rows.reduce((sum, other) => sum + (other[at] || 0), 0);
@@ -82,7 +82,8 @@ const barsFigure = (run) => {
     const told = `${ms(total(row))}, ${percentage(waits)} waiting, ${shown(row.size)} samples, ${row.each_s ? `${ms(row.each_s)} each` : "never timed"}`;
     box.append(el("span", { text: `worker ${row.worker}` }), bar, el("span", { class: "figure", text: told }));
   }
-  const keys = el("div", { class: "keys" }, ...PARTS.map(([, label, tone]) =>
+  const there = PARTS.filter(([name]) => run.bars.some((row) => row[name]));
+  const keys = el("div", { class: "keys" }, ...there.map(([, label, tone]) =>
     el("span", {}, el("i", { style: `background: var(${tone})` }), label)));
   const which = run.bars.length < run.workers ? `The ${run.bars.length} workers of ${run.workers.toLocaleString("en")} that take longest for a sample. ` : "";
   const caption = `${which}Mean seconds of a round over the whole run. A bar that ends in waiting had too little to do.`;
@@ -115,11 +116,12 @@ const batchFigure = (run, x, unit) => {
   const merged = run.bin_windows > 1;
   const lines = [{ label: "global batch", x, y, colour: "--c0", step: true, band: merged ? [least, greatest] : undefined },
     { label: "noise scale", x, y: one(run, "noise_scale"), colour: "--c1" }];
-  const known = lines.flatMap((line) => line.y).filter((value) => value !== null && value > 0);
-  const log = known.length > 0 && Math.max(...known) > 20 * Math.min(...known);
+  const log = isWide(lines, 20);
   const positive = lines.map((line) => (log ? { ...line, y: line.y.map((value) => (value > 0 ? value : null)), band: undefined } : line));
-  return figure("Global batch and noise scale, samples", "A global batch far above the noise scale teaches little more for its samples; far below it more samples still pay."
-    + (log ? " The axis is logarithmic." : ""), linePlot(positive, { xUnit: unit.name, from: log ? undefined : 0, log }));
+  const noise = lines[1].y.some((value) => value !== null);
+  const caption = noise ? "A global batch far above the noise scale teaches little more for its samples; far below it more samples still pay."
+    : "Of a round of all workers.";
+  return figure(noise ? "Global batch and noise scale, samples" : "Global batch, samples", caption + (log ? " The axis is logarithmic." : ""), linePlot(positive, { xUnit: unit.name, from: log ? undefined : 0, log }));
 };
 
 const speedFigure = (run, x, unit) => figure("Speed, samples per second", "Of all workers together.",
@@ -154,7 +156,7 @@ const changeRow = (change) => {
 };
 
 const changesFigure = (run) => {
-  if (!run.changes.length) return figure("Decisions", "Batch sizes never changed in this run.");
+  if (!run.changes.length) return null;
   const size = (change) => change.moved + Math.abs(Math.log(change.total[1] / Math.max(change.total[0], 1)));
   const rows = page.all ? run.changes : [...run.changes].sort((a, b) => size(b) - size(a)).slice(0, 10).sort((a, b) => a.at_s - b.at_s);
   const heads = [["time", "n"], ["global batch", ""], ["moved", "n"], ["worker: size", ""]];
@@ -168,7 +170,7 @@ const changesFigure = (run) => {
 
 const noticesFigure = (run) => {
   const caption = "Takeovers by the guard, failures, late decisions, gaps, restarts, other ways of meeting.";
-  if (!run.notices.length) return figure("Events", `${caption} There were none.`);
+  if (!run.notices.length) return null;
   const total = Object.values(run.notice_counts).reduce((a, b) => a + b, 0);
   const rows = page.all ? run.notices : run.notices.slice(0, 12);
   const table = el("table", {}, el("tr", {}, el("th", { class: "n", text: "time" }), el("th", { class: "n", text: "window" }), el("th", { text: "what" })),
@@ -212,13 +214,15 @@ const comparisonTable = (data) => {
   const rows = data.comparison.rows;
   const loss = data.comparison.common_loss;
   const samples = data.comparison.common_samples;
-  const heads = ["run", "time", "samples", "samples/s", "waiting", "global batch", "best loss",
-    `time to ${counted(samples)} samples`, loss === null ? "time to equal loss" : `time to loss ${shown(loss)}`, `over ${rows.length ? rows[0].name : "the first"}`];
-  const table = el("table", {}, el("tr", {}, ...heads.map((text, i) => el("th", { class: i ? "n" : "", text }))));
+  // The answer first: a narrow screen shows these columns above the others.
+  const heads = [`time over ${rows.length ? rows[0].name : "the first"}'s`, loss === null ? "time to equal loss" : `time to loss ${shown(loss)}`,
+    `time to ${counted(samples)} samples`, "samples a second", "waiting", "best loss", "global batch", "time", "samples"];
+  const table = el("table", { class: "rows" }, el("tr", {}, el("th", { text: "run" }), ...heads.map((text) => el("th", { class: "n", text }))));
   rows.forEach((row, i) => {
-    const cells = [duration(row.seconds), counted(row.samples), shown(row.samples_per_s), percentage(row.waiting), counted(row.global_batch),
-      shown(row.loss), duration(row.samples_s), duration(row.loss_s), verdict(row)];
-    table.append(el("tr", { class: i === page.chosen ? "chosen" : "" }, el("td", { class: "name", text: row.name }), ...cells.map((text) => el("td", { class: "n", text }))));
+    const cells = [verdict(row), duration(row.loss_s), duration(row.samples_s), shown(row.samples_per_s), percentage(row.waiting),
+      shown(row.loss), counted(row.global_batch), duration(row.seconds), counted(row.samples)];
+    table.append(el("tr", { class: i === page.chosen ? "chosen" : "" }, el("td", { class: "name", text: row.name }),
+      ...cells.map((text, k) => el("td", { class: "n", "data-head": heads[k], text }))));
   });
   for (const row of data.comparison.absent || []) {
     table.append(el("tr", {}, el("td", { class: "name", text: row.name }), el("td", { class: "soft", colspan: "9", text: row.why })));
@@ -228,22 +232,29 @@ const comparisonTable = (data) => {
 
 const comparisonSection = (data, unit) => {
   const lines = (name, extra = {}) => data.runs.map((run, i) => ({ label: run.name, x: scaled(run.ends, unit), y: one(run, name),
-    colour: seriesColour(i), dash: i >= 8 ? [6, 3] : undefined, ...extra }));
+    ...seriesLook(i), ...extra }));
   const scored = data.runs.some((run) => run.curve);
   const score = scored ? data.runs.filter((run) => run.curve).map((run) => ({ label: run.name, x: run.curve.map((p) => p[0] / unit.size),
-    y: run.curve.map((p) => p[2]), colour: seriesColour(data.runs.indexOf(run)) })) : lines("accuracy");
+    y: run.curve.map((p) => p[2]), ...seriesLook(data.runs.indexOf(run)) })) : lines("accuracy");
   const scoreTitle = scored ? "Held-out score against time" : "Training accuracy against time";
-  return [
-    el("h2", { text: "Runs beside each other" }),
-    figure("Summary", "Times are seconds to what all runs reached, and the last column is such a time over the first run's; smaller is better. The loss is that of training, smoothed.", comparisonTable(data)),
-    figure("Training loss against time", "Mean of all workers' batches.", linePlot(lines("loss"), { xUnit: unit.name, height: 260 })),
+  // What all runs reached, and when each did.
+  const level = (y, name) => y !== null && { y, marks: data.comparison.rows.map((row, i) =>
+    ({ x: row[name] === null ? null : row[name] / unit.size, ...seriesLook(i) })).filter(({ x }) => x !== null) };
+  const { common_loss: loss, common_samples: samples } = data.comparison;
+  const losses = lines("loss");
+  const log = isWide(losses, 2.5) && losses.every(({ y }) => y.every((value) => value === null || value > 0));
+  const summary = [el("h2", { text: "Runs beside each other" }),
+    figure("Summary", "Times are seconds to what all runs reached. The first column is such a time over the first run's; smaller is better. The loss is that of training, smoothed.", comparisonTable(data))];
+  return data.runs.length < 2 ? summary : [...summary,
+    figure("Training loss against time", `Mean of all workers' batches.${log ? " The axis is logarithmic." : ""} A dot on the dashed line: the run's smoothed loss has reached what all runs reach.`,
+      linePlot(losses, { xUnit: unit.name, height: 300, log, level: level(loss, "loss_s") })),
     el("div", { class: "pair" },
       figure(scoreTitle, "Higher is better.", linePlot(score, { xUnit: unit.name, format: percentage })),
-      figure("Samples used so far", "A steeper line is a faster job.", linePlot(lines("samples"), { xUnit: unit.name, from: 0 }))),
+      figure("Samples used so far", "A steeper line is a faster job.", linePlot(lines("samples"), { xUnit: unit.name, from: 0, level: level(samples, "samples_s") }))),
     el("div", { class: "pair" },
       figure("Waiting for slower workers, % of the time", "Mean over workers.", linePlot(lines("waiting", { step: true }), { xUnit: unit.name, from: 0, format: percentage })),
       figure("Global batch, samples", "Of a round of all workers.", linePlot(lines("global_batch", { step: true }), { xUnit: unit.name, from: 0 }))),
-  ];
+  ].filter(Boolean);
 };
 
 const show = () => {
@@ -257,7 +268,7 @@ const show = () => {
   document.querySelector("h1").textContent = data.title;
   document.getElementById("headline").textContent = data.headline;
   if (data.missing.length) main.append(el("div", { class: "missing" }, ...data.missing.map((text) => el("p", { text }))));
-  if (!data.runs.length) { main.append(el("p", { text: "No window was written yet." })); return; }
+  if (!data.runs.length) return; // the headline says what the page waits for
   const unit = timeUnit(Math.max(...data.runs.map((run) => run.seconds)));
   page.chosen = Math.min(page.chosen, data.runs.length - 1);
   if (data.comparison) main.append(...comparisonSection(data, unit));

@@ -9,8 +9,8 @@ from dynamix_lab.report import (
     Page,
     Section,
     Table,
-    legend_beside,
-    look,
+    dot,
+    legend_below,
     measured,
     new_figure,
     percent,
@@ -110,11 +110,11 @@ def _plot(cells: Mapping[str, Any]) -> Any:
     names = [key.removesuffix("/static") for key in next(iter(cells.values()))["ratios"] if key.endswith("/static")]
     for i, name in enumerate(names):
         ratios = [cell["ratios"][f"{name}/static"]["median"] for cell in cells.values()]
-        axes.plot(ratios, range(len(cells)), "o", ms=5, color=look(i)["color"], label=name)
+        axes.plot(ratios, range(len(cells)), label=name, **dot(i))
     axes.axvline(1.0, color="#222", lw=0.8, ls=":")
     axes.set(yticks=range(len(cells)), xlabel="time / static's")
     axes.set_yticklabels(list(cells))
     axes.invert_yaxis()
     axes.grid(axis="y", lw=0.4)
-    legend_beside(axes)
+    legend_below(axes)
     return figure
