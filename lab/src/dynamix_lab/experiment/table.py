@@ -203,7 +203,8 @@ def _beside_the_best(heading: str, cases: Sequence[Case], plan: Mapping[str, Any
         if each
     ]
     what = "whose time counts" if cases[0]["setting"] in OF_BUDGET else "that arrived"
-    said = f"Seconds over those of the best other row {what}; a dash: ours does not. In the mean: {'; '.join(means)}."
+    said = f"Seconds over those of the best other row {what}; a dash: ours does not."
+    said += f" In the mean: {'; '.join(means)}." if means else ""
     table = Table(["place", "best of the others", *ours], rows)
     return [Section(f"{heading}: ours beside the best of the others", [said], table)]
 
