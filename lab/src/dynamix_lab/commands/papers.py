@@ -38,10 +38,8 @@ def bench_excavation(
 ) -> None:
     """S-MADRL against MADQN, MAPPO and MADDPG: agents that fetch pellets through a narrow tunnel."""
     from dynamix.events.run_folder import RunFolder
-    from dynamix_lab.excavation.config import ExperimentConfig, task_of
+    from dynamix_lab.excavation.config import ExperimentConfig
     from dynamix_lab.excavation.experiment import run
-    from dynamix_lab.excavation.foretelling import somebody_is_coming
-    from dynamix_lab.excavation.speed import world_speed
     from dynamix_lab.excavation.summary import draw, table
 
     config = ExperimentConfig.of(
@@ -51,13 +49,10 @@ def bench_excavation(
     with progress("excavation") as tell, RunFolder("excavation", out, resume=resume) as folder:
         folder.write_run(command=head["command"], cluster=head["cluster"])
         found = run(config, folder.path, processes=processes, minutes=minutes, tell=tell)
-        if ground == "single-file" and {"s-madrl", "hand"} & found["methods"].keys():
-            found["coming"] = somebody_is_coming(config.task)
-        result = {**head, **found, "speed": world_speed(task_of(config.task, "s-madrl"))}
+        result = {**head, **found}
         folder.write_result(result)
     draw(result, folder.path / "figure.png")
-    speed = f"{result['speed']['steps_per_core_second']:,} steps of a world a core and second"
-    print_json(result) if as_json else typer.echo(f"{table(result)}\n\n{speed}\nwrote {folder.path}")
+    print_json(result) if as_json else typer.echo(f"{table(result)}\n\nwrote {folder.path}")
 
 
 @bench.command("calibration")

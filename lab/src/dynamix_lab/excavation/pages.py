@@ -51,19 +51,6 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         counts = list(next(iter(forced.values())))
         rows = [[name, *(_cell(f[k], 0) for k in counts)] for name, f in forced.items()]
         made.append(Section("Pellets where so many are made to rest", table=Table(["motion", *counts], rows)))
-    facts = []
-    if "coming" in result:
-        facts += [[f"somebody laden is coming: AUC, {n}", f"{v:.2f}"] for n, v in result["coming"].items()]
-    if "speed" in result:
-        speed = result["speed"]
-        facts.append(
-            [
-                f"steps of a world a core and second, {speed['worlds']} worlds of {speed['agents']} agents",
-                f"{speed['steps_per_core_second']:,}",
-            ]
-        )
-    if facts:
-        made.append(Section("What traces tell, and how fast the worlds are", table=Table(["measure", "value"], facts)))
     return made
 
 
