@@ -15,6 +15,10 @@ settings.register_profile("suite", deadline=None, derandomize=os.environ.get("DY
 settings.load_profile("suite")
 
 
+# What imports frameworks for seconds is not looked through for doctests.
+collect_ignore = ["preloaded.py", "preloaded_adapters.py", "integrations/lightning_jobs.py"]
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import pickle
@@ -12,18 +13,19 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 _CONTEXT = mp.get_context("forkserver")
-# What every rank would import for itself, a second or two each: the optimizers alone import torch._dynamo.
-_PRELOADED = "pytest numpy.random torch.distributed torch._dynamo torch.nn.parallel torch.utils.data tests.ranks"
-_CONTEXT.set_forkserver_preload([*_PRELOADED.split(), "dynamix.runtime.controller", "dynamix.policies.learned.policy"])
-
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])
+_ADAPTED = forkserver.ForkServer()  # for ranks under a framework, each of which takes seconds to import, too
+_ADAPTED.set_forkserver_preload(["tests.preloaded_adapters"])
 
 Kinds = type[Exception] | tuple[type[Exception], ...]
 
@@ -48,16 +50,22 @@ def run_ranks(
     timeout_s: float = 60,
     group_timeout_s: float = 30,
     expect_failure: bool = False,
+    frameworks: bool = False,
 ) -> list[Any]:
-    """`function(rank, *args)` on each rank; the values, or with `expect_failure` the raw outcomes (Ok or traceback)."""
+    """`function(rank, *args)` on each rank; the values, or with `expect_failure` the raw outcomes (Ok or traceback).
+
+    frameworks   the ranks begin with those imported that have adapters
+    """
+    server = mock.patch.object(forkserver, "connect_to_new_process", _ADAPTED.connect_to_new_process)
     with tempfile.TemporaryDirectory() as folder:
         jobs = [
             _CONTEXT.Process(target=_rank, args=(function, rank, world_size, folder, group_timeout_s, args))
             for rank in range(world_size)
         ]
         try:
-            for job in jobs:
-                job.start()
+            with server if frameworks else contextlib.nullcontext():
+                for job in jobs:
+                    job.start()
             for job in jobs:
                 job.join(timeout_s)
             outcomes = [_outcome(Path(folder) / f"out{rank}", job) for rank, job in enumerate(jobs)]
