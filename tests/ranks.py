@@ -150,14 +150,11 @@ def run_script(
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as logged:
         logs = [Path(logged, str(rank)) for rank in range(ranks or 1)]
-        launched = [_launched(rank, ranks, port) for rank in range(ranks or 1)]
         jobs = [
-            _CONTEXT.Process(target=_script, args=(str(script), list(arguments), env, str(log), folder or Path.cwd()))
-            for env, log in zip(launched, logs, strict=True)
+            start_script(script, arguments, log, env=_launched(rank, ranks, port), folder=folder)
+            for rank, log in enumerate(logs)
         ]
         try:
-            for job in jobs:
-                job.start()
             for job in jobs:
                 job.join(timeout_s)
             said = "".join(log.read_text() if log.exists() else "" for log in logs)
@@ -168,6 +165,16 @@ def run_script(
                 if job.is_alive():
                     job.kill()
                     job.join(5)
+
+
+def start_script(
+    script: Path, arguments: Sequence[str], log: Path, *, env: dict[str, str], folder: Path | None = None
+) -> Any:
+    """The same process of `multiprocessing`, which appends to a file what it prints."""
+    given = (str(script), list(arguments), env, str(log), folder or Path.cwd())
+    job = _CONTEXT.Process(target=_script, args=given)
+    job.start()
+    return job
 
 
 def _launched(rank: int, ranks: int | None, port: int) -> dict[str, str]:
@@ -187,7 +194,7 @@ def _script(script: str, arguments: list[str], environment: dict[str, str], log:
     os.environ |= {**environment, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     mp.set_start_method("fork", force=True)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.argv, code = [script, *arguments], 0
