@@ -22,6 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.processes import ONE_HOST
+
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preloaded"])
 _ADAPTED = forkserver.ForkServer()  # for ranks under a framework, each of which takes seconds to import, too
@@ -145,15 +147,11 @@ def run_script(
 
     The processes begin with torch imported, which takes most of the time of a short script.
     """
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as logged:
-        logs = [Path(logged, str(rank)) for rank in range(ranks or 1)]
-        jobs = [
-            start_script(script, arguments, log, env=_launched(rank, ranks, port), folder=folder)
-            for rank, log in enumerate(logs)
-        ]
+        environments = [{}] if ranks is None else launched(ranks)
+        logs = [Path(logged, str(rank)) for rank in range(len(environments))]
+        each = zip(environments, logs, strict=True)
+        jobs = [start_script(script, arguments, log, env=env, folder=folder) for env, log in each]
         try:
             for job in jobs:
                 job.join(timeout_s)
@@ -177,21 +175,20 @@ def start_script(
     return job
 
 
-def _launched(rank: int, ranks: int | None, port: int) -> dict[str, str]:
-    """The environment that torchrun gives a rank."""
-    if ranks is None:
-        return {}
-    known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
-    known |= {"ROLE_RANK": rank, "MASTER_PORT": port}
-    return {name: str(value) for name, value in known.items()} | {
-        "MASTER_ADDR": "127.0.0.1",
-        "TORCHELASTIC_RUN_ID": "test",
-    }
+def launched(ranks: int) -> list[dict[str, str]]:
+    """The environment that torchrun gives each rank of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    of_all = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0, "MASTER_PORT": port}
+    of_all |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test", **ONE_HOST}
+    each = ({**of_all, "RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank} for rank in range(ranks))
+    return [{name: str(value) for name, value in known.items()} for known in each]
 
 
 def _script(script: str, arguments: list[str], environment: dict[str, str], log: str, folder: Path) -> None:
     os.chdir(folder)
-    os.environ |= {**environment, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    os.environ |= {**ONE_HOST, **environment}
     torch.set_num_threads(1)
     mp.set_start_method("fork", force=True)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
