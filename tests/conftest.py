@@ -17,7 +17,7 @@ settings.load_profile("suite")
 
 
 # What imports frameworks for seconds is not looked through for doctests.
-collect_ignore = ["preloaded.py", "preloaded_adapters.py", "integrations/lightning_jobs.py"]
+collect_ignore = ["preloaded.py", "integrations/lightning_jobs.py"]
 
 
 def pytest_collection_finish() -> None:

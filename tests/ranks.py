@@ -27,7 +27,8 @@ from tests.processes import ONE_HOST
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preloaded"])
 _ADAPTED = forkserver.ForkServer()  # for ranks under a framework, each of which takes seconds to import, too
-_ADAPTED.set_forkserver_preload(["tests.preloaded_adapters"])
+_ADAPTERS = [f"dynamix.integrations.{name}" for name in ("accelerate", "fabric", "lightning", "transformers")]
+_ADAPTED.set_forkserver_preload([*_ADAPTERS, "tests.preloaded"])  # which freezes all of it
 
 Kinds = type[Exception] | tuple[type[Exception], ...]
 

@@ -106,8 +106,8 @@ def script_of(page: str) -> str:
 
 def test_every_python_block_runs() -> None:
     """But whole scripts, which have tests of their own below, and those that need Ray or torchft's server."""
-    done = run(ROOT / "tests" / "doc_blocks.py", *PAGES, timeout_s=280)
-    found = json.loads(done.stdout.strip().split("\n")[-1])
+    said = run_script(ROOT / "tests" / "doc_blocks.py", [*map(str, PAGES)], timeout_s=280)
+    found = json.loads(said.strip().split("\n")[-1])
     assert not found["failed"], json.dumps(found["failed"], indent=1)
     assert found["ran"] > 30
 
