@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 Done = subprocess.CompletedProcess[str]
@@ -25,8 +24,3 @@ def run(*arguments: object, **options: Any) -> Done:
     done = call(*arguments, **options)
     assert done.returncode == 0, (done.stdout or "")[-3000:] + (done.stderr or "")[-3000:]
     return done
-
-
-def torchrun(script: Path, *arguments: str, ranks: int | str, **options: Any) -> str:
-    """What a script prints on as many ranks, by torchrun itself."""
-    return run(*LAUNCH, ranks, script, *arguments, env=ONE_HOST, **options).stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import pickle
@@ -12,18 +13,22 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-_CONTEXT = mp.get_context("forkserver")
-# What every rank would import for itself, a second or two each: the optimizers alone import torch._dynamo.
-_PRELOADED = "pytest numpy.random torch.distributed torch._dynamo torch.nn.parallel torch.utils.data tests.ranks"
-_CONTEXT.set_forkserver_preload([*_PRELOADED.split(), "dynamix.runtime.controller", "dynamix.policies.learned.policy"])
+from tests.processes import ONE_HOST
 
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])
+_ADAPTED = forkserver.ForkServer()  # for ranks under a framework, each of which takes seconds to import, too
+_ADAPTERS = [f"dynamix.integrations.{name}" for name in ("accelerate", "fabric", "lightning", "transformers")]
+_ADAPTED.set_forkserver_preload([*_ADAPTERS, "tests.preloaded"])  # which freezes all of it
 
 Kinds = type[Exception] | tuple[type[Exception], ...]
 
@@ -48,16 +53,22 @@ def run_ranks(
     timeout_s: float = 60,
     group_timeout_s: float = 30,
     expect_failure: bool = False,
+    frameworks: bool = False,
 ) -> list[Any]:
-    """`function(rank, *args)` on each rank; the values, or with `expect_failure` the raw outcomes (Ok or traceback)."""
+    """`function(rank, *args)` on each rank; the values, or with `expect_failure` the raw outcomes (Ok or traceback).
+
+    frameworks   the ranks begin with those imported that have adapters
+    """
+    server = mock.patch.object(forkserver, "connect_to_new_process", _ADAPTED.connect_to_new_process)
     with tempfile.TemporaryDirectory() as folder:
         jobs = [
             _CONTEXT.Process(target=_rank, args=(function, rank, world_size, folder, group_timeout_s, args))
             for rank in range(world_size)
         ]
         try:
-            for job in jobs:
-                job.start()
+            with server if frameworks else contextlib.nullcontext():
+                for job in jobs:
+                    job.start()
             for job in jobs:
                 job.join(timeout_s)
             outcomes = [_outcome(Path(folder) / f"out{rank}", job) for rank, job in enumerate(jobs)]
@@ -137,19 +148,12 @@ def run_script(
 
     The processes begin with torch imported, which takes most of the time of a short script.
     """
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as logged:
-        logs = [Path(logged, str(rank)) for rank in range(ranks or 1)]
-        launched = [_launched(rank, ranks, port) for rank in range(ranks or 1)]
-        jobs = [
-            _CONTEXT.Process(target=_script, args=(str(script), list(arguments), env, str(log), folder or Path.cwd()))
-            for env, log in zip(launched, logs, strict=True)
-        ]
+        environments = [{}] if ranks is None else launched(ranks)
+        logs = [Path(logged, str(rank)) for rank in range(len(environments))]
+        each = zip(environments, logs, strict=True)
+        jobs = [start_script(script, arguments, log, env=env, folder=folder) for env, log in each]
         try:
-            for job in jobs:
-                job.start()
             for job in jobs:
                 job.join(timeout_s)
             said = "".join(log.read_text() if log.exists() else "" for log in logs)
@@ -162,24 +166,33 @@ def run_script(
                     job.join(5)
 
 
-def _launched(rank: int, ranks: int | None, port: int) -> dict[str, str]:
-    """The environment that torchrun gives a rank."""
-    if ranks is None:
-        return {}
-    known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
-    known |= {"ROLE_RANK": rank, "MASTER_PORT": port}
-    return {name: str(value) for name, value in known.items()} | {
-        "MASTER_ADDR": "127.0.0.1",
-        "TORCHELASTIC_RUN_ID": "test",
-    }
+def start_script(
+    script: Path, arguments: Sequence[str], log: Path, *, env: dict[str, str], folder: Path | None = None
+) -> Any:
+    """The same process of `multiprocessing`, which appends to a file what it prints."""
+    given = (str(script), list(arguments), env, str(log), folder or Path.cwd())
+    job = _CONTEXT.Process(target=_script, args=given)
+    job.start()
+    return job
+
+
+def launched(ranks: int) -> list[dict[str, str]]:
+    """The environment that torchrun gives each rank of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    of_all = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0, "MASTER_PORT": port}
+    of_all |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test", **ONE_HOST}
+    each = ({**of_all, "RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank} for rank in range(ranks))
+    return [{name: str(value) for name, value in known.items()} for known in each]
 
 
 def _script(script: str, arguments: list[str], environment: dict[str, str], log: str, folder: Path) -> None:
     os.chdir(folder)
-    os.environ |= {**environment, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    os.environ |= {**ONE_HOST, **environment}
     torch.set_num_threads(1)
     mp.set_start_method("fork", force=True)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.argv, code = [script, *arguments], 0

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,26 +19,25 @@ import torch
 from dynamix import elastic
 from dynamix.errors import UsageError
 from tests.elastic_job import BATCH, EVERY, SAMPLES
-from tests.ranks import refusal, run_ranks
+from tests.ranks import refusal, run_ranks, start_script
 
-JOB = Path(__file__).parent / "elastic_job.py"
+JOB, AGENT = (Path(__file__).parent / name for name in ("elastic_job.py", "torchrun.py"))
 
 
-def _torchrun(folder: Path, host: str, port: int) -> subprocess.Popen[bytes]:
+def _torchrun(folder: Path, host: str, port: int) -> Any:
     """One host's agent, with one worker."""
-    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "DYNAMIX_HOST": host}
-    told |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(JOB.parents[1]), *sys.path])}
+    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DYNAMIX_HOST": host}
+    told |= {"PYTHONPATH": os.pathsep.join([str(JOB.parents[1]), *sys.path])}
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
-    meeting += [
-        "--rdzv-conf",
-        "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6",
-        "--monitor-interval",
-        "0.1",
-    ]
+    timing = ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"]
+    timing += ["--monitor-interval", "0.1"]
     size = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9"]
-    command = [sys.executable, "-m", "torch.distributed.run", *size, *meeting, str(JOB), str(folder)]
-    with (folder / f"{host}.log").open("ab") as log:
-        return subprocess.Popen(command, env={**os.environ, **told}, stdout=log, stderr=log)
+    return start_script(AGENT, [*size, *meeting, *timing, str(JOB), str(folder)], folder / f"{host}.log", env=told)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:
@@ -74,30 +72,32 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path) -> None:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     agents = {"a": _torchrun(tmp_path, "a", port)}
-    _until(tmp_path, lambda: len(_starts(tmp_path)) == 1)  # the first host is the one that the others ask
+    _until(tmp_path, lambda: _listens(port))  # the first host is the one that the others ask
     agents["b"] = _torchrun(tmp_path, "b", port)
     try:
-        _until(tmp_path, lambda: _starts(tmp_path)[-1]["workers"] == 2)
+        _until(tmp_path, lambda: bool(_starts(tmp_path)) and _starts(tmp_path)[-1]["workers"] == 2)
         begun = _starts(tmp_path)[-1]["samples"]
         _until(tmp_path, lambda: _now(tmp_path)["samples"] > begun and _uneven(_now(tmp_path)))
         uneven = _now(tmp_path)["samples"]
         _until(tmp_path, lambda: _now(tmp_path)["samples"] > uneven + 2 * EVERY * BATCH)
         for process in (agents["b"].pid, int((tmp_path / "b.pid").read_text())):
             os.kill(process, signal.SIGKILL)  # the whole host, without a word
-        agents["b"].wait()
+        agents["b"].join()
         last = _now(tmp_path)["samples"]
         saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["controller"]["hosts"][0]
         shares = json.loads(saved)["shares"]  # nobody saves again before there is one host
-        _until(tmp_path, lambda: _starts(tmp_path)[-1]["workers"] == 1 and len(_starts(tmp_path)) > 2)
+        _until(tmp_path, lambda: _starts(tmp_path)[-1]["workers"] == 1)
         assert last - _starts(tmp_path)[-1]["samples"] <= (EVERY + 1) * BATCH
         agents["b"] = _torchrun(tmp_path, "b", port)
         _until(tmp_path, lambda: _starts(tmp_path)[-1]["workers"] == 2)
         (tmp_path / "enough").touch()
-        assert [agent.wait(timeout=120) for agent in agents.values()] == [0, 0]
+        for agent in agents.values():
+            agent.join(120)
+        assert [agent.exitcode for agent in agents.values()] == [0, 0]
     finally:
         for agent in agents.values():
             agent.terminate()
-            agent.wait(timeout=60)
+            agent.join(60)
     trained = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["trained"]
     assert trained[0] >= 1
     assert torch.equal(trained, trained[0].expand(SAMPLES))  # every sample once an epoch

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dynamix.events.records import read_events
-from tests.processes import call
+from tests.ranks import run_script
 
 ROOT = Path(__file__).parents[1]
 
@@ -14,9 +14,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.multiproc
 @pytest.mark.timeout(300)
 def test_memory_threads_descriptors_and_keys_are_flat_and_events_bounded(tmp_path: Path) -> None:
-    given = ["--out", "run", "--steps", 700, "--saves", 16, "--events-mb", 0.05]
-    done = call(ROOT / "scripts/long-run", *given, cwd=tmp_path, timeout_s=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    given = ["--out", "run", "--steps", "700", "--saves", "16", "--events-mb", "0.05"]
+    run_script(ROOT / "scripts/long-run", given, folder=tmp_path, timeout_s=280)
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["flat"] == dict.fromkeys(("memory_mb", "threads", "descriptors", "keys"), True)
     assert all(point["events_mb"] < 0.06 for of_rank in result["ranks"] for point in of_rank)

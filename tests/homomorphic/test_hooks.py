@@ -17,14 +17,14 @@ from tests.ranks import run_ranks
 
 
 def _train(rank: int, mode: str, steps: int) -> dict[str, Any]:
-    """Trains with `mode` and at every fifth step reduces every bucket in dense fixed point as well."""
+    """Trains with `mode` and at every third step reduces every bucket in dense fixed point as well."""
     torch.manual_seed(0)
     net = Net(layers=8)
     model = DDP(net, bucket_cap_mb=0.001)
     state = CompressionState(mode, model=net)  # type: ignore[arg-type]
     equal: list[bool] = []
     losses: list[float] = []
-    model.register_comm_hook(None, beside_fixed(net, state, equal, due=lambda: len(losses) % 5 == 0))
+    model.register_comm_hook(None, beside_fixed(net, state, equal, due=lambda: len(losses) % 3 == 0))
     for loss in trained(net, model, rank, steps):
         losses.append(loss)  # the hook counts them meanwhile
     return {"losses": losses, "equal": equal, "buckets": len(state.ways), "statistics": state.statistics.as_dict()}
@@ -57,7 +57,7 @@ def _inside_the_controller(rank: int, mode: str) -> dict[str, Any]:
 
 
 MODES = ("lhc", "compaction", "lhc-one-phase")
-STEPS = 60
+STEPS = 30
 
 
 def _in_turn(rank: int) -> dict[str, dict[str, Any]]:
@@ -73,7 +73,7 @@ def test_every_bucket_equals_dense_fixed_point_bit_for_bit_alone_and_inside_the_
     for mode in MODES:
         for result in (of_rank[f"alone, {mode}"] for of_rank in results):
             assert result["buckets"] >= 8
-            assert len(result["equal"]) > 8 * (STEPS // 5 - 1)
+            assert len(result["equal"]) > 8 * (STEPS // 3 - 1)
             counted = result["statistics"]
             assert counted == results[0][f"alone, {mode}"]["statistics"]
             assert all(result["equal"])

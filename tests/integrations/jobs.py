@@ -252,7 +252,7 @@ def run_rows(stacks: Stacks, folder: Path) -> dict[str, list[list[list[Trail]]]]
             row = stacks[stack][1][n]
             tasks += [(stack, n, False)] * (workers == 2) + [(stack, n, True)] * bool(row.stop and row.to == workers)
         told = [(stacks[s][0], stacks[s][1][n], folder / s / str(n), resume) for s, n, resume in tasks]
-        by_rank = run_ranks(_trained, workers, told, timeout_s=280, group_timeout_s=100)
+        by_rank = run_ranks(_trained, workers, told, timeout_s=280, group_timeout_s=100, frameworks=True)
         for (stack, n, _), *trails in zip(tasks, *by_rank, strict=True):
             parts[stack][n].append(trails)
     return parts
@@ -271,12 +271,12 @@ def check_other_batches(train: Train, folder: Path) -> None:
         assert check(begun, parts) <= LIMIT, begun
 
 
-def check_rows(rows: Sequence[Row], by_row: Sequence[list[list[Trail]]]) -> None:
+def check_rows(stack: str, rows: Sequence[Row], by_row: Sequence[list[list[Trail]]]) -> None:
     for row, parts in zip(rows, by_row, strict=True):
         sizes = {len(batch) for trails in parts for trail in trails for batch in trail.samples}
-        assert len(sizes) > 2, f"shares never moved: {row}"
+        assert len(sizes) > 2, f"shares never moved: {stack}, {row}"
         worst = check_rounds(row, parts[0]) if row.how == "rounds" else check(row, parts)
-        assert worst <= LIMIT, (worst, row)
+        assert worst <= LIMIT, (worst, stack, row)
 
 
 def as_under_torchrun(rank: int) -> None:

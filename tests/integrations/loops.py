@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dynamix.integrations import accelerate, fabric
 from tests.integrations.jobs import CLIP, RESUMED_BY_OTHERS, Row, Trail, flat, followed, loader, sgd
 
 ROWS = [
@@ -29,6 +28,8 @@ IN_PIECES = [
 def _accelerated(row: Row, part: Part) -> None:
     from accelerate import Accelerator
 
+    from dynamix.integrations import accelerate
+
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=row.accumulate)
     controller, model, optimizer, batches = accelerate.prepare(
         accelerator, row.settings(), part.net, part.optimizer, loader(row), **part.wrapping()
@@ -47,6 +48,8 @@ def _accelerated(row: Row, part: Part) -> None:
 
 def _fabric(row: Row, part: Part) -> None:
     from lightning.fabric import Fabric
+
+    from dynamix.integrations import fabric
 
     of = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
     of.launch()
@@ -125,3 +128,15 @@ def train(row: Row, folder: Path, resume: bool, *, stack: str) -> Trail:
 
 
 STACKS: dict[str, Any] = {"accelerate": _accelerated, "fabric": _fabric}
+
+
+def lightning(row: Row, folder: Path, resume: bool) -> Trail:
+    from tests.integrations.lightning_jobs import fit
+
+    return fit(row, folder, resume)
+
+
+def lightning_on_two_ranks(rank: int, folder: str) -> Any:
+    from tests.integrations.lightning_jobs import on_two_ranks
+
+    return on_two_ranks(rank, folder)

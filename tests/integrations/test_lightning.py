@@ -2,212 +2,39 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from lightning import pytorch as pl
-from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import dynamix
-from dynamix.errors import UsageError
-from dynamix.integrations.lightning import BalanceCallback
-from tests.integrations.jobs import (
-    CLIP,
-    QUIET_LIGHTNING,
-    Row,
-    Trail,
-    as_under_torchrun,
-    check_other_batches,
-    followed,
-    loader,
-    sgd,
-)
-from tests.ranks import refusal, run_ranks
+from tests.integrations.jobs import check_other_batches
+from tests.integrations.loops import lightning, lightning_on_two_ranks
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
-
-
-class Job(pl.LightningModule):
-    def __init__(self, row: Row, callback: BalanceCallback) -> None:
-        super().__init__()
-        self.row, self.callback = row, callback
-        self.net = row.net()
-        self.trail = Trail()
-
-    def training_step(self, batch: Any, number: int) -> Any:
-        loss = self.net(**batch)["loss"]
-        if self.row.tokens:
-            return self.callback.controller.weight(loss, count=int((batch["labels"] != -100).sum()))
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = sgd(self.net)
-        self.trail = followed(self.net, optimizer)
-        return optimizer
-
-
-class Stop(pl.Callback):
-    """Saves after so many optimizer steps, and ends."""
-
-    def __init__(self, after: int, path: Path) -> None:
-        self.after, self.path = after, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.after and not trainer.should_stop:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-
-
-def fit(row: Row, folder: Path, resume: bool) -> Trail:
-    warnings.filterwarnings("ignore", module="lightning.*")
-    callback = BalanceCallback(row.settings(), **row.wrapping(weighting="loss" if row.tokens else "hook"))
-    job, path = Job(row, callback), folder / "last.ckpt"
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size() if dist.is_initialized() else 1,
-        strategy="ddp" if dist.is_initialized() else "auto",
-        max_epochs=row.epochs,
-        accumulate_grad_batches=row.accumulate,
-        gradient_clip_val=CLIP if row.clip else None,
-        callbacks=[callback, *([Stop(row.stop, path)] if row.stop and not resume else [])],
-        default_root_dir=folder,
-        **QUIET_LIGHTNING,
-    )
-    trainer.fit(job, loader(row), ckpt_path=path if resume else None)
-    trainer.save_checkpoint(folder / "final.ckpt")  # the controller is closed by then
-    return job.trail
+Told = list[tuple[list[float], list[str]]]
 
 
 def test_batches_of_another_size_are_counted_anew(tmp_path: Path) -> None:
-    check_other_batches(fit, tmp_path)
-
-
-class Manual(pl.LightningModule):
-    """Steps its optimizers itself: that of the whole net, or body and head in turn, each with a pass of its own."""
-
-    def __init__(self, *, in_turn: bool) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.automatic_optimization, self.in_turn = False, in_turn
-        self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-
-    def training_step(self, batch: Any, number: int) -> Any:
-        optimizers = self.optimizers()
-        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
-            self.zero_grad()
-            loss = F.cross_entropy(self.net(batch[0]), batch[1])
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        parts = (self.net[0], self.net[2]) if self.in_turn else (self.net,)
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
-
-
-def _furthest(in_turn: bool, folder: str) -> float:
-    """How far the net comes from one that was trained in this process on the unions."""
-    dataset = TensorDataset(torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3)
-    job, alone = Manual(in_turn=in_turn), Manual(in_turn=in_turn)
-    held = {"min_batch_size": [12, 4], "max_batch_size": [12, 4]}
-    callback = BalanceCallback(dynamix.Settings("lb_bsp", batch_size=8, **held))
-    own: dict[str, Any] = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False, **QUIET_LIGHTNING}
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[callback], default_root_dir=folder, **own)
-    trainer.fit(job, DataLoader(dataset, batch_size=8))
-    applied = alone.configure_optimizers()
-    for x, y in DataLoader(dataset, batch_size=16):
-        for optimizer in applied:
-            alone.zero_grad()
-            F.cross_entropy(alone.net(x), y).backward()
-            optimizer.step()
-    pairs = zip(job.net.parameters(), alone.net.parameters(), strict=True)
-    return max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
-
-
-class _Budgeted(pl.LightningModule):
-    """Trains until a budget of two epochs is spent."""
-
-    def __init__(self, callback: BalanceCallback) -> None:
-        super().__init__()
-        self.callback, self.net, self.samples = callback, nn.Linear(6, 3), 0
-
-    def on_train_start(self) -> None:
-        self.callback.controller.budget(epochs=2)
-
-    def training_step(self, batch: Any, number: int) -> Any:
-        self.samples += len(batch[0])
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+    check_other_batches(lightning, tmp_path)
 
 
 def test_a_fit_ends_when_the_budget_is_spent(tmp_path: Path) -> None:
-    warnings.filterwarnings("ignore", module="lightning.*")
-    callback = BalanceCallback(dynamix.Settings("lb_bsp", batch_size=8))
-    job = _Budgeted(callback)
-    alone: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "strategy": "auto"}
-    trainer = pl.Trainer(**alone, max_epochs=-1, callbacks=[callback], default_root_dir=tmp_path, **QUIET_LIGHTNING)
-    dataset = TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
-    trainer.fit(job, DataLoader(dataset, batch_size=8, shuffle=True))
-    assert job.samples == 96
+    from tests.integrations.lightning_jobs import spent
 
-
-class _Pair(pl.LightningModule):
-    """Trains on batches of a labelled and an unlabelled loader."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 2)
-
-    def training_step(self, batch: Any, number: int) -> Any:
-        return sum(self.net(x).square().mean() for (x,) in batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def _fit_several(folder: str) -> list[str]:
-    """What becomes of a list and a combination of loaders."""
-    loaders = [DataLoader(TensorDataset(torch.randn(n, 4)), batch_size=4, shuffle=True) for n in (48, 64)]
-    named, told = dict(zip(("labelled", "unlabelled"), loaders, strict=True)), []
-    for given in (loaders, CombinedLoader(named, "min_size")):
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            max_epochs=1,
-            callbacks=[BalanceCallback(dynamix.Settings("lb_bsp", batch_size=4))],
-            default_root_dir=folder,
-            **QUIET_LIGHTNING,
-        )
-        told.append(refusal(UsageError, trainer.fit, _Pair(), given))
-    return told
-
-
-def _on_two_ranks(rank: int, folder: str) -> tuple[list[float], list[str]]:
-    as_under_torchrun(rank)
-    warnings.filterwarnings("ignore", module="lightning.*")
-    return [_furthest(in_turn, folder) for in_turn in (False, True)], _fit_several(folder)
+    assert spent(tmp_path) == 2 * 48
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[float], list[str]]]:
-    return run_ranks(_on_two_ranks, 2, str(tmp_path_factory.mktemp("lightning")), timeout_s=100)
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    folder = str(tmp_path_factory.mktemp("lightning"))
+    return run_ranks(lightning_on_two_ranks, 2, folder, timeout_s=100, frameworks=True)
 
 
-def test_manual_optimisation_has_the_gradient_of_the_union(told: list[tuple[list[float], list[str]]]) -> None:
+def test_manual_optimisation_has_the_gradient_of_the_union(told: Told) -> None:
     for furthest, _ in told:
         assert max(furthest) < 1e-5
 
 
-def test_several_loaders_are_refused_on_all_ranks_with_what_to_write(told: list[tuple[list[float], list[str]]]) -> None:
+def test_several_loaders_are_refused_on_all_ranks_with_what_to_write(told: Told) -> None:
     for _, said in told:
         assert all("give it one loader, of a data set whose samples have a part of each" in one for one in said), said

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
@@ -61,7 +60,7 @@ def _part(folder: str, batches: int | None, *, resume: bool) -> list[int]:
 
 @pytest.mark.multiproc
 def test_accelerates_own_checkpoints_hold_the_place(tmp_path: Path) -> None:
-    seen = run_ranks(_accelerated, 2, str(tmp_path), timeout_s=100)
+    seen = run_ranks(_accelerated, 2, str(tmp_path), timeout_s=100, frameworks=True)
     assert Counter(i for of_rank in seen for i in of_rank) == Counter(TRAIN)
 
 
@@ -100,7 +99,7 @@ def _two_epochs(rank: int) -> list[list[int]]:
 
 @pytest.mark.multiproc
 def test_a_job_that_saves_where_an_epoch_ends_trains_no_epoch_more() -> None:
-    for seen in zip(*run_ranks(_two_epochs, 2, timeout_s=100), strict=True):
+    for seen in zip(*run_ranks(_two_epochs, 2, timeout_s=100, frameworks=True), strict=True):
         assert Counter(i for of_rank in seen for i in of_rank) == Counter(2 * TRAIN)
 
 
@@ -114,6 +113,8 @@ def test_skipping_what_the_controller_has_counted_is_refused() -> None:
 
 
 def test_what_lightning_puts_around_a_subset_is_looked_through() -> None:
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+
     of_hers = DistributedSamplerWrapper(SubsetRandomSampler(TRAIN), num_replicas=2, rank=1)
     loader = dynamix.Controller("static", 6).loader(DataLoader(DATA, batch_size=6, sampler=of_hers))
     assert sorted(int(i) for (batch,) in loader for i in batch) == sorted(TRAIN)

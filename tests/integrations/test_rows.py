@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations import loops, test_lightning
-from tests.integrations.jobs import Stacks, check_rows, run_rows
+from tests.integrations import loops
+from tests.integrations.jobs import check_rows, run_rows
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(500)]
 STACKS: dict[str, Any] = {
     "accelerate": (partial(loops.train, stack="accelerate"), loops.ROWS + loops.IN_PIECES),
     "fabric": (partial(loops.train, stack="fabric"), loops.ROWS + loops.IN_PIECES),
-    "lightning": (test_lightning.fit, loops.ROWS),
+    "lightning": (loops.lightning, loops.ROWS),
 }
 if importlib.util.find_spec("transformers"):
     from tests.integrations import test_transformers
@@ -23,12 +23,9 @@ if importlib.util.find_spec("transformers"):
     STACKS["transformers"] = (test_transformers.train, loops.ROWS)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    stacks: Stacks = STACKS
-    return run_rows(stacks, tmp_path_factory.mktemp("rows"))
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_every_row_is_exact(stack: str, trained: Any) -> None:
-    check_rows(STACKS[stack][1], trained[stack])
+@pytest.mark.multiproc
+@pytest.mark.timeout(500)
+def test_every_row_is_exact_under_every_framework(tmp_path: Path) -> None:
+    trained = run_rows(STACKS, tmp_path)
+    for stack, (_, rows) in STACKS.items():
+        check_rows(stack, rows, trained[stack])

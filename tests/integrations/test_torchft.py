@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -21,19 +18,16 @@ from dynamix.errors import UsageError
 from dynamix.integrations.replicas import ReplicaShares
 from dynamix.integrations.torchft import WeightedManager
 from tests.integrations.torchft_job import LR, MICRO, SAMPLES, data
+from tests.ranks import start_script
 
 JOB = Path(__file__).parent / "torchft_job.py"
 installed = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
 pytestmark = pytest.mark.multiproc
 
 
-def _start(folder: Path, *arguments: object) -> subprocess.Popen[bytes]:
-    told = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    told |= {"PYTHONPATH": os.pathsep.join([str(JOB.parents[2]), *sys.path])}
+def _start(folder: Path, *arguments: object) -> Any:
     task, *rest = map(str, arguments)
-    with (folder / f"{rest[0]}.log").open("ab") as log:
-        command = [sys.executable, str(JOB), task, str(folder), *rest]
-        return subprocess.Popen(command, env={**os.environ, **told}, stdout=log, stderr=log)
+    return start_script(JOB, [task, str(folder), *rest], folder / f"{rest[0]}.log", env={})
 
 
 @pytest.fixture
@@ -45,7 +39,7 @@ def place(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         yield tmp_path
     finally:
         lighthouse.kill()
-        lighthouse.wait()
+        lighthouse.join()
 
 
 def _until(folder: Path, what: Any, patience_s: float = 120) -> None:
@@ -56,16 +50,16 @@ def _until(folder: Path, what: Any, patience_s: float = 120) -> None:
         time.sleep(0.05)
 
 
-def _finish(folder: Path, replicas: list[subprocess.Popen[bytes]]) -> None:
+def _finish(folder: Path, replicas: list[Any]) -> None:
     try:
-        _until(folder, lambda: all(replica.poll() is not None for replica in replicas))
+        _until(folder, lambda: not any(replica.is_alive() for replica in replicas))
         logs = "\n".join(p.read_text(errors="replace")[-3000:] for p in folder.glob("*.log"))
-        assert [replica.returncode for replica in replicas] == [0] * len(replicas), logs
+        assert [replica.exitcode for replica in replicas] == [0] * len(replicas), logs
     finally:
         for replica in replicas:
-            if replica.poll() is None:
+            if replica.is_alive():
                 replica.kill()
-                replica.wait()
+                replica.join()
 
 
 def _steps(folder: Path) -> list[dict[str, Any]]:
@@ -85,7 +79,8 @@ def test_one_of_two_is_killed_and_comes_back(place: Path) -> None:
     _until(place, lambda: all((place / f"{name}.here").exists() for name in ("r0", "r1", "r1-again")))
     (place / "r0.go").touch()
     (place / "r1.go").touch()
-    assert begin[1].wait(timeout=120) == -9
+    begin[1].join(120)
+    assert begin[1].exitcode == -9
     (place / "r1-again.go").touch()
     _finish(place, [begin[0], again])
 
@@ -139,12 +134,12 @@ def test_local_steps_in_proportion_to_speed(place: Path, way: str) -> None:
 @installed
 @pytest.mark.parametrize("place", [1], indirect=True)
 def test_the_example_runs(place: Path) -> None:
-    told = {"TORCHFT_LIGHTHOUSE": (place / "lighthouse").read_text(), "GLOO_SOCKET_IFNAME": "lo"}
-    told |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(JOB.parents[2] / "examples/torchft_replicas.py"), "r0", "--epochs", "1"]
-    done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "shares [96]" in done.stdout
+    script, told = (
+        JOB.parents[2] / "examples/torchft_replicas.py",
+        {"TORCHFT_LIGHTHOUSE": (place / "lighthouse").read_text()},
+    )
+    _finish(place, [start_script(script, ["r0", "--epochs", "1"], place / "example.log", env=told)])
+    assert "shares [96]" in (place / "example.log").read_text()
 
 
 def test_managers_that_heal_in_the_background_are_refused() -> None:

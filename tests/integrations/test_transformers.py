@@ -46,15 +46,15 @@ def trainer_of(row: Row, folder: Path, **options: Any) -> Any:
     return trainer
 
 
-class Stop(transformers.TrainerCallback):
-    """Saves after so many optimizer steps, and ends."""
+def stop(after: int) -> Any:
+    """A callback that saves after so many optimizer steps, and ends."""
 
-    def __init__(self, after: int) -> None:
-        self.after = after
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == after:
+                control.should_save = control.should_training_stop = True
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.after:
-            control.should_save = control.should_training_stop = True
+    return Stop()
 
 
 def train(row: Row, folder: Path, resume: bool) -> Trail:
@@ -63,7 +63,7 @@ def train(row: Row, folder: Path, resume: bool) -> Trail:
     trainer = trainer_of(row, folder)
     TrainerBalance(trainer, row.settings(), **row.wrapping())
     if row.stop and not resume:
-        trainer.add_callback(Stop(row.stop))
+        trainer.add_callback(stop(row.stop))
     trainer.train(resume_from_checkpoint=True if resume else None)
     return trainer.trail
 
@@ -80,7 +80,7 @@ def test_a_schedule_stays_that_of_the_global_batch(tmp_path: Path) -> None:
         trainer = trainer_of(Row(), tmp_path, per_device_train_batch_size=batch_size, lr_scheduler_type="linear")
         TrainerBalance(trainer, dynamix.Settings("static", min_batch_size=2))
         if batch_size == BATCH:
-            trainer.add_callback(Stop(25))
+            trainer.add_callback(stop(25))
             trainer.train()
     with pytest.warns(RuntimeWarning, match=f"goes on with a global batch of {BATCH} samples"):
         trainer.train(resume_from_checkpoint=True)
@@ -103,22 +103,19 @@ def test_a_schedule_ends_with_the_samples_where_the_batch_moves(tmp_path: Path) 
     assert 0 <= trainer.optimizer.param_groups[0]["lr"] < 0.06 * LR
 
 
-class _Asks(transformers.TrainerCallback):
-    """Asks for the end after three steps, as a signal handler would."""
-
-    balance: Any = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 3:
-            self.balance.controller.request_stop()
-
-
 def test_a_stop_that_was_asked_for_ends_training(tmp_path: Path) -> None:
     from dynamix.integrations.transformers import TrainerBalance
 
-    trainer, asks = trainer_of(Row(), tmp_path), _Asks()
-    trainer.add_callback(asks)
-    asks.balance = TrainerBalance(trainer, dynamix.Settings("static"))
+    class Asks(transformers.TrainerCallback):
+        """After three steps, as a signal handler would."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                balance.controller.request_stop()
+
+    trainer = trainer_of(Row(), tmp_path)
+    trainer.add_callback(Asks())
+    balance = TrainerBalance(trainer, dynamix.Settings("static"))
     trainer.train()
     assert 3 <= trainer.state.global_step <= 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -50,8 +51,9 @@ def both_ways(rank: int, stacks: tuple[str, ...], folder: str) -> list[tuple[Any
 @pytest.mark.parametrize("stacks", STACKS, ids=", ".join)
 def test_training_is_the_same_bit_by_bit(stacks: tuple[str, ...], tmp_path: Path) -> None:
     for stack in {"lightning", "transformers"} & {*stacks}:
-        pytest.importorskip(stack)
-    for told in run_ranks(both_ways, 2, stacks, str(tmp_path), timeout_s=120):
+        if importlib.util.find_spec(stack) is None:
+            pytest.skip(f"{stack} is not installed")
+    for told in run_ranks(both_ways, 2, stacks, str(tmp_path), timeout_s=120, frameworks=len(stacks) == 1):
         for stack, (plain, observed) in zip(stacks, told, strict=True):
             assert plain["losses"] == observed["losses"], stack
             assert plain["weights"].keys() == observed["weights"].keys()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import start_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,14 +19,13 @@ def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    told = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
-    line += [str(ROOT / "examples/elastic.py"), "--folder", str(tmp_path), "--epochs", "1"]
-    nodes = [
-        subprocess.Popen(line, env={**os.environ, **told, "DYNAMIX_HOST": host}, stdout=subprocess.PIPE, text=True)
-        for host in ("a", "b")
-    ]
-    said = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0]
-    assert "epoch done: sample 6000" in "".join(said)
+    line = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
+    line += ["--rdzv-endpoint", f"localhost:{port}", str(ROOT / "examples/elastic.py")]
+    line += ["--folder", str(tmp_path), "--epochs", "1"]
+    told, log = {"PYTHONPATH": os.pathsep.join(sys.path)}, tmp_path / "said"
+    agent = ROOT / "tests/torchrun.py"
+    nodes = [start_script(agent, line, log, env={**told, "DYNAMIX_HOST": host}) for host in ("a", "b")]
+    for node in nodes:
+        node.join(120)
+    assert [node.exitcode for node in nodes] == [0, 0]
+    assert "epoch done: sample 6000" in log.read_text()

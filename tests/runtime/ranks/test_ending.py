@@ -7,6 +7,8 @@ import functools
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -24,8 +26,7 @@ from dynamix.runtime.ranks import rendezvous as meeting
 from dynamix.runtime.ranks import watch
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.ranks.watch import RankWatch
-from tests.processes import LAUNCH, ONE_HOST, call
-from tests.ranks import refusal, run_ranks
+from tests.ranks import launched, refusal, run_ranks
 from tests.runtime.check.loops import Job, Loops, data
 
 LOOPS = Loops()
@@ -325,6 +326,11 @@ def test_a_rank_that_leaves_others_in_a_message_ends_after_it_has_said_why(tmp_p
     Then gloo's own thread may abort the process, so with what code it ends is not said.
     """
     (script := tmp_path / "train.py").write_text(LEFT)
-    said = call(*LAUNCH, 2, script, tmp_path / "over", env=ONE_HOST).stdout
+    line = [sys.executable, script, tmp_path / "over"]
+    ranks = [
+        subprocess.Popen(line, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True)
+        for env in launched(ranks=2)
+    ]
+    said = "".join(rank.communicate(timeout=100)[0] for rank in ranks)
     assert said.count("weighting='los' is not possible") == 2
     assert "rank 0: rank 1 ended the job" in said

@@ -326,10 +326,23 @@ MANY = 1024
 
 
 @pytest.mark.timeout(120)
-def test_1024_ranks_put_a_decision_in_force_at_the_same_round_and_stop_after_the_same_one() -> None:
-    def train(ranks: Any) -> list[Any]:
+def test_1024_ranks_put_a_decision_in_force_at_the_same_round() -> None:
+    def train(ranks: Any) -> Any:
         speeds = np.linspace(500.0, 1000.0, MANY)
-        job = ThreadJob(ranks, "lb_bsp", samples=40_000, batch_size=8, global_batch="fixed", speeds=speeds)
+        return (
+            ThreadJob(ranks, "lb_bsp", samples=40_000, batch_size=8, global_batch="fixed", speeds=speeds).train().plans
+        )
+
+    plans = over_threads(train, MANY)
+    assert all(of_rank == plans[0] for of_rank in plans)
+    shares = [shares for *_, shares in plans[0]]
+    assert shares[0] == (8,) * MANY
+    assert shares[-2][0] < 8 < shares[-2][-1]  # who is slower has less; the last round has what is left
+
+
+def test_many_ranks_stop_after_the_same_round_before_the_epoch_ends() -> None:
+    def train(ranks: Any) -> Any:
+        job = ThreadJob(ranks, samples=5000 * 16 * 4)
         for plan in job.rounds():
             if plan.index == 3 and ranks.rank == 7:
                 ranks.request_stop()
@@ -337,14 +350,9 @@ def test_1024_ranks_put_a_decision_in_force_at_the_same_round_and_stop_after_the
                 break
         return job.close().plans
 
-    plans = over_threads(train, MANY)
+    plans = over_threads(train, 16)
     assert all(of_rank == plans[0] for of_rank in plans)
-    shares = [shares for *_, shares in plans[0]]
-    assert shares[0] == (8,) * MANY
-    assert (
-        5 <= len(shares) <= 7
-    )  # asked for after the fourth; without the next row of that rank nobody ends the seventh
-    assert shares[-1][0] < 8 < shares[-1][-1]  # who is slower has less
+    assert 5 <= len(plans[0]) < 5000
 
 
 @pytest.mark.timeout(120)

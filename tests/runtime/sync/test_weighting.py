@@ -89,17 +89,13 @@ for options in (
     case(f"cut by lengths, {options}", 3, script=LENGTHS, **by_cost, **options)
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, list[float | str]]:
-    return errors_of({name: (workers, case) for name, (workers, case, _) in CASES.items()})
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES)
-def test_every_applied_gradient_is_that_of_the_union_batch(name: str, errors: dict[str, list[float | str]]) -> None:
-    for error in errors[name]:
-        assert isinstance(error, float), error
-        assert error < CASES[name][2]
+def test_every_applied_gradient_is_that_of_the_union_batch() -> None:
+    """One test, because each process of xdist that took one of its cases would train them all."""
+    told = errors_of({name: (workers, case) for name, (workers, case, _) in CASES.items()})
+    assert told.keys() == CASES.keys()
+    bad = {name: [e for e in errors if isinstance(e, str) or not e < CASES[name][2]] for name, errors in told.items()}
+    assert {name: errors for name, errors in bad.items() if errors} == {}
 
 
 def test_static_graph_says_that_its_first_backward_must_synchronise() -> None:
