@@ -86,6 +86,20 @@ def test_shares_are_even_again_three_windows_after_a_slowdown(make: Any) -> None
     assert busy.max() / busy.mean() < 1.1
 
 
+@pytest.mark.parametrize(("every", "less"), [(4, True), (1000, False)])
+def test_who_is_often_slowed_down_takes_less_also_while_it_is_fast(every: int, less: bool) -> None:
+    shares = []
+    for wary in (0.0, 10.0):
+        policy, sizes = StigmergicPolicy(Parameters(wary=wary)), np.full(4, 64)
+        for window in range(50):
+            slow = 2.5 if window % every in (2, 3) else 1.0
+            sizes = policy.decide(
+                Affine(1e-3 * np.array([slow, 1, 1, 1]), phi=400.0).window(sizes), Bounds.of(4, 1, 512)
+            )
+        shares.append(sizes[0] / sizes.sum())  # after two windows in which it was fast
+    assert shares[1] < 0.85 * shares[0] if less else shares[1] == shares[0]
+
+
 def test_who_is_at_its_bound_leaves_the_rest_to_the_others() -> None:
     world = Affine(1e-3 * np.array([1.0, 1.0, 1.0, 0.2]), exchange_s=0.3, phi=4000.0)
     high = np.array([512, 512, 512, 80])

@@ -87,7 +87,7 @@ class StigmergicPolicy:
     shared       False: every worker has a field of its own, so nobody sees another's traces (an ablation)
 
     >>> policy, sizes = StigmergicPolicy(), np.array([64, 64])
-    >>> for _ in range(12):
+    >>> for _ in range(16):
     ...     seconds = np.array([0.1, 0.0]) + np.array([1e-3, 4e-3]) * sizes
     ...     wait = seconds.max() - seconds
     ...     known = {"compute": seconds, "compute_std": 1e-4, "wait": wait, "communication": 0.0}
