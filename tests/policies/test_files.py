@@ -62,21 +62,22 @@ def test_files_of_version_0_1_are_refused_by_name(kind: str, file: Path, schema:
     refused(PolicyFileError, rf"schema={schema} .*version 0\.1; train one for this version", describe_policy, file)
 
 
-def test_a_rule_of_before_two_numbers_were_learned_keeps_what_they_were(tmp_path: Path) -> None:
+def test_a_rule_of_0_2_loads_without_the_numbers_that_are_gone_and_those_of_later(tmp_path: Path) -> None:
     file = tmp_path / "p.safetensors"
     stigmergic.pretrained().save(file)
     now = stigmergic.StigmergicPolicy.load(file).parameters
-    older = {name: value for name, value in dataclasses.asdict(now).items() if name not in ("back", "ahead")}
+    older = {name: value for name, value in dataclasses.asdict(now).items() if name not in ("wary", "ahead")}
+    older = {"fade": 0.9, **older, "back": 0.5, "damp": 2.0}
     rehash(file, parameters=torch.tensor(list(older.values()), dtype=torch.float64))
     rewrite(file, parameters=older)
     before = stigmergic.StigmergicPolicy.load(file).parameters
-    assert before == dataclasses.replace(now, back=min(now.sure, 1.0), ahead=0.0)
+    assert before == dataclasses.replace(now, wary=0.0, ahead=0.0)
     rewrite(file, parameters=dict(sorted(older.items())))  # numbers would get each other's names
     refused(PolicyFileError, "none", stigmergic.StigmergicPolicy.load, file)
-    del older["fade"]
+    del older["calm"]
     rehash(file, parameters=torch.tensor(list(older.values()), dtype=torch.float64))
     rewrite(file, parameters=older)
-    refused(PolicyFileError, "a number for each of fade, calm", stigmergic.StigmergicPolicy.load, file)
+    refused(PolicyFileError, "a number for each of calm, sure", stigmergic.StigmergicPolicy.load, file)
 
 
 def rewrite(file: Path, **changed: Any) -> None:

@@ -20,6 +20,8 @@ from dynamix.policies.guard import Guard
 from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
 from dynamix.policies.proportional import LBBSP
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy, pretrained
+from dynamix.policies.stigmergic.traces import Own
+from dynamix.policies.stigmergic.worker import Sense
 from dynamix.window import Bounds, Window
 
 RECORDED = Path(__file__).with_name("recorded_decisions.json")
@@ -88,11 +90,11 @@ def _decided(case: str) -> dict[str, Any]:
 # ------------------------------------------------------------ the stigmergic rule, whose own sizes come back to it
 
 BOUNDED = Bounds.of(5, 16, [64, 128, 200, 512, 512], total_low=160, total_high=900, quantum=4, max_change=1.5)
-HESITANT = {"eager": 0.2, "back": 0.9, "still": 0.03, "ahead": 0.2}
+HESITANT = {"eager": 0.2, "wary": 16.0, "still": 0.03, "ahead": 0.2}
 RULES: dict[str, tuple[Callable[[], StigmergicPolicy], int, Bounds]] = {
     "by hand": (StigmergicPolicy, 5, Bounds.of(5, 1, 512)),
     "learned": (pretrained, 24, Bounds.of(24, 1, 300)),
-    "within bounds": (lambda: StigmergicPolicy(Parameters(push=0.6, damp=3.0, kin=1.0)), 5, BOUNDED),
+    "within bounds": (lambda: StigmergicPolicy(Parameters(push=0.6, wary=3.0, kin=1.0)), 5, BOUNDED),
     "hesitant": (lambda: StigmergicPolicy(Parameters(**HESITANT)), 5, Bounds.of(5, 1, 512)),
     "alone": (lambda: StigmergicPolicy(shared=False), 3, Bounds.of(3, 1, 512)),
 }
@@ -105,7 +107,15 @@ def _ruled(name: str, before: list[list[int]] | None) -> dict[str, Any]:
     gradients; the exchange becomes dear.
     """
     make, workers, bounds = RULES[name]
-    policy = make()
+    policy, left = make(), list[Any]()
+    observe = policy.observe
+
+    def watched(own: Own) -> tuple[Sense, Any]:
+        sense, traces = observe(own)
+        left[:] = [traces.sum(0) if policy.shared else traces]
+        return sense, traces
+
+    policy.observe = watched  # type: ignore[method-assign]
     rng, sizes = np.random.default_rng(workers), np.full(workers, 64)
     alpha, beta = rng.uniform(0, 0.05, workers), rng.uniform(5e-4, 4e-3, workers)
     told: dict[str, Any] = {"sizes": [], "traces": []}
@@ -120,7 +130,7 @@ def _ruled(name: str, before: list[list[int]] | None) -> dict[str, Any]:
             known |= {"global_norm_sq": 2.0 + 900.0 / sizes.sum()}
         answer = policy.decide(Window.of(sizes, **known, data=0.001, base_batch=64 * workers), bounds)
         told["sizes"].append(answer.tolist())
-        told["traces"].append([float(f"{trace:.9g}") for trace in np.array(policy.state_dict()["smelt"]).flat])
+        told["traces"].append([float(f"{trace:.9g}") for trace in left[0].flat])
         sizes = answer if before is None else np.array(before[i])
     return told
 

@@ -20,6 +20,7 @@ from dynamix.model.state import array_of
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.goodput import wish
 from dynamix.policies.protocol import Policy, boundary
+from dynamix.policies.stigmergic.policy import OF_0_2
 from dynamix.policies.wrappers import pace_as_written_now, peers_of, report_of
 from dynamix.projection import project
 from dynamix.removed import removed_arguments
@@ -56,8 +57,9 @@ def as_written_now(state: dict[str, Any]) -> dict[str, Any]:
     """A policy's state as this version writes it, whichever version did."""
     if isinstance(inner := state.get("paced"), dict):
         return {**state, "paced": as_written_now(inner), "pace": pace_as_written_now(state.get("pace"))}
-    if isinstance(state.get("field"), dict) and isinstance(state.get("worlds"), list):
-        return {**state, "field": None, "worlds": None}  # of the stigmergic policy: 0.2 wrote its traces twice
+    if isinstance(state.get("smelt"), list):  # of the stigmergic policy, whose traces stayed for some windows in 0.2
+        habit = {**state["habit"], "usual": [], "rise": []}
+        return {**state, "habit": habit, **dict.fromkeys(OF_0_2), "target": state["target"]}
     own = state.get("guard")
     if not isinstance(own, dict) or "check" not in own:
         return state

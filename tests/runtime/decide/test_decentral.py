@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from dynamix.errors import ConfigError
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic.policy import StigmergicPolicy
-from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, TRACES, TraceKind
+from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, TraceKind
 from dynamix.runtime.config import JobConfig
 from dynamix.runtime.decide.decision import Decider
 from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel, own_window
@@ -89,9 +89,9 @@ class Watched(StigmergicPolicy):
         self.known.append(copy.deepcopy(own))
         return super().observe(own)
 
-    def choose(self, own: Any, sense: Any, smelt: Any, new: Any, bounds: Any) -> Any:
-        self.present.append(float(new[0, TraceKind.PRESENT]))
-        size = super().choose(own, sense, smelt, new, bounds)
+    def choose(self, own: Any, sense: Any, traces: Any, bounds: Any) -> Any:
+        self.present.append(float(traces[0, TraceKind.PRESENT]))
+        size = super().choose(own, sense, traces, bounds)
         self.chosen.append((int(size[0]), int(bounds.low[0]), int(bounds.high[0])))
         return size
 
@@ -106,17 +106,15 @@ def test_live_ranks_choose_what_the_same_rules_do_beside_each_other_and_no_trace
         return policy
 
     live = over_threads(train, 3)
-    rules, ways = [StigmergicPolicy() for _ in live], np.zeros(len(TRACES))
+    rules = [StigmergicPolicy() for _ in live]
     assert len(live[0].chosen) > 5
     for index, owns in enumerate(zip(*(policy.known for policy in live), strict=True)):
         taken = [rule.observe(own) for rule, own in zip(rules, owns, strict=True)]
-        total, way, ways = sum(left[0] for _, left in taken), ways, np.zeros(len(TRACES))
+        total = sum(left for _, left in taken)
         for rule, own, (sense, _), policy in zip(rules, owns, taken, live, strict=True):
-            smelt, new = rule.smell(total, way)
             assert policy.present[index] == pytest.approx(3.0)
             size, low, high = policy.chosen[index]
-            assert rule.choose(own, sense, smelt[None], new[None], Bounds.of(1, low, high)).tolist() == [size], index
-            ways = ways + rule.moved(own.size, own.load, np.array([size]))[0]
+            assert rule.choose(own, sense, total, Bounds.of(1, low, high)).tolist() == [size], index
 
 
 def test_a_guard_which_needs_all_workers_times_is_refused() -> None:
@@ -180,18 +178,9 @@ def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:
         closing = ClosedWindow(index, sizes, 0, 0, 1.0, 0, 0)
         owns = [own_window(_row(window, i, steps), closing, rank=i, job=job) for i in range(workers)]
         taken = [rank.observe(own) for rank, own in zip(ranks, owns, strict=True)]
-        left, way = sum(left[0] for _, left in taken), np.zeros(len(TRACES))
-        if index:
-            way = sum(rank.way for rank in ranks)
-        field = [rank.smell(left, way) for rank in ranks]
-        alone = [Bounds.of(1, 1, 256) for _ in ranks]
+        left, alone = sum(left for _, left in taken), Bounds.of(1, 1, 256)
         chosen = np.array(
-            [
-                rank.choose(own, sense, smelt[None], new[None], bound)[0]
-                for rank, own, (sense, _), (smelt, new), bound in zip(ranks, owns, taken, field, alone, strict=True)
-            ]
+            [rank.choose(own, sense, left, alone)[0] for rank, own, (sense, _) in zip(ranks, owns, taken, strict=True)]
         )
-        for i, own in enumerate(owns):
-            ranks[i].go(own, chosen[i : i + 1])
         assert together.decide(window, bounds).tolist() == chosen.tolist()
         sizes = chosen

@@ -1,7 +1,7 @@
 """Learning the numbers of the stigmergic rule: the cross-entropy method, on clusters that grow from 1 to 32 workers.
 
 A candidate is one set of numbers for all workers, judged by the time that they take for the progress that the lagged
-reference makes meanwhile; all candidates of a generation meet the same clusters. Sixteen numbers need no gradient
+reference makes meanwhile; all candidates of a generation meet the same clusters. Fourteen numbers need no gradient
 (Rubinstein 1999; de Boer et al. 2005).
 """
 

@@ -20,7 +20,7 @@ from dynamix.policies.stigmergic.traces import TraceKind
 from dynamix.window import Floats
 
 # In log goodput: for less the crowd does not change its load. The best load is flat, and not known exactly.
-LEAST = 0.01
+LEAST = 0.001
 UNTIL_KNOWN = 8  # decisions after which a noise scale that is not known is not to be expected
 CANDIDATES: Floats = np.linspace(-1.0, 1.0, 33)  # of the common move, over its reach
 
@@ -38,9 +38,8 @@ class Smell:
     last: Floats  # part of the step before the last gradient of all
     floor: Floats  # time of the worker whose smallest size takes longest; 0 where that is far below `last`
     noise: Floats  # the noise's share of |g|^2; NaN where nobody knew any
-    churn: Floats  # load that some let go while others took as much
     aim: Floats  # log of the load that the crowd wants, as all found it a window before; NaN where nobody did
-    oom: Floats  # how many ran out of memory lately
+    oom: Floats  # how many ran out of memory
 
     def finish(self, load: Floats) -> Floats:
         """When all could finish together at mean loads (..., K), in steps; `load` may have one dimension more than the
@@ -67,23 +66,20 @@ class Crowd:
         self.last: Floats = UNKNOWN  # as in `Smell`
         self.searches = 0
 
-    def read(self, traces: Floats, new: Floats) -> Smell:
-        """Take in the traces of a window, (..., 1 or W, 16), and which part of them was left in it."""
-        t, faded, fresh = TraceKind, np.moveaxis(traces, -1, 0), np.moveaxis(new, -1, 0)
+    def read(self, traces: Floats) -> Smell:
+        """Take in the traces of a window, (..., 1 or W, 14)."""
+        t, left = TraceKind, np.moveaxis(traces, -1, 0)
         with np.errstate(divide="ignore", invalid="ignore"):
-            # Sizes change from window to window, and a high power would not be forgotten for long: of these only what
-            # is new counts. The noise is that of several windows, as faded: one window's is mostly chance.
-            load, speed, offset, held = fresh[[t.LOAD, t.SPEED, t.OFFSET, t.HELD]] / fresh[t.PRESENT]
-            fixed, grown, shrunk = faded[[t.OFFSET, t.GROW, t.SHRINK]] / faded[t.PRESENT]
-            last = np.clip(1.0 - fresh[t.WAIT] / fresh[t.LATE], 0.02, 1.0)
-            noise = np.where(faded[t.HEARD] > 0.01, faded[t.NOISE] / faded[t.HEARD], np.nan)
-            aim = np.where(fresh[t.AIMING] > 0.01, fresh[t.AIM] / fresh[t.AIMING], np.nan)
-            floor = np.where(fresh[t.HEAVY] > 0.001, np.clip(fresh[t.FLOOR] / fresh[t.HEAVY], 0.0, 1.25), 0.0)
+            load, speed, fixed, held = left[[t.LOAD, t.SPEED, t.OFFSET, t.HELD]] / left[t.PRESENT]
+            last = np.clip(1.0 - left[t.WAIT] / left[t.LATE], 0.02, 1.0)
+            noise = np.where(left[t.HEARD] > 0.01, left[t.NOISE] / left[t.HEARD], np.nan)
+            aim = np.where(left[t.AIMING] > 0.01, left[t.AIM] / left[t.AIMING], np.nan)
+            floor = np.where(left[t.HEAVY] > 0.001, np.clip(left[t.FLOOR] / left[t.HEAVY], 0.0, 1.25), 0.0)
         known = self.last if self.last.shape == last.shape else np.ones(last.shape)
         self.last = np.where(np.isfinite(last), last, known)
         speed, noise = np.where(speed > 1e-3, speed, 0.0), np.clip(noise, 0.01, 0.99)
-        last, churn = np.where(np.isnan(load), np.nan, self.last), np.minimum(grown, shrunk)
-        return Smell(load, speed, offset - held, fixed, last, floor, noise, churn, aim, faded[t.OOM])
+        last = np.where(np.isnan(load), np.nan, self.last)
+        return Smell(load, speed, fixed - held, fixed, last, floor, noise, aim, left[t.OOM])
 
     def best_move(
         self,

@@ -1,7 +1,8 @@
 """Every worker sets its own batch size from its own metrics and the traces that all leave in one field. No arbiter.
 
-The idea is S-MADRL's (arXiv 2510.03592): no messages, decaying traces, one rule for all. The rule, its traces and its
-parameters are ours; the parameters are learned in simulation (`dynamix_lab.training.stigmergic`).
+The idea is S-MADRL's (arXiv 2510.03592): no messages, traces, one rule for all. The rule, its traces, which are gone
+after a window, and its parameters are ours; the parameters are learned in simulation
+(`dynamix_lab.training.stigmergic`).
 
 Every worker learns its own costs, alpha + beta b, and leaves what the crowd needs of them: the loads it computes in the
 time of a step, and those its fixed costs would take. The means of both tell every worker when all could finish
@@ -20,9 +21,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from dynamix.errors import PolicyFileError, StateError
+from dynamix.errors import PolicyFileError
 from dynamix.model.measured import mean_of_known
-from dynamix.model.state import UNKNOWN
 from dynamix.policies.files import read_policy, retrain, write_policy
 from dynamix.policies.stigmergic.crowd import Crowd, Smell
 from dynamix.policies.stigmergic.traces import Own, TraceKind
@@ -39,7 +39,9 @@ LOUDEST = 4.0  # the same for its parts of |g|^2, over a mean one; one worker's 
 KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
 HEAVINESS = 12  # the same for the one whose smallest size takes longest
 SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound
-_OF_0_2 = ("field", "worlds")  # which states held, too, and by which they are told from other policies'
+RARE, MOST = 0.05, 1.0  # slowdowns a window, in logs, that nobody prepares for, and the most that one prepares for
+# What states of 0.2 held besides; by these names they are told from other policies'.
+OF_0_2 = ("smelt", "way", "common", "target", "windows", "field", "worlds")
 
 
 def _number(default: float, low: float, high: float) -> Any:
@@ -51,16 +53,15 @@ def _number(default: float, low: float, high: float) -> Any:
 class Parameters:
     """The rule's numbers. The defaults were set by hand; the shipped ones are learned."""
 
-    fade: float = _number(0.8, 0.3, 0.98)  # part of every trace that is gone a window later
     # Part of a deviation that is made up for: `calm` within the own jitter, `sure` far beyond, half way at `gate`
     # standard errors; `eager` times that if it asks for more: who is late makes all wait, who could do more nobody.
     calm: float = _number(0.3, 0.02, 1.0)
     sure: float = _number(1.0, 0.4, 1.2)
-    eager: float = _number(0.5, 0.1, 1.2)
+    eager: float = _number(0.7, 0.1, 1.2)
     gate: float = _number(3.0, 0.3, 16.0)
-    back: float = _number(0.5, 0.05, 1.2)  # least part of a share that is taken back if it was given up for a stall
     hedge: float = _number(0.8, 0.0, 2.0)  # a worker counts as slower by so many standard deviations of its step
-    damp: float = _number(0.5, 0.0, 10.0)  # how much less is made up for while the crowd both grows and shrinks
+    # While it is fast a worker counts as slower by so many times the log by which it usually slows down in a window.
+    wary: float = _number(10.0, 0.0, 16.0)
     push: float = _number(1.0, 0.0, 1.2)  # part of the way to the crowd's best load that is gone in one decision
     reach: float = _number(0.6, 0.05, 0.8)  # largest common move
     # How far beyond the load in force, in logs, the load that the crowd wants counts as met: sizes lag behind wishes.
@@ -86,7 +87,7 @@ class StigmergicPolicy:
     shared       False: every worker has a field of its own, so nobody sees another's traces (an ablation)
 
     >>> policy, sizes = StigmergicPolicy(), np.array([64, 64])
-    >>> for _ in range(12):
+    >>> for _ in range(16):
     ...     seconds = np.array([0.1, 0.0]) + np.array([1e-3, 4e-3]) * sizes
     ...     wait = seconds.max() - seconds
     ...     known = {"compute": seconds, "compute_std": 1e-4, "wait": wait, "communication": 0.0}
@@ -101,18 +102,15 @@ class StigmergicPolicy:
     def __init__(self, parameters: Parameters | None = None, *, shared: bool = True, about: Any = None) -> None:
         self.parameters = parameters or Parameters()
         self.shared, self.about = shared, dict(about or {})
-        self.habit, self.windows = Habit(), 0
-        self.crowd = Crowd(self.parameters.heed)
-        self._smelt: Floats = UNKNOWN  # the field after the last window, (..., 16); nothing before the first
-        self.way: Floats = UNKNOWN  # what was left about the last move, (..., 16); the field takes it in with the next
+        self.habit, self.crowd = Habit(), Crowd(self.parameters.heed)
         self.target: Floats = np.full(1, np.nan)  # log of the crowd's load that was found best in the last decision
-        self.common: Floats = np.zeros(1)  # log move that all made alike in the last decision
 
     def observe(self, own: Own) -> tuple[Sense, Floats]:
-        """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 16)."""
+        """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 14)."""
         p = self.parameters
         sense = self.habit.observe(own)
-        pace_s, load = sense.pace_s * (1.0 + p.hedge * sense.jitter), np.minimum(own.load, LARGEST)
+        slower = (1.0 + p.hedge * sense.jitter) * np.exp(np.clip(p.wary * (sense.risk - RARE), 0.0, MOST))
+        pace_s, load = sense.pace_s * slower, np.minimum(own.load, LARGEST)
         with np.errstate(divide="ignore", invalid="ignore"):
             speed = self.habit.step / pace_s
         # Who was never measured counts as one that just finishes in time.
@@ -137,30 +135,20 @@ class StigmergicPolicy:
         left[..., TraceKind.NOISE] = np.nan_to_num(np.clip(own.noise, -LOUDEST, LOUDEST))
         heard = np.clip(own.square, -LOUDEST, LOUDEST)
         left[..., TraceKind.HEARD] = np.where(np.isfinite(own.noise), heard, 0.0)
+        aim = self.target if self.target.shape in (last.shape, (*last.shape[:-1], 1)) else np.full(1, np.nan)
+        left[..., TraceKind.AIM], left[..., TraceKind.AIMING] = np.nan_to_num(aim), np.isfinite(aim)
         left[..., TraceKind.OOM] = own.size > own.fits  # until the own size fits
-        return Sense(sense.share, sense.jitter, pace_s, offset), left
+        return dataclasses.replace(sense, pace_s=pace_s, offset=offset), left
 
-    def smell(self, left: Floats, way: Floats) -> tuple[Floats, Floats]:
-        """Let the field take in what all workers left; what is smelt there, and which part of it is new, (..., 16).
+    def choose(self, own: Own, sense: Sense, traces: Floats, bounds: Bounds) -> Ints:
+        """The workers' new sizes (..., W) from the traces that all left of the last window, (..., 1 or W, 14).
 
-        left   sum over workers of what `observe` says, (..., 16)
-        way    the same of `moved` after the window before. It counts from then
-        """
-        self.windows += 1
-        kept = 1.0 - self.parameters.fade
-        before = self._smelt if self._smelt.shape == left.shape else np.zeros(left.shape)
-        self._smelt = smelt = (before + way) * kept + left
-        return smelt, smelt - kept * before
-
-    def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds) -> Ints:
-        """The workers' new sizes (..., W) from what they smell, and which part of it was left in the last window, (...,
-        1 or W, 16). Unknown traces: the size stays. `bounds` are these workers' own; their sum is not looked at.
+        Unknown traces: the size stays. `bounds` are these workers' own; their sum is not looked at.
         """
         q = bounds.quantum
         intended = self.habit.intended(own.size, q)
-        smell = self.crowd.read(smelt, new)
-        common, move, aim = self._moves(own, sense, smell, intended / own.unit)
-        self.common, move = np.nan_to_num(common), np.clip(move, -LEAP, LEAP)
+        move, aim = self._moves(own, sense, self.crowd.read(traces), intended / own.unit)
+        move = np.clip(move, -LEAP, LEAP)
         low, high = np.maximum(bounds.low, np.minimum(q, bounds.high)), bounds.high
         high = np.maximum(np.minimum(high, np.floor(own.fits / q) * q), low)
         self.habit.pinned, self.habit.least = (aim * own.unit > high) | (aim * own.unit < low), low
@@ -176,22 +164,8 @@ class StigmergicPolicy:
         sizes = np.where(np.isfinite(move), sizes, np.clip(own.size, low, high))
         return np.asarray(np.where(own.size > 0, sizes, bounds.low), dtype=np.int64)
 
-    def moved(self, before: Floats, load: Floats, sizes: Ints) -> Floats:
-        """The traces that workers of this `load` leave about their way from size `before` to `sizes`, (..., W, 16).
-
-        Only what they did beyond the move that all made alike: moves towards the pace cancel to first order, and this
-        is what is left of their sum.
-        """
-        left = np.zeros((*before.shape, len(TraceKind)))
-        change = np.maximum(sizes, 1) / np.maximum(before, 1) * np.exp(-self.common) - 1.0
-        step = np.minimum(load, LARGEST) * change
-        left[..., TraceKind.GROW], left[..., TraceKind.SHRINK] = np.maximum(step, 0.0), np.maximum(-step, 0.0)
-        left[..., TraceKind.AIM], left[..., TraceKind.AIMING] = np.nan_to_num(self.target), np.isfinite(self.target)
-        return left
-
-    def _moves(self, own: Own, sense: Sense, smell: Smell, load: Floats) -> tuple[Floats, Floats, Floats]:
-        """The log change that all make alike, (..., 1 or W), each one's whole log change from `load` and the load it
-        aims at, (..., W); NaN where the traces are not known."""
+    def _moves(self, own: Own, sense: Sense, smell: Smell, load: Floats) -> tuple[Floats, Floats]:
+        """Each one's log change from `load` and the load it aims at, (..., W); NaN where the traces are not known."""
         p = self.parameters
         self.habit.costs = self.habit.costs.lean_to(np.maximum(smell.fixed, 0.0)[..., None], p.kin)
         step, present = self.habit.step, smell.load
@@ -211,10 +185,9 @@ class StigmergicPolicy:
             even, aim = (np.maximum(at / sense.pace_s - sense.offset, SLIGHTEST) for at in (now, then))
             deviation = np.log(even / load)
             doubt = np.square(deviation) / (np.square(sense.jitter) / np.fmax(own.steps, 1.0))
-            gain = (p.calm + (p.sure - p.calm) * doubt / (doubt + p.gate**2)) / (1.0 + p.damp * smell.churn)
+            gain = p.calm + (p.sure - p.calm) * doubt / (doubt + p.gate**2)
             gain = np.where(deviation > 0, p.eager * gain, gain)
-            gain = np.where(self.habit.refuted & (deviation > 0), np.maximum(gain, p.back), gain)
-            return common, gain * deviation + np.log(aim / even), aim
+            return gain * deviation + np.log(aim / even), aim
 
     def peers(self) -> StigmergicPolicy:
         """The rule of one worker, for a job in which each rank decides for itself."""
@@ -223,34 +196,17 @@ class StigmergicPolicy:
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         own = Own.of(window)
         sense, left = self.observe(own)
-        left = left.sum(-2) if self.shared else left
-        smelt, new = self.smell(left, self.way if self.way.shape == left.shape else np.zeros(left.shape))
-        if self.shared:
-            smelt, new = smelt[..., None, :], new[..., None, :]
-        sizes = in_range(self.choose(own, sense, smelt, new, bounds), bounds, current=window.batch_size)
-        self.go(own, sizes)
-        return sizes
-
-    def go(self, own: Own, sizes: Ints) -> None:
-        """The sizes become `sizes` (..., W): the field takes in with the next window what is left about that."""
-        moved = self.moved(own.size, own.load, sizes)
-        self.way = moved.sum(-2) if self.shared else moved
+        sizes = self.choose(own, sense, left.sum(-2, keepdims=True) if self.shared else left, bounds)
+        return in_range(sizes, bounds, current=window.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        arrays = {name: value.tolist() for name, value in self._arrays().items()}
         parts = {"habit": self.habit.state_dict(), "crowd": self.crowd.state_dict()}
-        return {**parts, **arrays, "windows": self.windows, **dict.fromkeys(_OF_0_2)}
-
-    def _arrays(self) -> dict[str, Floats]:
-        return {"smelt": self._smelt, "way": self.way, "common": self.common, "target": self.target}
+        return {**parts, **dict.fromkeys(OF_0_2), "target": self.target.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.habit.load_state_dict(state["habit"])
         self.crowd.load_state_dict(state["crowd"])
-        self._smelt, self.way, self.common, self.target = (np.asarray(state[name]) for name in self._arrays())
-        self.windows = int(state["windows"])
-        if self._smelt.size and self._smelt.shape[-1] != len(TraceKind):
-            raise StateError(f"the saved field has {self._smelt.shape[-1]} traces, this one {len(TraceKind)}")
+        self.target = np.asarray(state["target"])
 
     def save(self, path: str | Path) -> None:
         """Write `path` (safetensors) and its description beside it (`.json`)."""
@@ -265,9 +221,8 @@ class StigmergicPolicy:
         given, values = about.get("parameters"), weights.get("parameters", torch.empty(0))
         named: dict[str, float] = {}
         if isinstance(given, dict) and values.ndim == 1 and list(given.values()) == values.tolist():
-            named = dict(given)  # in the order of the values
-        if RANGES.keys() - named.keys() == {"back", "ahead"}:  # of a version that had the two fixed
-            named |= {"back": min(named["sure"], 1.0), "ahead": 0.0}
+            named = {"wary": 0.0, "ahead": 0.0, **given}  # in the order of the values; older versions had neither
+            named = {name: named[name] for name in RANGES if name in named}  # and some that are gone
         if named.keys() != RANGES.keys():
             allowed = f"a number for each of {', '.join(RANGES)} in {path}"
             raise PolicyFileError("parameters", ", ".join(named) or "none", allowed, retrain(KIND))

@@ -1,6 +1,6 @@
 """A worker's own view of a window, and the traces that it leaves of it in the shared field.
 
-Sixteen traces (`TRACES`), read as means over `present`, or over `late`, `heavy`, `heard` and `aiming` where only some
+Fourteen traces (`TRACES`), read as means over `present`, or over `late`, `heavy`, `heard` and `aiming` where only some
 know something. So nobody needs to know who left what, and who leaves no more is forgotten. Loads are counted in even
 shares of the base batch, times in steps.
 """
@@ -30,11 +30,9 @@ class TraceKind(IntEnum):
     FLOOR = 8  # the same part, times heavy
     NOISE = 9  # own part of the noise in |g|^2, over a mean |g|^2
     HEARD = 10  # own part of |g|^2 over the same: 1 for every worker that knows its own part while the batch stands
-    GROW = 11  # by which part the own size has just grown beyond what all grew alike, times load
-    SHRINK = 12  # the same for a size that shrank
-    AIM = 13  # log of the crowd's load that teaches most a second, as this worker finds it
-    AIMING = 14  # 1 for every worker that found one
-    OOM = 15  # 1 when memory ran out
+    AIM = 11  # log of the crowd's load that teaches most a second, as this worker found it a window before
+    AIMING = 12  # 1 for every worker that found one
+    OOM = 13  # 1 when memory ran out
 
 
 TRACES = tuple(trace.name.lower() for trace in TraceKind)

@@ -11,6 +11,7 @@ from dynamix.policies.stigmergic.traces import Own
 from dynamix.window import Floats, Ints, Window
 
 STEADIEST = 0.01  # nobody's jitter is taken to be less
+FAST = 0.1  # a worker counts as fast if its log seconds are at least that much below its usual ones
 NOISE_DECAY = 0.8  # weight of the past windows in a worker's own part of the noise, as in `runtime.noise.NoiseScale`
 
 
@@ -22,24 +23,26 @@ class Sense:
     jitter: Floats  # relative standard deviation of a step
     pace_s: Floats  # seconds a load, once fixed costs are paid
     offset: Floats  # loads that would be computed in the time of the fixed costs
+    risk: Floats  # log by which it slows down in a window, in the mean, if it is fast now; else 0
 
 
 class Habit:
     """The own costs as `WorkerCosts` learns them of a worker that knows no other, the last step, the wish before
     rounding.
 
-    refuted  whether what the last window took for a jump of the own speed was none: the worker is as fast as before
+    usual    log seconds of an even share, averaged over some ten windows; `rise` log by which it slows down in a window
+             that finds it fast, averaged over some twenty of them
     pinned   whether the last wish lay beyond what the own bounds or memory allow; `least` is the smallest size they do
     """
 
     FIELDS = ("wish", "step", "share", "jitter")
+    LATER = ("usual", "rise")  # states of 0.2 end before these
 
     def __init__(self) -> None:
         self.costs = WorkerCosts(pooled=0.0, learn_error=False)
         # (..., W): samples, real; s of a step; `share` and `jitter` as in `Sense`.
-        self.wish = self.step = self.share = self.jitter = UNKNOWN
+        self.wish = self.step = self.share = self.jitter = self.usual = self.rise = UNKNOWN
         self.pinned: np.ndarray = np.empty((0, 0), dtype=bool)
-        self.refuted: np.ndarray = np.zeros(1, dtype=bool)
         self.least: Floats | Ints = UNKNOWN
         # Sums over windows of a live job, past ones fading: own part of the noise, |g|^2, own part of the noise in it.
         self.heard: Floats = np.zeros(3)
@@ -77,9 +80,7 @@ class Habit:
         # Each worker is a cluster of its own to the filters.
         size, busy, spread = (x[..., None] for x in (own.size.astype(np.int64), own.busy, own.jitter * own.busy))
         alone = Window.of(size, compute=busy, compute_std=spread, steps=own.steps, base_batch=own.unit)
-        past, self.costs = self.costs.lasted, self.costs.update(alone)
-        known = past if past.shape == self.costs.lasted.shape else np.zeros(self.costs.lasted.shape)
-        self.refuted = (self.costs.lasted - 0.95 * known)[..., 1] > 0.5
+        past, self.costs = self.costs, self.costs.update(alone)
         alpha, beta = self.costs.alpha[..., 0], self.costs.beta[..., 0]
         step = own.busy + own.blocked
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -88,7 +89,19 @@ class Habit:
             self._take("jitter", np.where(own.jitter >= 0, own.jitter, np.nan), 0.3)
             pace_s, offset = beta * own.unit, alpha / (beta * own.unit)
         jitter = np.maximum(np.nan_to_num(self.jitter), STEADIEST)
-        return Sense(self.share, jitter, pace_s, offset)
+        return Sense(self.share, jitter, pace_s, offset, self._risk(past, own.unit))
+
+    def _risk(self, past: WorkerCosts, unit: Floats) -> Floats:
+        """Take in how much slower an even share of `unit` samples is than by the costs of the window before."""
+        now = np.log(self.costs.alpha[..., 0] + self.costs.beta[..., 0] * unit)
+        if self.usual.shape != now.shape:
+            self.usual, self.rise = now, np.zeros(now.shape)
+        else:
+            before = np.log(past.alpha[..., 0] + past.beta[..., 0] * unit)
+            rise = np.where(before < self.usual - FAST, np.maximum(now - before, 0.0), np.nan)
+            self._take("rise", rise, 0.05)
+            self._take("usual", now, 0.1)
+        return np.where(now < self.usual - FAST, self.rise, 0.0)
 
     def intended(self, size: Floats, quantum: int) -> Floats:
         """The wish behind `size`, or `size` itself where something else than rounding lies between."""
@@ -97,11 +110,12 @@ class Habit:
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: getattr(self, name).tolist() for name in (*self.FIELDS, "pinned", "heard")}
         arrays["least"] = np.asarray(self.least, dtype=np.float64).tolist()
-        return {**arrays, "costs": saved(self.costs), "lean": self.costs.lean.tolist()}
+        later = {name: getattr(self, name).tolist() for name in self.LATER}
+        return {**arrays, "costs": saved(self.costs), "lean": self.costs.lean.tolist(), **later}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.FIELDS:
-            setattr(self, name, array_of(state[name]))
+        for name in (*self.FIELDS, *self.LATER):
+            setattr(self, name, array_of(state[name] if name in self.FIELDS else state.get(name, ())))
         self.costs = self.costs.restored(state["costs"], lean=np.asarray(state["lean"]))
         self.least, self.heard = (np.asarray(state[name], dtype=np.float64) for name in ("least", "heard"))
         self.pinned = np.asarray(state["pinned"], dtype=bool).reshape(self.wish.shape)

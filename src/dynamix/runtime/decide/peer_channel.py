@@ -112,9 +112,9 @@ class PeerChannel(DecisionChannel):
                 failed.append(ours(error, _CHOOSING))
                 self.exchange(np.zeros(len(TRACES)))
             else:
-                told = self.exchange(left)
+                traces = self.exchange(left)
                 try:
-                    size = self.choose(own, sense, *told)
+                    size = self.choose(own, sense, traces)
                 except Exception as error:
                     failed.append(ours(error, _CHOOSING))
             self._share(size, choice).wait()
@@ -134,7 +134,7 @@ class PeerChannel(DecisionChannel):
         return self.group.all_gather(mine, choice.every)
 
     def observe(self, row: Floats, closing: ClosedWindow) -> tuple[Own, Sense, Floats]:
-        """Takes in this rank's window, and returns the traces (16,) that it leaves of it."""
+        """Takes in this rank's window, and returns the traces (14,) that it leaves of it."""
         own = own_window(row, closing, rank=self.ranks.rank, job=self.job)
         known, total = dict(zip(ROW, row, strict=False)), float(closing.sizes.sum())
         batch = known["count"] / known["weight"] if known["count"] > 0 and known["weight"] > 0 else total
@@ -143,22 +143,17 @@ class PeerChannel(DecisionChannel):
         sense, left = self.policy.observe(own)
         return own, sense, left[0]
 
-    def exchange(self, left: Floats) -> tuple[Floats, Floats]:
-        """The traces that all ranks leave of this window, and those of their way after the one before, (16,) each."""
-        policy, n = self.policy, len(TRACES)
-        way = policy.way if policy.way.shape == left.shape else np.zeros(n)
-        mine, total = torch.from_numpy(np.concatenate([left, way])), torch.zeros(2 * n, dtype=torch.float64)
-        self.group.all_sum(mine, total).wait()
-        return total[:n].numpy(), total[n:].numpy()
+    def exchange(self, left: Floats) -> Floats:
+        """The traces (14,) that all ranks leave of this window."""
+        total = torch.zeros(len(TRACES), dtype=torch.float64)
+        self.group.all_sum(torch.from_numpy(left), total).wait()
+        return total.numpy()
 
-    def choose(self, own: Own, sense: Sense, left: Floats, way: Floats) -> int:
+    def choose(self, own: Own, sense: Sense, traces: Floats) -> int:
         """This rank's next size, from what `exchange` says that all left."""
         bounds, mine = self.job.bounds, slice(self.ranks.rank, self.ranks.rank + 1)
         alone = replace(bounds, low=bounds.low[mine], high=bounds.high[mine])
-        smelt, new = self.policy.smell(left, way)
-        size = self.policy.choose(own, sense, smelt[None], new[None], alone)
-        self.policy.go(own, size)
-        return int(size[0])
+        return int(self.policy.choose(own, sense, traces[None], alone)[0])
 
     def _message(self, closing: ClosedWindow, told: Floats) -> Message:
         """The same on every rank, being made of the same numbers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,39 +40,25 @@ class Impaired(StigmergicPolicy):
         super().__init__(parameters, **options)
         self.without, self.noise, self.late = list(without), noise, late
         self._rng = np.random.default_rng([seed, 57])
-        self._on_the_way: deque[tuple[Floats, Floats]] = deque()
+        self._on_the_way: deque[Floats] = deque()
 
     def observe(self, own: Own) -> tuple[Sense, Floats]:
         sense, left = super().observe(own)
         left[..., self.without] = 0.0
         return sense, left
 
-    def moved(self, before: Floats, load: Floats, sizes: Ints) -> Floats:
-        left = super().moved(before, load, sizes)
-        left[..., self.without] = 0.0
-        return left
-
-    def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds) -> Ints:
-        self._on_the_way.append((smelt, new))
-        unknown = np.full(smelt.shape, np.nan)
-        smelt, new = self._on_the_way.popleft() if len(self._on_the_way) > self.late else (unknown, unknown)
+    def choose(self, own: Own, sense: Sense, traces: Floats, bounds: Bounds) -> Ints:
+        self._on_the_way.append(traces)
+        traces = self._on_the_way.popleft() if len(self._on_the_way) > self.late else np.full(traces.shape, np.nan)
         if self.noise:
-            read = np.exp(self.noise * self._rng.normal(size=(*own.size.shape, len(TraceKind))))
-            smelt, new = smelt * read, new * read
-        return super().choose(own, sense, smelt, new, bounds)
-
-
-def _faded(alpha: float) -> Rule:
-    return lambda parameters: StigmergicPolicy(replace(parameters, fade=alpha))
+            traces = traces * np.exp(self.noise * self._rng.normal(size=(*own.size.shape, len(TraceKind))))
+        return super().choose(own, sense, traces, bounds)
 
 
 ABLATIONS: dict[str, Rule] = {
     "whole": StigmergicPolicy,
     "no-traces": partial(StigmergicPolicy, shared=False),
     "no-noise-trace": partial(Impaired, without=(TraceKind.NOISE, TraceKind.HEARD)),
-    "no-churn-traces": partial(Impaired, without=(TraceKind.GROW, TraceKind.SHRINK)),
-    "no-decay": _faded(0.0),
-    "fast-decay": _faded(0.98),
     "noise": partial(Impaired, noise=0.1),
     "late": partial(Impaired, late=1),
 }

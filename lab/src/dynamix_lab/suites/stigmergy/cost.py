@@ -12,7 +12,7 @@ import torch
 
 from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range, pretrained
-from dynamix.policies.stigmergic.traces import TRACES, Own
+from dynamix.policies.stigmergic.traces import Own
 from dynamix.window import Bounds, Floats, Ints, Window
 
 
@@ -50,8 +50,7 @@ def _costs(workers: int, repeats: int) -> dict[str, float]:
 def _one_rank(workers: int, window: Window, bounds: Bounds, repeats: int) -> float:
     """One rank's decision in a field where all the others have left their traces."""
     policy, everybody = pretrained(), Own.of(window)
-    others = pretrained().observe(everybody)[1].sum(-2)
-    mine, policy.way = _first(everybody), np.zeros(len(TRACES))
+    others, mine = pretrained().observe(everybody)[1].sum(-2), _first(everybody)
     alone = Bounds(
         bounds.low[:1], bounds.high[:1], bounds.total_low, bounds.total_high, bounds.quantum, bounds.max_change
     )
@@ -60,8 +59,7 @@ def _one_rank(workers: int, window: Window, bounds: Bounds, repeats: int) -> flo
 
 def _decide(policy: StigmergicPolicy, mine: Own, others: Floats, alone: Bounds) -> None:
     sense, left = policy.observe(mine)
-    smelt, new = policy.smell(others + left[0], policy.way)
-    policy.way = policy.moved(mine.size, mine.load, policy.choose(mine, sense, smelt[None], new[None], alone))[0]
+    policy.choose(mine, sense, others + left, alone)
 
 
 def _first(own: Own) -> Own:

@@ -1,8 +1,8 @@
 """`dynamix bench stigmergy`: workers that decide for themselves against central policies, in the simulator.
 
 Scenario by scenario and by number of workers: time for the progress that all reach, paired by cluster. Then what a
-quarter of the workers gone does; how long a slowdown is felt; what the traces and their decay are worth, with the
-rule's numbers learned anew for each ablation; and what a decision costs.
+quarter of the workers gone does; how long a slowdown is felt; what the traces are worth, with the rule's
+numbers learned anew for each ablation; and what a decision costs.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ FAMILIES = {
     "drifting": "ar1-jitter",
     "slowdowns": "affine-slowdowns",
     "contended": "link-contention",
+    "rotating": "rotating-neighbours",
+    "periodic": "periodic-neighbours",
     "elastic": "affine-slowdowns",
 }
 
