@@ -57,7 +57,7 @@ class Parameters:
     # standard errors; `eager` times that if it asks for more: who is late makes all wait, who could do more nobody.
     calm: float = _number(0.3, 0.02, 1.0)
     sure: float = _number(1.0, 0.4, 1.2)
-    eager: float = _number(0.7, 0.1, 1.2)
+    eager: float = _number(0.5, 0.1, 1.2)
     gate: float = _number(3.0, 0.3, 16.0)
     hedge: float = _number(0.8, 0.0, 2.0)  # a worker counts as slower by so many standard deviations of its step
     # While it is fast a worker counts as slower by so many times the log by which it usually slows down in a window.
