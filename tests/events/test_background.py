@@ -33,7 +33,8 @@ def test_lines_arrive_in_order_while_the_log_is_open_and_nothing_stays_after_it(
     assert log.close()
     assert log.close()
     assert [event["step"] for event in read_events(log.path)] == list(range(20))
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, descriptors)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors  # those of others may be closed meanwhile
     log.write(step=20)  # begins anew
     assert log.close()
     assert len(read_events(log.path)) == 21

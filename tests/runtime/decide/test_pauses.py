@@ -134,14 +134,14 @@ def test_a_worker_that_becomes_three_times_as_slow_gives_up_its_share_within_two
 
 
 @pytest.mark.parametrize(("interval", "worker"), [(2, 0), (5, 2), (10, 3)])
-def test_a_stall_too_short_to_be_a_pause_costs_a_stigmergic_worker_its_share_for_two_windows_at_most(
+def test_a_stall_too_short_to_be_a_pause_costs_a_stigmergic_worker_its_share_for_four_windows_at_most(
     interval: int, worker: int
 ) -> None:
     def stalled(index: int, step: Step) -> None:
         step.busy[worker] *= 1.9 if index == 8 * (interval + 1) else 1.0
 
     moved = np.abs(_shares("stigmergic", interval, stalled) / _shares("stigmergic", interval) - 1) > 0.2
-    assert moved.any(1).sum() <= 2, np.flatnonzero(moved.any(1))
+    assert moved.any(1).sum() <= 4, np.flatnonzero(moved.any(1))
 
 
 def _window(disturb: Disturbance, interval: int = 5) -> Window:
