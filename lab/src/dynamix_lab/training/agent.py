@@ -1,23 +1,28 @@
-"""An agent that sets the global batch and the learning rate, paid at the end of a budget: time and score as one.
+"""Agents that set the global batch and the learning rate, paid at the end of a budget: time and score as one figure.
 
-`learn_cma` (CMA-ES, Hansen, arXiv 1604.00772) searches the weights of a linear agent, `learn_ppo` those of a small
-network. Both meet whole trainings of real jobs (`real_jobs`), drawn from kinds that the test never has.
+`Search` (CMA-ES, Hansen, arXiv 1604.00772) looks for the weights of a linear agent, `Gradient` (PPO) learns a small
+network. Both meet whole trainings of real jobs (`real_jobs`), of kinds that the test never has.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
-import functools
+import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from dynamix.window import Floats
-from dynamix_lab.statistics import Interval, mean_interval
+from dynamix_lab.training.distributions import gaussian
+from dynamix_lab.training.episodes import Episode
+from dynamix_lab.training.ppo import PPO, PPOConfig
 from dynamix_lab.training.real_jobs import (
     FEATURES,
     KINDS,
@@ -36,6 +41,8 @@ from dynamix_lab.training.real_jobs import (
 LEAST, MOST = math.log(0.5), math.log(LARGEST)  # of log(batch / first batch)
 RATE_WITHIN = 1.5  # of log(factor on the rule's rate)
 RULES: Mapping[str, Callable[[RealJob], Decide]] = {"balance": fixed, "adapt": goodput}
+CUT = 2.0  # of log time: one ruined training must not outweigh all others
+HIDDEN = 32
 
 
 def prepared(job: RealJob) -> RealJob | None:
@@ -43,7 +50,7 @@ def prepared(job: RealJob) -> RealJob | None:
     base = KINDS[job.kind][2 if job.optimizer == "sgd" else 3]
     base *= job.batch / 128 if job.optimizer == "sgd" else math.sqrt(job.batch / 128)
     tried = [dataclasses.replace(job, rate=base * factor) for factor in RATES]
-    scores = [np.mean([train(one, fixed(one), repeat=repeat).score for repeat in (900, 901)]) for one in tried]
+    scores = [train(one, fixed(one), repeat=900).score for one in tried]
     best = tried[int(np.argmax(scores))]
     ends = [(math.log(m), train(best, fixed(best), multiple=m, repeat=r).score) for m in MULTIPLES for r in (902, 903)]
     at, reached = np.array(ends).T
@@ -55,68 +62,214 @@ def prepared(job: RealJob) -> RealJob | None:
     return dataclasses.replace(best, curve=tuple(float(c) for c in curve))
 
 
-def linear(weights: Floats, job: RealJob) -> Decide:
-    """The agent of `learn_cma`: weights (2, FEATURES) of batch and rate."""
-
-    def decide(seen: Seen) -> Choice:
-        batch, rate = weights.reshape(2, FEATURES) @ seen.features
-        return chosen(job, float(batch), float(rate))
-
-    return decide
-
-
 def chosen(job: RealJob, batch: float, rate: float) -> Choice:
     """A choice from two logs, within what is allowed."""
     size = job.batch * math.exp(min(max(batch, LEAST), MOST))
     return Choice(size, math.exp(min(max(rate, -RATE_WITHIN), RATE_WITHIN)))
 
 
+def linear(weights: Sequence[float], job: RealJob) -> Decide:
+    """The agent of `Search`: weights (2 x FEATURES) of batch and rate."""
+    matrix = np.reshape(weights, (2, FEATURES))
+
+    def decide(seen: Seen) -> Choice:
+        batch, rate = matrix @ seen.features
+        return chosen(job, float(batch), float(rate))
+
+    return decide
+
+
 def cost(job: RealJob, decide: Decide, repeat: int) -> float:
     """log of the time that was taken, over that in which a fixed batch ends with the same score."""
     end = train(job, decide, repeat=repeat)
-    return math.log(end.time) - job.equivalent(end.score)
+    return min(max(math.log(end.time) - job.equivalent(end.score), -CUT), CUT)
 
 
-def of_weights(weights: Floats, job: RealJob, repeat: int) -> float:
-    """`cost` of the linear agent; in a worker process."""
+class Agent(Protocol):
+    """Something that can be asked in another process."""
+
+    def __call__(self, job: RealJob) -> Decide: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule by name."""
+
+    name: str
+
+    def __call__(self, job: RealJob) -> Decide:
+        return RULES[self.name](job)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Weights of `linear`."""
+
+    weights: tuple[float, ...]
+
+    def __call__(self, job: RealJob) -> Decide:
+        return linear(self.weights, job)
+
+
+def judged(agent: Agent, job: RealJob, repeat: int) -> float:
+    """`cost` of an agent; in a worker process."""
     torch.set_num_threads(1)
-    return cost(job, linear(weights, job), repeat)
+    return cost(job, agent(job), repeat)
 
 
-def of_rule(name: str, job: RealJob, repeat: int) -> float:
-    """`cost` of a rule."""
+def costs(pool: Executor, agents: Sequence[Agent], jobs: Sequence[RealJob], repeats: Sequence[int]) -> Floats:
+    """Of each agent on each job and repeat, (agents, jobs, repeats)."""
+    asked = [(agent, job, repeat) for agent in agents for job in jobs for repeat in repeats]
+    found = list(pool.map(judged, *zip(*asked, strict=True), chunksize=2))
+    return np.array(found).reshape(len(agents), len(jobs), len(repeats))
+
+
+class Search:
+    """CMA-ES over the weights of a linear agent that begins as the rule."""
+
+    def __init__(self, seed: int, population: int, jobs_each: int) -> None:
+        import cma
+
+        start = np.zeros((2, FEATURES))
+        start[0, 3] = 1.0  # the batch that the rule would take
+        options = {"seed": seed, "popsize": population, "verbose": -9}
+        self.strategy = cma.CMAEvolutionStrategy(start.reshape(-1), 0.2, options)
+        self.rng, self.jobs_each, self.generation = np.random.default_rng(seed), jobs_each, 0
+
+    def go_on(self, jobs: Sequence[RealJob], pool: Executor) -> float:
+        """One generation; the mean time of its candidates over that of `adapt` on the same jobs."""
+        some = [jobs[i] for i in self.rng.choice(len(jobs), min(self.jobs_each, len(jobs)), replace=False)]
+        asked = self.strategy.ask()
+        agents: list[Agent] = [Rule("adapt"), *(Linear(tuple(map(float, weights))) for weights in asked)]
+        found = costs(pool, agents, some, [self.generation]).mean((1, 2))
+        self.strategy.tell(asked, list(found[1:]))
+        self.generation += 1
+        return float(np.exp(found[1:].mean() - found[0]))
+
+    @property
+    def agent(self) -> Agent:
+        """The mean of the distribution."""
+        return Linear(tuple(map(float, self.strategy.mean)))
+
+
+class ActorCritic(nn.Module):
+    """Two actions, batch and rate, as corrections of the rule's; and a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+        self.mean, self.value = nn.Linear(HIDDEN, 2), nn.Linear(HIDDEN, 1)
+        nn.init.zeros_(self.mean.weight)
+        nn.init.zeros_(self.mean.bias)
+        self.log_std_local = nn.Parameter(torch.full((2,), math.log(0.25)))
+        self.log_std_shared = nn.Parameter(torch.zeros(0))
+
+    def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.body(observed[:, 0])
+        rule = torch.stack([observed[:, 0, 3], torch.zeros_like(observed[:, 0, 3])], -1)
+        local = (rule + self.mean(hidden))[:, None]
+        return local, observed.new_zeros(len(observed), 0), self.value(hidden)[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The mean actions of a network."""
+
+    weights: Mapping[str, Tensor]
+
+    def __call__(self, job: RealJob) -> Decide:
+        net = _net(self.weights)
+
+        def decide(seen: Seen) -> Choice:
+            with torch.no_grad():
+                local, _, _ = net(_observed(seen), torch.ones(1, 1, dtype=torch.bool))
+            return chosen(job, *map(float, local[0, 0]))
+
+        return decide
+
+
+def _net(weights: Mapping[str, Tensor]) -> ActorCritic:
+    with torch.random.fork_rng(devices=[]):
+        net = ActorCritic()
+    net.load_state_dict(dict(weights))
+    return net
+
+
+def _observed(seen: Seen) -> Tensor:
+    return torch.from_numpy(seen.features).float().view(1, 1, FEATURES)
+
+
+def explored(weights: Mapping[str, Tensor], job: RealJob, repeat: int, seed: int) -> Episode:
+    """An episode with drawn actions: a reward of 0 in each window, and at the end minus the cost."""
     torch.set_num_threads(1)
-    return cost(job, RULES[name](job), repeat)
+    net, generator = _net(weights), torch.Generator().manual_seed(seed)
+    rows, actions = list[Tensor](), list[Tensor]()
+
+    def decide(seen: Seen) -> Choice:
+        rows.append(_observed(seen))
+        with torch.no_grad():
+            drawn, _ = gaussian(net, rows[-1], torch.ones(1, 1, dtype=torch.bool))[0].sample(generator)
+        actions.append(drawn)
+        return chosen(job, *map(float, drawn[0, 0]))
+
+    paid = -cost(job, decide, repeat)
+    count = len(rows) - 1  # what was decided after the last window changed nothing
+    reward, done = torch.zeros(count, 1), torch.zeros(count, 1, dtype=torch.bool)
+    reward[-1], done[-1] = paid, True
+    mask = torch.ones(count, 1, 1, dtype=torch.bool)
+    observed = torch.stack(rows[:count])
+    return Episode(
+        observed, mask, torch.stack(actions[:count]), reward, torch.ones(count, 1), rows[-1], mask[-1], done=done
+    )
 
 
-def start() -> Floats:
-    """Weights of an agent that takes the rule's batch and rate."""
-    weights = np.zeros((2, FEATURES))
-    weights[0, 3] = 1.0
-    return weights.reshape(-1)
+class Gradient:
+    """PPO on whole trainings. What `adapt` takes for a job is taken off, so that no action is blamed for a hard job."""
+
+    def __init__(self, seed: int, jobs_each: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            net = ActorCritic()
+        config = PPOConfig(1e-3, 1.0, 0.97, epochs=4, minibatch=256, entropy_weight=0.0)
+        self.ppo, self.rng = PPO(net, gaussian, config, seed=seed), np.random.default_rng(seed)
+        self.jobs_each, self.generation = jobs_each, 0
+
+    def go_on(self, jobs: Sequence[RealJob], pool: Executor) -> float:
+        """One update; the mean time with drawn actions over that of `adapt` on the same jobs."""
+        some = [jobs[i] for i in self.rng.choice(len(jobs), self.jobs_each, replace=True)]
+        weights = {name: value.clone() for name, value in self.ppo.net.state_dict().items()}
+        seeds = [int(s) for s in self.rng.integers(1 << 31, size=len(some))]
+        played = list(
+            pool.map(
+                explored,
+                *zip(*((weights, job, self.generation, s) for job, s in zip(some, seeds, strict=True)), strict=True),
+            )
+        )
+        rules = costs(pool, [Rule("adapt")], some, [self.generation])[0, :, 0]
+        mine = np.array([-float(episode.reward[-1]) for episode in played])
+        for episode, rule in zip(played, rules, strict=True):
+            episode.reward[-1] += float(rule)
+        self.ppo.update(played)
+        self.generation += 1
+        return float(np.exp((mine - rules).mean()))
+
+    @property
+    def agent(self) -> Agent:
+        """The mean actions."""
+        return Network({name: value.clone() for name, value in self.ppo.net.state_dict().items()})
 
 
-def learn_cma(
-    jobs: Sequence[RealJob],
-    pool: Executor,
-    *,
-    generations: int,
-    population: int,
-    batch: int,
-    seed: int,
-    tell: Callable[[int, Floats, float], None],
-) -> Floats:
-    """Weights after so many generations; `batch` jobs judge each, the same for all candidates of a generation."""
-    import cma
+LEARNERS: Mapping[str, Callable[[int], Any]] = {
+    "cma": lambda seed: Search(seed, 12, 16),
+    "ppo": lambda seed: Gradient(seed, 64),
+}
 
-    search = cma.CMAEvolutionStrategy(start(), 0.3, {"seed": seed, "popsize": population, "verbose": -9})
-    rng = np.random.default_rng(seed)
-    for generation in range(generations):
-        candidates = search.ask()
-        judges = [jobs[i] for i in rng.choice(len(jobs), batch, replace=False)]
-        asked = [(w, job, generation) for w in candidates for job in judges]
-        costs = np.array(list(pool.map(of_weights, *zip(*asked, strict=True), chunksize=4))).reshape(population, batch)
-        # cut: one ruined training must not outweigh all others
-        search.tell(candidates, np.clip(costs, -2, 2).mean(1))
-        tell(generation, np.asarray(search.result.xfavorite), float(np.clip(costs, -2, 2).mean()))
-    return np.asarray(search.result.xfavorite)
+
+def packed(learner: Any) -> str:
+    """A learner as text, with all that it needs to go on."""
+    return base64.b64encode(pickle.dumps(learner)).decode()
+
+
+def unpacked(text: str) -> Any:
+    """The inverse of `packed`; only for what this command has written itself."""
+    return pickle.load(io.BytesIO(base64.b64decode(text)))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,13 +35,12 @@ KINDS: dict[str, tuple[str, dict[str, tuple[float, float]], float, float, int]] 
     "teacher": ("teacher", {"noise": (0.5, 3.0)}, 0.05, 0.004, 32_000),
     "classes": ("teacher-classes", {"noise": (0.2, 0.8)}, 0.1, 0.004, 32_000),
     "mnist1d": ("mnist1d-noisy-mlp", {"noise": (0.0, 0.6)}, 0.1, 0.004, 32_000),
-    "images": ("digits", {}, 0.1, 0.004, 14_000),
     "bytes": ("pysource-pieces", {}, 0.5, 0.008, 24_000),
     "pulse": ("pulse", {}, 0.1, 0.016, 24_000),
     "lstm": ("pysource-windows-lstm", {}, 0.7, 0.03, 30_000),
     "ratings": ("ratings-dense", {}, 0.5, 0.08, 64_000),
 }
-LEARNED, HELD_BACK = ("teacher", "classes", "mnist1d", "images", "bytes"), ("pulse", "lstm", "ratings")
+LEARNED, HELD_BACK = ("teacher", "classes", "mnist1d", "bytes"), ("pulse", "lstm", "ratings")
 """Kinds that an agent may meet while it learns, and those that nothing looks at before the end."""
 WIDTHS = (32, 64, 128, 192)
 DATA_SEEDS = 4  # sets of data of a kind
@@ -72,6 +72,12 @@ class RealJob:
     seed: int
     rate: float = 0.0
     curve: tuple[float, ...] = ()
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> RealJob:
+        """The inverse of `dataclasses.asdict`, also after JSON."""
+        pairs = {name: tuple(tuple(one) for one in plain[name]) for name in ("options", "moves")}
+        return cls(**{**plain, **pairs, "curve": tuple(plain["curve"])})
 
     def workload(self) -> Workload:
         """Its net, data and score."""
