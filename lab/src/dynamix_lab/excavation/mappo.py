@@ -28,6 +28,7 @@ class MAPPOConfig:
     """Ours. `rollout` steps of all worlds between two updates of `epochs` passes over them; else as in `DQNConfig`."""
 
     traces: bool = False
+    resters: float = 0.0
     hidden: int = 64
     learning_rate: float = 1e-3
     gamma: float = 0.9
@@ -82,7 +83,7 @@ class MAPPOTraining:
         if any(stage.steps % c.rollout for stage in stages):
             fix = "choose stages in whole rollouts, or another `rollout`"
             raise ConfigError("stages", stages, f"stages of a multiple of {c.rollout} steps", fix)
-        self.lessons = Lessons(task, stages=stages, worlds=worlds, seed=seed)
+        self.lessons = Lessons(task, stages=stages, worlds=worlds, seed=seed, resters=c.resters)
         features = self.lessons.task.features
         net = TeamCriticNet(features, c.hidden, torch.Generator().manual_seed(seed))
         settings = PPOConfig(
