@@ -92,8 +92,8 @@ def _of_rates(workload: str, budget: int, rate: float) -> JobNumbers:
 
 
 def _of_paper(workload: str, cosine: float, constant: float) -> JobNumbers:
-    """A job on the DYNAMIX paper's terms: six epochs, and one worker's best rates for 16."""
-    return JobNumbers(workload, 1.0, 48_000, 48_000 // 40, {"cosine": {16: cosine}, "constant": {16: constant}})
+    """A job on the DYNAMIX paper's terms: 24 epochs, and one worker's best rates for 32."""
+    return JobNumbers(workload, 1.0, 192_000, 192_000 // 40, {"cosine": {32: cosine}, "constant": {32: constant}})
 
 
 JOBS = {
