@@ -111,9 +111,9 @@ JOBS = {
         _of_rates("digits-adamw", 28_740, 0.016),
         _of_rates("pysource-pieces", 48_000, 0.5),
         _of_rates("pysource-pieces-adamw", 48_000, 0.016),
-        _of_paper("mnist1d-vgg", 0.04, 0.02),
-        _of_paper("mnist1d-vgg-adam", 0.008, 0.004),
-        _of_paper("mnist1d-resnet", 0.04, 0.02),
+        _of_paper("mnist1d-vgg", 0.04, 0.01),
+        _of_paper("mnist1d-vgg-adam", 0.008, 0.002),
+        _of_paper("mnist1d-resnet", 0.02, 0.02),
         _of_paper("mnist1d-resnet-adam", 0.008, 0.004),
     )
 }
