@@ -30,7 +30,10 @@ ADAPTIVE: dict[str, Any] = {"global_batch": "adaptive"}
     ("told", "says"),
     [
         ({"accumulate": 2, "micro_batch": 4}, "accumulate=2 .* is 1 together with micro_batch; leave accumulate out"),
-        ({"meet": "parameters", "accumulate": 2}, "accumulate=2 .* 1 with meet='parameters'; .* micro_batch= says"),
+        (
+            {"meet": "parameters", "accumulate": 2},
+            "accumulate=2 .* 1 with meet='parameters'; .* micro_batch= to the samples",
+        ),
         ({"meet": "auto", "accumulate": 2}, "accumulate=2 .* 1 with meet='auto'; leave accumulate out: every batch"),
         ({"meet": "auto", "micro_batch": 4}, "micro_batch=4 .* None with meet='auto'; leave micro_batch out"),
         ({"meet": "parameters", **ADAPTIVE}, "micro_batch=None .* 1 or more with .* global_batch='adaptive'"),

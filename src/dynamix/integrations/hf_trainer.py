@@ -79,7 +79,7 @@ def load(controller: Controller, checkpoint: str) -> None:
     path = Path(checkpoint) / FILE
     if not path.exists():
         fix = "resume from a checkpoint that was made with the adapter, or begin anew"
-        raise StateError(f"{checkpoint} has no {FILE}, so nobody knows which samples were used: {fix}")
+        raise StateError(f"{checkpoint} has no {FILE}, so the samples that were used are unknown: {fix}")
     controller.load_state_dict(torch.load(path, weights_only=True))
 
 

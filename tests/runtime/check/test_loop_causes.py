@@ -135,7 +135,7 @@ def _a_loader_of_the_users_own(job: Job) -> None:
         job.train(x, y)
 
 
-@wrong("the model was given to an earlier controller: train on with a new DistributedDataParallel around its module")
+@wrong("the model was given to an earlier controller: make a new DistributedDataParallel of its module")
 def _the_model_of_an_earlier_controller(job: Job) -> None:
     job.wrap()
     job.controller.close()

@@ -65,7 +65,7 @@ def _two_losses_of_one_forward(job: Job) -> None:
         job.step()
 
 
-@wrong("loss.backward(), through the DDP module")
+@wrong("loss.backward() through the DDP module")
 def _gradients_set_by_hand(job: Job) -> None:
     job.wrap()
     parameters = list(job.net.parameters())
@@ -100,7 +100,7 @@ def _a_second_update_past_the_ddp_module_on_one_rank(job: Job) -> None:
         job.step()
 
 
-@wrong("loss.backward(), through the DDP module")
+@wrong("loss.backward() through the DDP module")
 def _a_second_update_by_hand(job: Job) -> None:
     job.wrap()
     parameters = list(job.net.parameters())

@@ -150,7 +150,7 @@ def _warned(kind: str) -> list[str]:
 def test_what_leaves_workers_their_own_is_warned_of() -> None:
     beside, left, right = run_cases(_warned, 2, ["beside", "left", "right"])
     assert all(any("was not given to controller.wrap" in text for text in told) for told in beside)
-    assert all(any("ended between two averagings" in text for text in told) for told in left)
+    assert all(any("ended between two meetings" in text for text in told) for told in left)
     assert right == [[], []]
 
 

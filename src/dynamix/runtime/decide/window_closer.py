@@ -175,7 +175,7 @@ class WindowCloser(Part):
         if rounds <= 2 * interval or self._paced or job.per_epoch or self._lag_said:
             return
         self._lag_said = True
-        late = f"the loader of rank {self.ranks.rank} reads {rounds} steps ahead, more than two windows of {interval}"
+        late = f"the loader of rank {self.ranks.rank} reads {rounds} rounds ahead, more than two windows of {interval}"
         fix = "lower num_workers x prefetch_factor, or raise interval"
         warnings.warn(f"{late}, so new sizes take effect only after them: {fix}", RuntimeWarning, stacklevel=2)
 

@@ -172,7 +172,7 @@ class PolicyState(Part):
                 layers = _layers(trial)
                 if {type(layer).__module__.partition(".")[0] for layer in layers} <= _OUR_PACKAGES:
                     if state.here and _differ(trial.state_dict(), state.state):
-                        raise ValueError("it holds what the policy does not know, or numbers in another form")
+                        raise ValueError("it has entries that the policy does not know, or values of another type")
                     _decide(layers, self.allocations.at(self.allocations.begin), self.job.bounds)
         except StateError:
             raise
