@@ -99,7 +99,7 @@ def _told(events: Path) -> dict[str, Any]:
     text += ["", f"Speed as a multiple of {speeds[0].policy}'s (95 % range), in {speeds[0].windows} blocks of the job."]
     text += [] if math.isfinite(speeds[-1].low) else ["The job was too short for ranges: run it for longer."]
     text += [f"{fastest.policy} alone would have saved {100 * saved:.0f} % of these {turns.seconds:.0f} s of training."]
-    text += ["They hold for the load on the cluster in that time: if other jobs come and go, compare for longer."]
+    text += ["The figures hold for the cluster's load in that time: if other jobs come and go, compare for longer."]
     known = {"policies": plain, "seconds": turns.seconds, "fastest": fastest.policy, "cost": saved}
     return {**known, "text": "\n".join(text)}
 

@@ -162,7 +162,7 @@ def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[st
     told = ["Predicted samples a second, as a multiple of today's (ranges in brackets):", *(f"- {x}" for x in told)]
     if pays.balance is not None and not gains.grounded:
         told.append("Every rank was seen with one batch size only, so the fixed cost of a step is not measured:")
-        told[-1] += " from balance on, ranges are typical ones."
+        told[-1] += " the ranges of balance and of the lines below it are typical ones."
     return told if len(told) > 1 else []
 
 
