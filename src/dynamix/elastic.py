@@ -47,8 +47,8 @@ def require_restartable() -> None:
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or "gloo" not in _backends():
         return
     line = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT ..."
-    why = "torchrun's workers meet in a store that outlives them, and gloo finds the addresses of the dead in it"
-    raise UsageError(f"this job could not be started again: {why}. Start it as {line}")
+    why = "torchrun's own store outlives its workers, so gloo would find addresses of dead processes in it"
+    raise UsageError(f"this job cannot be restarted: {why}. Start it with {line}")
 
 
 def stop_on_sigterm(controller: Controller) -> None:

@@ -227,7 +227,7 @@ def test_breaking_out_and_setting_the_next_epoch_starts_it_cleanly() -> None:
     assert (job.samplers[0].issued, job.samplers[0].consumed) == (7, 3)
     job.set_epoch(1)
     assert (job.samplers[0].issued, job.samplers[0].consumed) == (3, 3)
-    with pytest.raises(UsageError, match="abandoned"):
+    with pytest.raises(UsageError, match="out of date"):
         next(iterator)
     results = job.run()
     assert seen(results) == expected_order(100, epoch=1)

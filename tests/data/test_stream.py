@@ -218,7 +218,7 @@ def test_stopping_early_and_iterating_again_goes_on(sharded: bool) -> None:
     again = run(stream)
     assert union([again]) == list(range(50))
     assert again[0][0].epoch == source.epoch == 7
-    with pytest.raises(UsageError, match="abandoned"):
+    with pytest.raises(UsageError, match="out of date"):
         next(iterator)
 
 

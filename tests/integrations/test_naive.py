@@ -120,7 +120,7 @@ def trainer(job: Naive) -> None:
 LINES = {
     "accelerated": "leave it out of prepare()",
     "second_hook": "pass it as controller.wrap(model, optimizer, hook=hook, hook_state=state)",
-    "lightning": "take the adapter in dynamix.integrations",
+    "lightning": "use the adapter in dynamix.integrations",
     "lightning_sampler": "use_distributed_sampler=False",
     "trainer": "wrap(..., weighting='given')",
 }

@@ -141,7 +141,7 @@ def test_a_misspelt_file_is_answered_by_the_one_beside_it(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["lb_bsp:4", "static:0"])
 def test_a_number_that_does_not_belong_there_is_no_misspelling(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"a number stands behind static only, and is 1 or more"):
+    with pytest.raises(ConfigError, match=r"only static takes a number, 1 or more"):
         make_policy(name)
 
 

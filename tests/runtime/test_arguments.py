@@ -41,7 +41,7 @@ from dynamix.errors import ConfigError, StateError
         ({"max_change": 1.0}, "max_change=1.0 .* more than 1"),
         ({"max_global_batch": 1.5}, "max_global_batch=1.5 .* a whole number, 1 or more; write max_global_batch=2"),
         ({"min_global_batch": "a"}, "min_global_batch='a' .* a whole number"),
-        ({"min_global_batch": 100}, "min_global_batch=100 .* the 64 samples that the workers' bounds allow; lower it"),
+        ({"min_global_batch": 100}, "min_global_batch=100 .* at most 64, the sum of .* upper bounds; lower it"),
         ({"min_global_batch": 40, "max_global_batch": 32}, "min_global_batch=40 .* at most max_global_batch"),
         ({"lr_rule": "cubic"}, "lr_rule='cubic'.*auto, none, linear, sqrt, adascale"),
         ({"rate_for": 2.5}, "rate_for=2.5"),
@@ -84,7 +84,7 @@ def test_no_batch_size_is_said() -> None:
 @pytest.mark.parametrize("policy", ["lb_bsp", "dbs"])
 @pytest.mark.parametrize("options", [{}, {"interval": 2, "max_batch_size": 64}])
 def test_a_policy_that_moves_shares_only_says_that_it_does_not_adapt(policy: str, options: dict[str, Any]) -> None:
-    says = rf"the policy {policy} moves shares only.*goodput, dynamix or stigmergic"
+    says = rf"the policy {policy} only moves shares between workers.*goodput, dynamix or stigmergic"
     with pytest.warns(RuntimeWarning, match=says) as warned:
         dynamix.Controller(policy, 8, global_batch="adaptive", **options)
     assert warned[0].filename == __file__

@@ -29,15 +29,18 @@ ADAPTIVE: dict[str, Any] = {"global_batch": "adaptive"}
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        ({"accumulate": 2, "micro_batch": 4}, "accumulate=2 .* allowed is 1 beside micro_batch; leave accumulate out"),
-        ({"meet": "parameters", "accumulate": 2}, "accumulate=2 .* 1 with meet='parameters'; .* micro_batch= says"),
+        ({"accumulate": 2, "micro_batch": 4}, "accumulate=2 .* is 1 together with micro_batch; leave accumulate out"),
+        (
+            {"meet": "parameters", "accumulate": 2},
+            "accumulate=2 .* 1 with meet='parameters'; .* micro_batch= to the samples",
+        ),
         ({"meet": "auto", "accumulate": 2}, "accumulate=2 .* 1 with meet='auto'; leave accumulate out: every batch"),
         ({"meet": "auto", "micro_batch": 4}, "micro_batch=4 .* None with meet='auto'; leave micro_batch out"),
-        ({"meet": "parameters", **ADAPTIVE}, "micro_batch=None .* 1 or more where rounds of local steps are adaptive"),
+        ({"meet": "parameters", **ADAPTIVE}, "micro_batch=None .* 1 or more with .* global_batch='adaptive'"),
         ({"limits": Limits(max_global_batch=64)}, "max_global_batch=64 .* None with global_batch='fixed'.*leave max_"),
         ({"limits": Limits(quantum=3)}, "batch_size=32 .* 3 to 255 in steps of 3 on rank 0; change batch_size or the"),
         ({"limits": Limits(min_batch_size=[1, 40])}, "batch_size=32 .* 40 to 256 on rank 1"),
-        ({"interval": "auto", "policy": "stigmergic"}, "interval='auto' .* decides in one place, such as goodput"),
+        ({"interval": "auto", "policy": "stigmergic"}, "interval='auto' .* decides in one place, .* such as goodput"),
         (
             {"policy": "stigmergic", "meet": "auto"},
             "meet='auto' .* 'gradients' or 'parameters' with this policy; take",
@@ -169,7 +172,7 @@ def test_limits_say_what_the_names_say() -> None:
 
 def test_what_limits_say_is_not_said_again_by_name() -> None:
     for name, value in NAMED.items():
-        says = f"{name}=.* not to give it beside limits, which say .*; leave {name} out"
+        says = f"{name}=.*, which limits= says already; leave {name} out"
         given = {**ADAPTIVE, name: value, "limits": Limits(**{name: value})}
         refused(ConfigError, says, dynamix.Controller, "goodput", 32, **given)
     says = r"allowed is a dynamix\.Limits; write limits=dynamix\.Limits\("
@@ -205,4 +208,4 @@ def test_limits_that_differ_between_ranks_are_named_on_all() -> None:
     for unlike, twice in run_ranks(_refused, 2):
         assert "max_batch_size is [16, 16] on rank 0, [32, 32] on rank 1" in unlike
         assert "error is null on rank 0" in twice
-        assert "not to give it beside limits" in twice
+        assert "which limits= says already" in twice

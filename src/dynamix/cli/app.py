@@ -39,7 +39,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show version.")] = False,
 ) -> None:
     pass
 
@@ -48,12 +48,12 @@ def _root(
 @guarded
 def observe(
     context: typer.Context,
-    every: Annotated[float | None, typer.Option(min=1, help="Seconds between reports; default: at the end.")] = None,
-    read: Annotated[Path | None, typer.Option(help="Only tell again what this run folder holds.")] = None,
+    every: Annotated[float | None, typer.Option(min=1, help="Seconds between reports (default: one at end).")] = None,
+    read: Annotated[Path | None, typer.Option(help="Start nothing; print the report of this run folder.")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Tell whether distributing a job pays, and who holds it back: dynamix observe -- torchrun ... train.py."""
+    """Say whether distributing a job pays, and which rank slows it: dynamix observe -- torchrun ... train.py."""
     from dynamix.observe.run import observe as run_observed
     from dynamix.observe.run import read as read_again
     from dynamix.observe.words import wrapped

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from dynamix.telemetry.turns import PolicyTurns, Speed
 
 POLICIES = "static,lb_bsp,goodput"
-_MINUTES = "Of training, after which the job is ended (SIGTERM); default: it ends by itself."
-_READ = "Only tell again what this run folder, or this events file, holds."
+_MINUTES = "End the job (SIGTERM) after so many minutes of training (default: it ends by itself)."
+_READ = "Start nothing: print the result of this run folder, or of this events file."
 
 
 @guarded
 def compare(
     context: typer.Context,
-    policies: Annotated[str, typer.Option(help="Names, comma-separated; all are compared with the first.")] = POLICIES,
+    policies: Annotated[str, typer.Option(help="Comma-separated; all are compared with the first policy.")] = POLICIES,
     minutes: Annotated[float | None, typer.Option(min=0.1, help=_MINUTES)] = None,
     every: Annotated[float, typer.Option(min=1, help="Seconds between lines of progress.")] = 15.0,
     read: Annotated[Path | None, typer.Option(help=_READ)] = None,
@@ -78,7 +78,7 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
 
 
 def _progress(turns: PolicyTurns) -> str:
-    each = ", ".join(f"{one.policy} {_times(one)}" for one in turns.speeds()) or "no block counts yet"
+    each = ", ".join(f"{one.policy} {_times(one)}" for one in turns.speeds()) or "no result yet"
     return f"{turns.seconds:.0f} s of training; times as fast: {each}"
 
 
@@ -89,17 +89,17 @@ def _told(events: Path) -> dict[str, Any]:
     turns = PolicyTurns(events)
     turns.refresh()
     if not (speeds := turns.speeds()):
-        why = "the script makes no dynamix.Controller, names an events file of its own (leave events= out), or ended"
-        raise UsageError(f"{events} holds no block that counts: {why} before three turns of each policy")
+        why = "the script makes no dynamix.Controller, writes its own events file (leave events= out), or ended"
+        raise UsageError(f"{events} holds no result yet: {why} before each policy had three turns")
     fastest, saved = max(speeds, key=lambda one: one.samples_s), cost(speeds)
     rows = [one._asdict() | {"samples_s": one.samples_s} for one in speeds]
     plain = [{k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in rows]
     width = max(len(one.policy) for one in speeds)
     text = [f"{one.policy:{width}}  {_times(one):22}{one.samples_s:9,.0f} samples/s" for one in speeds]
-    text += ["", f"Times as fast as {speeds[0].policy} (95 %), in {speeds[0].windows} blocks of the job."]
-    text += [] if math.isfinite(speeds[-1].low) else ["How sure that is, a longer job can tell."]
+    text += ["", f"Speed as a multiple of {speeds[0].policy}'s (95 % range), in {speeds[0].windows} blocks of the job."]
+    text += [] if math.isfinite(speeds[-1].low) else ["The job was too short for ranges: run it for longer."]
     text += [f"{fastest.policy} alone would have saved {100 * saved:.0f} % of these {turns.seconds:.0f} s of training."]
-    text += ["The figures are of what the cluster did meanwhile: where neighbours come and go, compare for longer."]
+    text += ["The figures hold for the cluster's load in that time: if other jobs come and go, compare for longer."]
     known = {"policies": plain, "seconds": turns.seconds, "fastest": fastest.policy, "cost": saved}
     return {**known, "text": "\n".join(text)}
 

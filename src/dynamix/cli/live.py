@@ -16,12 +16,12 @@ from dynamix.plugins import how_to_install
 @guarded
 def dashboard(
     runs: Runs,
-    host: Annotated[str, typer.Option(help="Others than loopback need a token and a certificate.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8642,
-    token_file: Annotated[Path | None, typer.Option(help="Holds what a visitor must bring as ?token=.")] = None,
+    host: Annotated[str, typer.Option(help="Address; any but loopback needs a token and a certificate.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8642,
+    token_file: Annotated[Path | None, typer.Option(help="File with the secret that visitors send as ?token=.")] = None,
     certificate: Annotated[Path | None, typer.Option(help="PEM file, to serve over TLS.")] = None,
-    key: Annotated[Path | None, typer.Option(help="PEM file, of the certificate.")] = None,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the files.")] = 1.0,
+    key: Annotated[Path | None, typer.Option(help="PEM file with the certificate's private key.")] = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two reads of the files.")] = 1.0,
 ) -> None:
     """Serve the page of runs that go on, live, until interrupted. It reads only what they write."""
     from dynamix.telemetry import find_sources
@@ -43,7 +43,7 @@ def dashboard(
 @guarded
 def watch(
     run: Annotated[Path, typer.Argument(help="A run folder, or an events file.")],
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks at the file.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two reads of the file.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print once, and end.")] = False,
 ) -> None:
     """Show a run in the terminal while it goes on: sizes, where time goes, what happens. Ctrl-C leaves it running."""

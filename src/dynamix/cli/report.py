@@ -14,10 +14,10 @@ Runs = Annotated[list[Path], typer.Argument(help="Run folders, or events files; 
 def report(
     runs: Runs,
     out: Annotated[Path | None, typer.Option(help="File to write (default: report.html in the first folder).")] = None,
-    title: Annotated[str | None, typer.Option(help="Of the page (default: the runs' names).")] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the page (default: the runs' names).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Make one page of what a run wrote down: sizes, where time went, decisions and why. It opens without a network."""
+    """Make a web page of a run: batch sizes, where time went, decisions and their reasons. It opens offline."""
     from dynamix.errors import ConfigError
     from dynamix.telemetry import find_sources, page_data, write_page
     from dynamix.telemetry.sources import require_some

@@ -64,9 +64,9 @@ class Consumption:
         """The batch being consumed now: issued, not yet consumed. Raises `UsageError` if there is none."""
         if self.current is None:
             raise UsageError(
-                "no batch was issued that is not consumed yet: iterate the loader (or stream) made from this "
+                "no batch is waiting to be trained: iterate the loader (or stream) that you made from this "
                 "controller, and call controller.step() once per batch, inside the loop. itertools.cycle(loader) and "
-                "a list of batches give what was trained already: iterate the loader anew in each epoch"
+                "a list of batches repeat old batches: iterate the loader again in each epoch"
             )
         return self.current
 
@@ -269,9 +269,9 @@ class Issuer:
         chosen = newest.finished and not self.ahead.finished
         if self._of.goes_on_ahead and (chosen or (self.ahead.finished and given == self._of.batches_issued)):
             return True
-        why = "a thread that reads ahead began a new iteration while batches of the one before were not stepped"
-        fix = "let it wait until the loop has called controller.step() for all of them (queue.Queue has join())"
-        raise UsageError(f"{why}, so that their samples would be dealt twice: {fix}")
+        why = "a thread that reads ahead began a new iteration before controller.step() was called for all batches"
+        fix = "let it wait until the loop has called controller.step() for the last one (queue.Queue has join())"
+        raise UsageError(f"{why}, so samples would be trained twice: {fix}")
 
     def batches(self, number: int) -> Iterator[Any]:
         """The batches that this rank loads in iteration `number`, one after another until the epoch ends."""
@@ -289,8 +289,8 @@ class Issuer:
                 yield self._of.read(piece, before)
 
     def _abandoned(self) -> DynamixError:
-        left = "this iterator was abandoned: a newer one was made, a state was loaded, or set_epoch was called"
-        why = "its samples were issued again, so going on would repeat them; iterate the newest one"
+        left = "this iterator is out of date: a newer one was made, a state was loaded, or set_epoch was called"
+        why = "it would repeat samples that the newer one gives, so iterate the newest iterator"
         return self._of.owner.fail(UsageError(f"{left}; {why}"))
 
     def _issue(self, number: int) -> StepPlan | None:

@@ -170,7 +170,7 @@ def _checked(lengths: Any, samples: int) -> Floats:
         fix = "give an empty sample the cost 1, or leave it out of the data set"
         raise ConfigError(f"lengths[{at}]", float(costs[at]), "a finite number above 0", fix)
     if costs.size and costs.max() > _MOST / costs.size:
-        raise ConfigError("largest of lengths", float(costs.max()), f"at most {_MOST:g} in all", "use larger units")
+        raise ConfigError("largest of lengths", float(costs.max()), f"a sum of at most {_MOST:g}", "use larger units")
     return costs
 
 
@@ -188,8 +188,8 @@ def costs_by_length(
             raise ConfigError("padded", padded, "False without lengths", "give lengths=, or leave padded out")
         return None
     if padded and apart:
-        fix = "leave padded out: rounds are then cut by the sum of lengths, and every worker trains on a fair sample"
-        raise ConfigError("padded", padded, "False where workers step apart (meet='parameters', 'auto')", fix)
+        fix = "leave padded out: rounds are then cut by the sum of lengths, and each worker trains on a fair sample"
+        raise ConfigError("padded", padded, "False with meet='parameters' and meet='auto'", fix)
     if padded and not fixed:
         fix = "leave padded out, or use global_batch='fixed': batches of like samples do not tell the noise scale"
         raise ConfigError("padded", padded, "False with global_batch='adaptive'", fix)

@@ -77,7 +77,7 @@ class Epochs:
     def __len__(self) -> int:
         if (steps := self._steps()) is None:
             fix = "size schedules by samples: controller.scheduler(scheduler, nominal_batch_size=...)"
-            raise TypeError(f"an epoch has no fixed number of steps while the global batch moves: {fix}")
+            raise TypeError(f"an epoch has no fixed number of steps while the global batch changes: {fix}")
         return steps
 
     def __iter__(self) -> Iterator[Any]:
@@ -105,13 +105,11 @@ def order_of(loader: DataLoader[Any]) -> LoaderOrder:
     [0, 3]
     """
     if type(loader) is Loader:
-        raise UsageError("this loader is the controller's already: iterate it as it is")
+        raise UsageError("controller.loader() has made this loader already: iterate it directly")
     if type(loader) is not DataLoader:
         kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
         fix = "pass the plain DataLoader, before a framework prepares it"
-        raise UsageError(
-            f"controller.loader() makes torch's own DataLoader anew, and this is a {kind}: {fix}, or {OWN}"
-        )
+        raise UsageError(f"controller.loader() takes torch's own DataLoader, but this is a {kind}: {fix}, or {OWN}")
     if isinstance(loader.dataset, IterableDataset):
         fix = "for batch in controller.stream(dataset, collate_fn=...)"
         raise UsageError(f"an IterableDataset has no indices that could be dealt out: write {fix}")

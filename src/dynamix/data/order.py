@@ -105,7 +105,7 @@ class SampleOrder(Issuable):
         """Samples of each rank (W,) in micro-step `index`, as the ledger says."""
         sizes, steps = self.allocations.at(index // self.accumulate), self.accumulate
         if steps > 1 and (sizes % steps).any():
-            fix = "a round is so many micro-steps, and all have as many samples"
+            fix = "a round has that many micro-batches, all of one size"
             raise ConfigError("sizes", sizes.tolist(), f"multiples of accumulate={steps}", fix)
         return sizes if steps == 1 else sizes // steps
 

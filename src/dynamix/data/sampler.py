@@ -357,7 +357,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 def _require_partition(partition: str, costs: SampleCosts | None) -> None:
     if costs is not None and partition != "stream":
         fix = "leave lengths out, or use partition='stream'"
-        raise ConfigError("partition", partition, "'stream' where lengths are given", fix)
+        raise ConfigError("partition", partition, "'stream' together with lengths", fix)
     if partition not in ("stream", "contiguous"):
         fix = spelling(partition, ("stream", "contiguous"))
         raise ConfigError("partition", partition, "'stream' or 'contiguous'", fix)

@@ -41,7 +41,7 @@ def require_counted(batches: list[Any], items: Any, *, given: bool) -> None:
         fix = "give batches `labels`, or set model.accepts_loss_kwargs = False"
         raise UsageError(f"losses are divided by num_items_in_batch, but the Trainer found nothing to count: {fix}")
     if not given and any(_skips(batch.get("labels")) for batch in batches if isinstance(batch, dict)):
-        why = f"labels of {IGNORED} do not count, so a mean over a batch is of fewer labels than its samples tell"
+        why = f"labels of {IGNORED} do not count, so the mean of a batch is not over all of its samples"
         fix = "let the model divide by num_items_in_batch (accepts_loss_kwargs = True), or give a compute_loss_func"
         raise UsageError(f"{why}: {fix}")
 
@@ -79,7 +79,7 @@ def load(controller: Controller, checkpoint: str) -> None:
     path = Path(checkpoint) / FILE
     if not path.exists():
         fix = "resume from a checkpoint that was made with the adapter, or begin anew"
-        raise StateError(f"{checkpoint} has no {FILE}, so nobody knows which samples were used: {fix}")
+        raise StateError(f"{checkpoint} has no {FILE}, so the samples that were used are unknown: {fix}")
     controller.load_state_dict(torch.load(path, weights_only=True))
 
 

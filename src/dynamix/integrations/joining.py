@@ -80,7 +80,7 @@ def require_kept_loader(often: int) -> None:
 
 def several_loaders(framework: str) -> UsageError:
     """The error to raise if a framework brings one more training loader."""
-    why = f"{framework} has several training loaders, and batches of one alone are dealt and weighted"
+    why = f"{framework} has several training loaders, but dynamix deals and weights the batches of one only"
     return UsageError(f"{why}: give it one loader, of a data set whose samples have a part of each")
 
 

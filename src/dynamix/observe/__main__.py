@@ -27,7 +27,7 @@ def main(given: list[str] | None = None) -> None:
     if not asked.script:
         parser().error("name the script to run: torchrun ... -m dynamix.observe train.py")
     if asked.every is not None and not asked.every > 0:
-        parser().error("--every: more than 0 seconds")
+        parser().error("--every must be more than 0 seconds")
     folder = asked.out or default_folder()
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -45,8 +45,8 @@ def main(given: list[str] | None = None) -> None:
 def parser() -> argparse.ArgumentParser:
     """Options come before the script; all that follows it is the script's own."""
     parser = argparse.ArgumentParser(prog="python -m dynamix.observe", description=__doc__)
-    parser.add_argument("--out", type=Path, help="run folder, which all machines see (default: runs/observe-TIME)")
-    parser.add_argument("--every", type=float, metavar="SECONDS", help="say what was seen so far as often as that")
+    parser.add_argument("--out", type=Path, help="run folder that all machines can see (default: runs/observe-TIME)")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="seconds between reports, besides the last")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as python -m runs it")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...")
     return parser

@@ -127,7 +127,7 @@ def observe(
     """
     check_command(command, "observe")
     if every_s is not None and not every_s > 0:
-        raise ConfigError("every", every_s, "more than 0 seconds", "leave it out to be told at the end")
+        raise ConfigError("every", every_s, "more than 0 seconds", "leave it out for one report at the end")
     with RunFolder("observe", out) as run:
         run.write_run(command="observe", job=list(command), cluster=cluster())
         env = observed_environment(run.path, os.environ)
@@ -142,7 +142,7 @@ def observe(
 def read(folder: Path) -> dict[str, Any]:
     """Conclude again from a run folder. `ranks/` may have been completed by files that other machines wrote."""
     if not (folder / "ranks").is_dir():
-        raise ConfigError("folder", str(folder), "the folder of an observed run", "name what --out named")
+        raise ConfigError("folder", str(folder), "the folder of an observed run", "pass the folder that --out named")
     before = folder / "result.json"
     known: dict[str, Any] = {}
     if before.is_file():

@@ -50,7 +50,7 @@ def _head(job: Joined, found: Findings) -> str:
 
 def _verdict(job: Joined, found: Findings) -> list[str]:
     if len(job.ranks) < 2:
-        return ["One rank alone waits for nobody."]
+        return ["There is only one rank, so no rank waits."]
     slow = found.slow
     network = _network(found)
     if found.verdict == "even":
@@ -68,8 +68,8 @@ def _slow(slow: Slow) -> list[str]:
     return [
         f"Rank {slow.rank} holds the job back: its own work takes {_ms(slow.busy_s)} a step, that of the others "
         f"{_ms(slow.others_s)} ({factor:.2f} times as long).",
-        f"It is slow in this: {PARTS[slow.part]} ({by_part} beside the others). "
-        f"It was slow in {slow.often:.0%} of the steps{'' if slow.steady else ': that came and went'}.",
+        f"Its slow part: {PARTS[slow.part]} ({by_part} compared with the others). "
+        f"It was slow in {slow.often:.0%} of the steps{'' if slow.steady else ', on and off'}.",
     ]
 
 
@@ -77,12 +77,12 @@ def _network(found: Findings) -> str:
     share = found.transfer_s / found.step_s if found.step_s else 0.0
     if found.verdict != "network" and share < 0.05:
         return ""
-    said = f"The network takes {_ms(found.transfer_s)} of each step that no computing hides ({share:.0%})."
+    said = f"In each step {_ms(found.transfer_s)} ({share:.0%}) go to the network while nothing computes."
     if len(found.slow_link) == 1:
         said += f" The connections of rank {found.slow_link[0]} are slow: round trips over them take "
         said += f"{found.link_ratio:.0f} times as long as over the others."
     elif found.verdict == "network" and np.isnan(found.link_ratio):
-        said += " Whose connection is slow cannot be seen here."
+        said += " This run does not show whose connection is slow."
     return said
 
 
@@ -115,11 +115,11 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
     best, alone, without = pays.best, pays.alone, pays.without
     start = "    torchrun --nproc-per-node {} train.py  # your script, {} the device of rank {}"
     if best is None:
-        return ["What could be gained is not known: that needs a few whole steps."]
+        return ["There is no prediction: it needs a few complete steps."]
     if best == PLAIN:
         return [f"Nothing to gain: stay with plain {job.facts[0].get('stack', 'DDP')}. There is nothing to write."]
     if best == ALONE and alone is not None:
-        said = "Do not distribute this job: one worker alone is as fast as all that meet in every step."
+        said = "Do not distribute this job: one worker alone is as fast as all that synchronise in every step."
         return [said, start.format(1, "on", alone.rank)]
     if best == WITHOUT and without is not None:
         said = f"Leave rank {without.rank} out: without it the others are {without.median:.2f} times as fast."
@@ -149,20 +149,20 @@ def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[st
     if pays.balance is not None:
         shares, unit = "", "" if gains.sizes_known else " thousandths of today's batch"
         if pays.follows:
-            shares = ", with shares that follow a window later"
+            shares = ", with shares that follow the speeds a window later"
         elif pays.balance.worth_it:
             shares = f", with shares of {_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)}"
         told.append(f"Balance: {_times(pays.balance)}{shares}, {holds}.")
         if not pays.balance.worth_it and gains.grounded and slow is not None and slow.steady:
-            told[-1] += f" What makes rank {slow.rank} slow hardly depends on its batch: a smaller one does not help."
+            told[-1] += f" The batch size hardly changes how slow rank {slow.rank} is: a smaller batch does not help."
         meeting = f"Adapt and choose how to meet, every {gains.apart:.0f} steps in the mean"
         for name, gain in (("Adapt, twice the global batch", gains.adapt), (meeting, gains.meet)):
             if gain is not None and gain.median >= WORTH * max(pays.balance.median, 1.0):
                 told.append(f"{name}: {_times(gain)} in time alone, while the network stays as it is.")
-    told = ["Samples a second, times today's (predicted; ranges in brackets):", *(f"- {x}" for x in told)]
+    told = ["Predicted samples a second, as a multiple of today's (ranges in brackets):", *(f"- {x}" for x in told)]
     if pays.balance is not None and not gains.grounded:
-        told.append("Every rank was seen at one batch size only: what a step costs beside its samples is not measured,")
-        told[-1] += " and ranges from balance on say what is usual."
+        told.append("Every rank was seen with one batch size only, so the fixed cost of a step is not measured:")
+        told[-1] += " the ranges of balance and of the lines below it are typical ones."
     return told if len(told) > 1 else []
 
 
@@ -170,24 +170,24 @@ def _holds(slow: Slow | None, verdict: str) -> str:
     """For which slowness of ranks a promise holds."""
     if slow is None:
         return "if slowness comes and goes as it did" if verdict == "changing" else "while ranks stay as they are"
-    return f"if rank {slow.rank} {'stays as slow' if slow.steady else 'is slow as often again'}"
+    return f"if rank {slow.rank} {'stays as slow' if slow.steady else 'is slow as often as in this run'}"
 
 
 def _notes(job: Joined, gains: Gains) -> list[str]:
     told = []
     if not gains.sizes_known:
-        told.append("How many samples a batch has is not known: no tensor was among the inputs of the forward pass.")
+        told.append("The batch size is unknown: the inputs of the forward pass hold no tensor.")
     if job.pauses:
         at = ", ".join(map(str, job.pauses[:5])) + (", ..." if len(job.pauses) > 5 else "")
-        steps = "1 step held a pause" if len(job.pauses) == 1 else f"{len(job.pauses)} steps held a pause"
-        told.append(f"{steps} (a checkpoint, an evaluation?), left out of all figures: {at}.")
+        steps = "1 step had a pause" if len(job.pauses) == 1 else f"{len(job.pauses)} steps had a pause"
+        told.append(f"{steps} (a checkpoint, an evaluation?), not counted in the figures: {at}.")
     if job.missing:
-        told.append(f"{_who(job.missing)} written nothing: on another machine without this folder, or dead.")
+        told.append(f"{_who(job.missing)} written nothing: dead, or on a machine that cannot see this folder.")
     if job.unfinished:
-        told.append(f"{_who(job.unfinished)} not said that training ended: still running, or dead.")
+        told.append(f"{_who(job.unfinished)} not reported the end of training: still running, or dead.")
     if job.attempt:
         times = "once" if job.attempt == 1 else f"{job.attempt} times"
-        told.append(f"The job was restarted {times}; this is of the last start.")
+        told.append(f"The job was restarted {times}; this report is about the last start.")
     told += sorted({str(facts["note"]) for facts in job.facts if facts.get("note")})
     return ["", *(f"Note: {line}" for line in told)] if told else []
 

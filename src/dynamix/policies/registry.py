@@ -137,7 +137,7 @@ def _meant(name: str, others: Mapping[str, OtherFactory] | None = None) -> str:
     meant = ":".join(words)
     behind = words[-1] in known or (words[-1].isdecimal() and words[0] == "static" and int(words[-1]) > 0)
     if words[-1].isdecimal() and not behind:
-        return "a number stands behind static only, and is 1 or more"
+        return "only static takes a number, 1 or more, as in static:128"
     return f"did you mean {meant!r}?" if behind and meant != name else "check the spelling"
 
 

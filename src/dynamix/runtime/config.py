@@ -35,7 +35,7 @@ OUTSIDE = {  # arguments, and variables of the environment that win over what th
 }
 OFF = "static"  # the policy that turns everything off, if it is said from outside
 UNSAID = 128  # samples of a worker where nobody says how many
-ONE_PLACE = "take a policy that decides in one place, such as goodput"
+ONE_PLACE = "take a policy that decides in one place, for all workers, such as goodput"
 _log = logging.getLogger("dynamix")
 
 
@@ -164,22 +164,22 @@ class JobConfig:
         if pieces is not None:
             check_counts(micro_batch=pieces)
             if given > 1:
-                fix = "leave accumulate out: a worker's share of a round is cut into pieces of micro_batch"
-                raise ConfigError("accumulate", given, "1 beside micro_batch", fix)
+                fix = "leave accumulate out: micro_batch cuts a worker's batch into pieces already"
+                raise ConfigError("accumulate", given, "1 together with micro_batch", fix)
         if self.meet not in (ways := ("gradients", "parameters", "auto")):
             raise ConfigError("meet", self.meet, "'gradients', 'parameters' or 'auto'", spelling(self.meet, ways))
         if self.meet == "auto" and given > 1:
             fix = "leave accumulate out: every batch is an optimizer step"
             raise ConfigError("accumulate", given, "1 with meet='auto'", fix)
         if self.meet == "auto" and pieces is not None:
-            fix = "leave micro_batch out: where workers step apart their steps are of batch_size samples"
+            fix = "leave micro_batch out: a worker's local steps have batch_size samples"
             raise ConfigError("micro_batch", pieces, "None with meet='auto'", fix)
         if self.meet == "parameters" and given > 1:
-            fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
+            fix = "leave accumulate out, and set micro_batch= to the samples of one optimizer step"
             raise ConfigError("accumulate", given, "1 with meet='parameters'", fix)
         if self.meet == "parameters" and pieces is None and not self.fixed:
-            fix = "say how many samples an optimizer step has: micro_batch="
-            raise ConfigError("micro_batch", None, "1 or more where rounds of local steps are adaptive", fix)
+            fix = "set micro_batch= to the samples of one optimizer step"
+            raise ConfigError("micro_batch", None, "1 or more with meet='parameters' and global_batch='adaptive'", fix)
 
     def _check_totals(self) -> None:
         """Raise `ConfigError` for an unknown way of the global batch, and for limits of it that are no numbers."""
@@ -191,7 +191,7 @@ class JobConfig:
             value: object = getattr(self.limits, name)
             if self.fixed and value is not None:
                 fix = f"leave {name} out, or use global_batch='adaptive'"
-                raise ConfigError(name, value, "None with global_batch='fixed', which is the starting total", fix)
+                raise ConfigError(name, value, "None with global_batch='fixed', which keeps the starting total", fix)
             if value is not None and not (isinstance(value, (int, float)) and float(value).is_integer()):
                 raise ConfigError(name, value, "a whole number, 1 or more", whole(name, value))
         if not isinstance(self.limits.max_change, (int, float, np.number)):
@@ -223,8 +223,8 @@ class JobConfig:
         if total_low is None:  # it grows only, unless the user says that it may shrink: fewer samples cost time
             total_low = min(int(start.sum()), total_high or reach)
         if total_low is not None and total_low > min(reach, reach if total_high is None else total_high):
-            allowed = f"at most max_global_batch, and the {reach} samples that the workers' bounds allow"
-            raise ConfigError("min_global_batch", total_low, allowed, "lower it, or raise the others")
+            allowed = f"at most max_global_batch, and at most {reach}, the sum of the workers' upper bounds"
+            raise ConfigError("min_global_batch", total_low, allowed, "lower it, or raise the other bounds")
         bounds = Bounds.of(
             self.workers,
             pieces * piece.low,
@@ -247,7 +247,7 @@ class JobConfig:
             fix = f"give it a number, or {ONE_PLACE}"
             raise ConfigError("interval", "auto", "a whole number with this policy", fix)
         if self.fixed and getattr(self.own_policy, "even", False):
-            allowed = f"'adaptive' with {self.policy!r}, which gives all workers the same"
+            allowed = f"'adaptive' with {self.policy!r}, which gives all workers equal batches"
             fix = "say global_batch='adaptive', or take lb_bsp or goodput"
             raise ConfigError("global_batch", "fixed", allowed, fix)
         if self.guard not in (None, True, False):

@@ -39,7 +39,7 @@ def connect(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: O
         require_own_reduction(model, options.weighting, apart=apart)
     if options.averaging is not None and not apart:
         fix = "write Controller(meet='parameters'), or leave averaging= out"
-        raise UsageError(f"wrap(averaging=...) says how models are averaged, but workers meet over gradients: {fix}")
+        raise UsageError(f"wrap(averaging=...) averages models, but with meet='gradients' none are averaged: {fix}")
     if apart or options.batchnorm == "weighted":
         require_sums(model.named_buffers())
     if job.most_of_piece is not None or apart:
@@ -65,9 +65,9 @@ def connect(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: O
 def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGroup) -> None:
     """Raise `UsageError` where shares may move in one controller of several that must move alike."""
     if shards.spread() > group.size() and (bounds.low != bounds.high).any():
-        why = "each worker is several ranks (tensor parallelism), whose controllers decide without each other"
-        fix = "hold the shares: Controller(min_batch_size=sizes, max_batch_size=sizes), the same list on every rank"
-        raise UsageError(f"{why}, and would deal them unlike batches: {fix}")
+        why = "each worker has several ranks (tensor parallelism), and their controllers decide independently"
+        fix = "fix all sizes: Controller(min_batch_size=sizes, max_batch_size=sizes), the same list on every rank"
+        raise UsageError(f"{why}, so they could get different batches: {fix}")
 
 
 def _attach(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: Options) -> Sync:
@@ -98,8 +98,8 @@ def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | No
         made = "make the optimizer from model.parameters(), after the model was moved, sharded or replaced"
         raise UsageError(f"the optimizer has no parameter of this model: {made}; {WRAP_ONCE}")
     if strange and group is not None and dist.get_world_size(group) > 1:
-        rest = "which this model's gradient exchange does not reach"
-        one = "put what trains together into one module under one DDP"
+        rest = "so this model does not average their gradients"
+        one = "put all modules that train together into one module, under one DDP"
         if (why := replaced(model)) is not None:
             raise UsageError(f"{strange} of the optimizer's parameters are not this model's: {why}")
         raise UsageError(f"{strange} of the optimizer's parameters are not this model's, {rest}: {one}, or {WRAP_ONCE}")
@@ -121,7 +121,7 @@ def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None, *, apa
         # FSDP2 keeps parameters gathered from a round's first piece to its last.
         crosses = is_fully_sharded(module) and Shards.of(module) is None
         if crosses or isinstance(module, nn.SyncBatchNorm):
-            why = f"{type(module).__name__} exchanges in its forward pass, and ranks have unlike numbers of pieces"
+            why = f"{type(module).__name__} communicates in its forward pass, but ranks run unequal numbers of them"
             unfit = "micro_batch= and meet='parameters' do not fit this model"
             raise UsageError(f"{unfit}: {why}. Use accumulate= instead")
 

@@ -377,18 +377,18 @@ def _warn(config: JobConfig, at_once: int, *, unsaid: bool) -> None:
     """On the first rank: what was assumed. `at_once`: samples of the steps that all workers take at the same time."""
     own = config.micro_batch if config.meet == "parameters" and config.micro_batch else config.batch_size
     if config.rate_for is None and config.lr_rule != "none" and at_once != own:
-        meant = f"the learning rate is taken as meant for steps of {at_once} samples, of all workers together"
+        meant = f"the learning rate is assumed to fit steps of {at_once} samples, the sum over all workers"
         write = f"Controller(rate_for={own})"
-        _log.warning("dynamix: %s. If it was found with another batch, such as one worker's, write %s", meant, write)
+        _log.warning("dynamix: %s. If you tuned it with another batch, such as one worker's, write %s", meant, write)
     if config.rate_for is not None and at_once > FAR * config.rate_for:
-        far = f"the global batch, {at_once} samples, is more than {FAR} times that of the rate, {config.rate_for}"
-        _log.warning("dynamix: %s: where training has few steps, no rate makes up for those that are missing", far)
+        far = f"the global batch of {at_once} samples is more than {FAR} times rate_for={config.rate_for}"
+        _log.warning("dynamix: %s: if training then has few steps, no learning rate replaces the missing ones", far)
     if config.shares_only:
         name = config.facts["policy"]
-        why = f"the policy {name} moves shares only, so global_batch='adaptive' leaves the global batch as it is"
+        why = f"the policy {name} only moves shares between workers, so global_batch='adaptive' has no effect"
         fix = "Leave global_batch out, or take a policy that adapts it: goodput, dynamix or stigmergic"
         warnings.warn(f"{why}. {fix}", RuntimeWarning, stacklevel=4)
     if unsaid:
-        fix = "Write Controller(batch_size=...) with what a worker trains on today"
+        fix = "Write Controller(batch_size=...) with the batch size that a worker has today"
         said = f"no batch_size was given, so every worker begins with {UNSAID} samples. {fix}"
         warnings.warn(said, RuntimeWarning, stacklevel=4)

@@ -367,7 +367,7 @@ class TrainingJob:
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """`Controller.state_dict`."""
-        self.boundary.require("state_dict() is of all ranks alike")
+        self.boundary.require("state_dict() saves one state for all ranks")
         self.windows.settle()
         ranks, state = self.ranks, self.state
         alike = not gather and ranks.group is not None and asked_by_distributed_checkpoint()

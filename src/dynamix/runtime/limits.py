@@ -52,7 +52,7 @@ class Limits:
         own = {name: value for name, value in vars(self).items() if value != getattr(Limits, name)}
         for name, value in own.items():
             if (told := getattr(limits, name)) != getattr(Limits, name):
-                raise ConfigError(name, value, f"not to give it beside limits, which say {told!r}", f"leave {name} out")
+                raise ConfigError(name, value, f"{told!r}, which limits= says already", f"leave {name} out")
         return dataclasses.replace(limits, **own)
 
 

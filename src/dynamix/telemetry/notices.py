@@ -73,5 +73,5 @@ class Notices:
             return
         if self._way and rounds["meet"] != self._way:
             why = f": {rounds['why']}" if rounds.get("why") else ""
-            self.note(at_s, window, "meeting", f"Workers meet over {rounds['meet']} from here{why}.")
+            self.note(at_s, window, "meeting", f"From here workers average {rounds['meet']}{why}.")
         self._way = rounds["meet"]

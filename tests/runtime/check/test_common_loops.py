@@ -64,7 +64,7 @@ def test_what_is_counted_in_batches_ends_all_ranks_with_the_line_to_write(loop: 
     ("meet", "words"),
     [
         ("gradients", "accumulate="),
-        ("parameters", "every piece has an optimizer step"),
+        ("parameters", "with meet='parameters' call optimizer.step()"),
         ("auto", "optimizer.zero_grad()"),
     ],
 )

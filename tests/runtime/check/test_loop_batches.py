@@ -58,7 +58,7 @@ def _last_batch_never_stepped(job: Job) -> None:
                 job.step()
 
 
-@wrong("call controller.step() for a batch that is passed over", num_workers=1)
+@wrong("call controller.step() also for a batch that you skip", num_workers=1)
 def _dropped_on_one_rank(job: Job) -> None:
     job.wrap()
     batches = iter(job.loader)

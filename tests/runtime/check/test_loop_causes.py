@@ -50,7 +50,7 @@ def _train(job: Job) -> None:
         job.train(x, y)
 
 
-@wrong("the backward pass has not reached ['front.weight', 'front.bias'], and DDP waits")
+@wrong("the backward pass did not reach ['front.weight', 'front.bias'], and DDP waits")
 def _a_layer_that_is_never_used(job: Job) -> None:
     _branched(job, lambda: False)
     _train(job)
@@ -103,14 +103,14 @@ def _an_update_at_the_end_of_an_epoch(job: Job) -> None:
         job.update()
 
 
-@wrong("itertools.cycle(loader), or a list of batches, gives what was trained already", num_workers=2)
+@wrong("itertools.cycle(loader), or a list of batches, repeats old batches", num_workers=2)
 def _a_loader_in_a_cycle(job: Job) -> None:
     job.wrap()
     for x, y in itertools.islice(itertools.cycle(job.loader), 40):
         job.train(x, y)
 
 
-@wrong("train each batch before its controller.step(), in as many updates as you like")
+@wrong("train each batch before you call controller.step() for it")
 def _one_batch_again_and_again(job: Job) -> None:
     job.wrap()
     x, y = next(iter(job.loader))
@@ -118,7 +118,7 @@ def _one_batch_again_and_again(job: Job) -> None:
         job.train(x, y)
 
 
-@wrong("A closure (L-BFGS, a line search) returns the same loss on every rank")
+@wrong("A closure (L-BFGS, a line search) must return the same loss on every rank")
 def _a_line_search_on_each_ranks_own_loss(job: Job) -> None:
     job.optimizer = torch.optim.LBFGS(job.net.parameters(), max_iter=10, line_search_fn="strong_wolfe")
     for x, y in job.batches(3):
@@ -135,7 +135,7 @@ def _a_loader_of_the_users_own(job: Job) -> None:
         job.train(x, y)
 
 
-@wrong("the model was given to an earlier controller: train on with a new DistributedDataParallel around its module")
+@wrong("the model was given to an earlier controller: make a new DistributedDataParallel of its module")
 def _the_model_of_an_earlier_controller(job: Job) -> None:
     job.wrap()
     job.controller.close()
@@ -195,6 +195,6 @@ def test_a_cycle_is_named_without_ranks_too() -> None:
         for x, y in itertools.cycle(job.loader):
             job.train(x, y)
 
-    refused(UsageError, r"itertools\.cycle\(loader\) and a list of batches give what was trained already", train)
+    refused(UsageError, r"itertools\.cycle\(loader\) and a list of batches repeat old batches", train)
     assert job.controller.samples_seen == 24
     job.controller.close()

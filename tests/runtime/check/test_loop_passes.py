@@ -25,7 +25,7 @@ def _accumulated_under_no_sync_undeclared(job: Job) -> None:
         job.step()
 
 
-@wrong("Leave no_sync() out")
+@wrong("Run the last batch of a step without no_sync()")
 def _never_synchronised(job: Job) -> None:
     for x, y in job.batches():
         with job.ddp.no_sync():
@@ -34,7 +34,7 @@ def _never_synchronised(job: Job) -> None:
         job.step()
 
 
-@wrong("past the DDP module")
+@wrong("without the DDP module")
 def _past_the_ddp_module_on_one_rank(job: Job) -> None:
     for x, y in job.batches():
         if job.rank == 1 and job.steps == 2:
@@ -45,7 +45,7 @@ def _past_the_ddp_module_on_one_rank(job: Job) -> None:
             job.train(x, y)
 
 
-@wrong("Leave no_sync() out", accumulate=2)
+@wrong("Run the last batch of a step without no_sync()", accumulate=2)
 def _synchronised_first_and_local_last(job: Job) -> None:
     for i, (x, y) in enumerate(job.batches()):
         with job.ddp.no_sync() if i % 2 else contextlib.nullcontext():
@@ -65,7 +65,7 @@ def _two_losses_of_one_forward(job: Job) -> None:
         job.step()
 
 
-@wrong("loss.backward(), through the DDP module")
+@wrong("loss.backward() through the DDP module")
 def _gradients_set_by_hand(job: Job) -> None:
     job.wrap()
     parameters = list(job.net.parameters())
@@ -79,7 +79,7 @@ def _gradients_set_by_hand(job: Job) -> None:
 # ------------------------------------------------------------ a second update of a batch
 
 
-@wrong("Leave no_sync() out")
+@wrong("Run the last batch of a step without no_sync()")
 def _a_second_update_that_stays_local(job: Job) -> None:
     for x, y in job.batches():
         job.loss(x, y).backward()
@@ -90,7 +90,7 @@ def _a_second_update_that_stays_local(job: Job) -> None:
         job.step()
 
 
-@wrong("past the DDP module")
+@wrong("without the DDP module")
 def _a_second_update_past_the_ddp_module_on_one_rank(job: Job) -> None:
     for x, y in job.batches():
         job.loss(x, y).backward()
@@ -100,7 +100,7 @@ def _a_second_update_past_the_ddp_module_on_one_rank(job: Job) -> None:
         job.step()
 
 
-@wrong("loss.backward(), through the DDP module")
+@wrong("loss.backward() through the DDP module")
 def _a_second_update_by_hand(job: Job) -> None:
     job.wrap()
     parameters = list(job.net.parameters())

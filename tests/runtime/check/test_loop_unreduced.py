@@ -282,6 +282,6 @@ def _under_auto_and_beside(rank: int) -> tuple[str, list[str]]:
 
 def test_ranks_do_not_part_where_ways_of_meeting_change_or_an_optimizer_is_unknown() -> None:
     for refused, warned in run_ranks(_under_auto_and_beside, 2):
-        assert "steps 0.weight, 0.bias, whose gradient DDP does not reduce" in refused
+        assert "trains 0.weight, 0.bias, but DDP does not average the gradients" in refused
         (text,) = warned
-        assert "(SGD) that was not given to controller.wrap() steps 2.weight, 2.bias" in text
+        assert "(SGD) that was not given to controller.wrap() trains 2.weight, 2.bias" in text

@@ -69,7 +69,7 @@ def facts_that_are_near(ranks: Any) -> Any:
 
 def test_numbers_that_are_near_count_as_alike(told: Told) -> None:
     for words in told("facts_that_are_near"):
-        assert words.startswith("UsageError: The ranks have come to differ while they train: lr is 0.1 on rank 0, 0.2 ")
+        assert words.startswith("UsageError: The ranks no longer agree during training: lr is 0.1 on rank 0, 0.2 ")
 
 
 @case
@@ -93,7 +93,7 @@ def one_waits_where_others_decide(ranks: Any) -> Any:
 def test_ranks_that_wait_for_unlike_things_all_end(told: Told, name: str) -> None:
     for words in told(name):
         assert words.startswith("UsageError: ")
-        assert "call what waits for all ranks on every rank" in words
+        assert "make a call that waits for all ranks on every rank" in words
 
 
 # ---------------------------------------------------------------- errors
@@ -285,7 +285,7 @@ def another_seed_on_one(ranks: Any) -> Any:
 
 def test_no_round_is_done_where_samplers_differ(told: Told) -> None:
     for words in told("another_seed_on_one"):
-        assert words.startswith("UsageError: The ranks differ in what they are about to train: ")
+        assert words.startswith("UsageError: The ranks do not begin training with the same settings: ")
         assert "seed is 0 on ranks 0-1, 7 on rank 2. Write controller.batch_sampler" in words
 
 

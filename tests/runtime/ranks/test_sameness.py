@@ -183,7 +183,7 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "optimizer": (_odd("training", optimizer=torch.optim.Adam), ["optimizers is", "SGD of [2]", "Adam of [2]"]),
     "momentum": (_odd("training", optimizer=_momentum), ["optimizers: momentum is [0] on", "[0.9] on rank {last}"]),
     "weights": (_odd("training", before=_loads), ["parameters: weight is [", "Load weights on every rank"]),
-    "later epoch": (_later_epoch, ["in epochs that differ: 1 on", "2 on rank {last}", "set_epoch(epoch) alike"]),
+    "later epoch": (_later_epoch, ["in different epochs: 1 on", "2 on rank {last}", "set_epoch() the same"]),
     "version": (_version("9.1"), [_UNLIKE, '"9.1" on rank {last}. Install one and the same version']),
     "version, arguments": (_version("9.1", interval=3), [_UNLIKE, '"9.1" on rank {last}. Install']),
     "version, impossible there": (_version("9.1", batch_size=0), [_UNLIKE, '"9.1" on rank {last}. Install']),

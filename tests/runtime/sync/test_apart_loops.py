@@ -74,10 +74,10 @@ UNLIKE = {
     "scaler": "averaging: scaler is",
     "model": r"rank 0 has weight \[3, 6\] .* where rank 1 has weight \[4, 6\]",
     "frozen": "the ranks are about to average models that differ",
-    "weight": "a worker's loss is the mean over its own samples",
+    "weight": "a loss is the mean over the worker's own samples",
     "late": r"optimizer.step\(\) came after controller.step\(\)",
     "loaded": "0.weight was not the same on all ranks",
-    "no step": "every piece has an optimizer step",
+    "no step": r"optimizer.zero_grad\(\) for every piece",
     "optimizer saved apart": "models differ between two meetings",
     "lbfgs": "has no mean over workers",
     "zero": "steps on all ranks",
@@ -150,7 +150,7 @@ def _warned(kind: str) -> list[str]:
 def test_what_leaves_workers_their_own_is_warned_of() -> None:
     beside, left, right = run_cases(_warned, 2, ["beside", "left", "right"])
     assert all(any("was not given to controller.wrap" in text for text in told) for told in beside)
-    assert all(any("left between two meetings" in text for text in told) for told in left)
+    assert all(any("ended between two meetings" in text for text in told) for told in left)
     assert right == [[], []]
 
 

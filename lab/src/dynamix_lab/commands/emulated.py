@@ -14,7 +14,7 @@ emulate = typer.Typer()
 
 _SCHEMA = "Print the JSON schema of a scenario, and end."
 _COMPARE = "Policies (NAME[:adaptive][:auto]), or local, comma-separated: run the script under each, and compare."
-_THROTTLE = "Seconds until limits start; default: once all ranks hold a connection."
+_THROTTLE = "Seconds until limits start (default: when all ranks are connected)."
 
 
 def _print_schema(wanted: bool) -> None:
@@ -31,9 +31,9 @@ def _emulate(
     context: typer.Context,
     scenario: Annotated[str, typer.Argument(help="Shipped scenario or YAML file.")],
     schema: Annotated[bool, typer.Option("--schema", is_eager=True, callback=_print_schema, help=_SCHEMA)] = False,
-    seed: Annotated[int, typer.Option(help="Of the disturbance.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the disturbance.")] = 0,
     throttle_after: Annotated[float | None, typer.Option(min=0, help=_THROTTLE)] = None,
-    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds until all is ended; default: none.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds until all is ended (default: never).")] = None,
     compare: Annotated[str | None, typer.Option(help=_COMPARE)] = None,
     mechanism: Mechanism = "auto",
     out: Out = None,

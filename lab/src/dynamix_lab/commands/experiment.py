@@ -32,13 +32,13 @@ def bench_experiment(
     name: Annotated[str, typer.Argument(help="A name, or a TOML file as those in lab/src/dynamix_lab/experiments.")],
     places: Annotated[str | None, typer.Option(help="Scenario/job, comma-separated (default: all).")] = None,
     rows: Annotated[str | None, typer.Option(help="Rows, separated by semicolons (default: all).")] = None,
-    settings: Annotated[str | None, typer.Option(help="Of its settings, comma-separated (default: all).")] = None,
-    batches: Annotated[str | None, typer.Option(help="Of the recipes, comma-separated (default: all).")] = None,
+    settings: Annotated[str | None, typer.Option(help="Settings to run, comma-separated (default: all).")] = None,
+    batches: Annotated[str | None, typer.Option(help="Batches of the recipes, comma-separated (default: all).")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many, paired (default: the experiment's).")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="One place, the first three rows, one seed: a smoke run.")
     ] = False,
-    processes: Annotated[int, typer.Option(min=1, help="That play cells of the virtual clock.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that play cells of the virtual clock.")] = 1,
     resume: Resume = False,
     out: Out = None,
     as_json: Json = False,

@@ -34,8 +34,8 @@ def _check_writable(out: Path) -> None:
 @guarded
 def policy_train(
     out: Annotated[Path, typer.Option(help="File to write, a .json beside it.")] = Path("policy.safetensors"),
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
-    checkpoint: Annotated[Path | None, typer.Option(help="Kept here; a stopped training goes on from it.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed; the same one gives the same weights.")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="File that a stopped training goes on from.")] = None,
     name: Annotated[str, typer.Option("--policy", help="dynamix, dynamix-paper or stigmergic.")] = "dynamix",
     settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of the recipe; repeatable.")] = None,
     show: Annotated[
@@ -69,13 +69,13 @@ def policy_train(
 @guarded
 def policy_evaluate(
     name: Annotated[str, typer.Argument(help="A policy's name or file, or your own MODULE:CLASS.")] = "dynamix",
-    seed: Annotated[int, typer.Option(min=0, help="Of the clusters; the training seeds lie elsewhere.")] = 990_001,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the clusters; training has other seeds.")] = 990_001,
     families: Annotated[str | None, typer.Option(help="Families or worlds, comma-separated (default: all).")] = None,
     workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "2,8,32",
-    rows: Annotated[int, typer.Option(min=1, help="Clusters times workers of a family.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="Decisions of a run.")] = 50,
-    hedged: Annotated[bool, typer.Option(help="With the hedged reference, which takes most of the time.")] = True,
-    quick: Annotated[bool, typer.Option("--quick", help="A look: few clusters, 20 decisions, no hedged.")] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Clusters times workers in each family.")] = 256,
+    windows: Annotated[int, typer.Option(min=1, help="Decisions in each run.")] = 50,
+    hedged: Annotated[bool, typer.Option(help="Also run the hedged reference, which takes most of the time.")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="Quick look: few clusters, 20 decisions, no hedged.")] = False,
     as_json: Json = False,
 ) -> None:
     """Score a policy on the calibrated families, beside static, rules and references that know the true costs."""

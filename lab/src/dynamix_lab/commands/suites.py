@@ -22,7 +22,7 @@ def bench_overhead(
     step_ms: Annotated[
         str | None, typer.Option("--step-ms", help="Milliseconds a plain step, comma-separated (default: 2,22,131).")
     ] = None,
-    launches: Annotated[int | None, typer.Option(help="Of each model.")] = None,
+    launches: Annotated[int | None, typer.Option(help="Launches of each model.")] = None,
     decision_only: Annotated[bool, typer.Option("--decision-only", help="Only the decision and its line.")] = False,
     policies: Annotated[str | None, typer.Option(help="Whose decisions to time (default: dynamix,goodput).")] = None,
     workers: Annotated[str | None, typer.Option(help="Workers decided for (default: 4,64,1024).")] = None,
@@ -55,7 +55,7 @@ def bench_observe(
     context: typer.Context,
     only: Annotated[str | None, typer.Option(help="cases, pays, gains, overhead; comma-separated.")] = None,
     cases: Annotated[int, typer.Option(min=1, help="Injected slow ranks.")] = 20,
-    policy: Annotated[str, typer.Option(help="That a promised gain is compared with.")] = "lb_bsp",
+    policy: Annotated[str, typer.Option(help="Policy whose gain is compared with the promise.")] = "lb_bsp",
     blocks: Annotated[int, typer.Option(min=1, help="Pairs of blocks, observed and not.")] = 800,
     resume: Resume = False,
     out: Out = None,
@@ -102,7 +102,7 @@ def bench_compression(
     identity_steps: Annotated[
         int, typer.Option(max=0, hidden=True)
     ] = 0,  # the recorded command leaves out what is gone
-    seed: Annotated[int, typer.Option(help="Of weights, data and the order of turns.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of turns.")] = 0,
     resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
@@ -131,7 +131,7 @@ def bench_stigmergy(
     quick: Annotated[bool, typer.Option("--quick", help="About two minutes: to 32 workers, one seed.")] = False,
     scenarios: Annotated[str | None, typer.Option(help="Comma-separated (default: all).")] = None,
     workers: Annotated[str | None, typer.Option(help="Comma-separated (default: 4,8,32,1024; quick 4,8,32).")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="That play cells.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that play cells.")] = 1,
     resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
@@ -157,7 +157,7 @@ def bench_faults(
     faults: Annotated[str | None, typer.Option(help="Kinds of faults, comma-separated (default: all).")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Faults of each kind (default: 200 in all).")] = None,
     seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
-    processes: Annotated[int, typer.Option(min=1, help="That play faults, each on hosts of its own.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Processes, each with its own hosts.")] = 1,
     resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
@@ -168,7 +168,7 @@ def bench_faults(
     plan = FaultsPlan.of(quick=quick, faults=names_of(faults), seeds=seeds, seed=seed)
     result = conducted(context, FaultsSuite(plan), out=out, resume=resume, as_json=as_json, processes=processes)
     if result["right"] < result["injected"]:
-        typer.echo("error: not every fault was borne", err=True)
+        typer.echo("error: not every fault was handled correctly", err=True)
         raise typer.Exit(1)
 
 
@@ -177,19 +177,19 @@ def bench_faults(
 def bench_fuzz(
     context: typer.Context,
     kinds: Annotated[str | None, typer.Option(help="Kinds of input, comma-separated (default: all).")] = None,
-    inputs: Annotated[int, typer.Option(min=1, help="Of each kind.")] = 200_000,
-    seed: Annotated[int, typer.Option(min=0, help="Another one damages otherwise.")] = 0,
-    guided: Annotated[bool, typer.Option("--guided", help="Led by coverage (extra fuzz).")] = False,
-    processes: Annotated[int, typer.Option(min=1, help="That try inputs.")] = 1,
+    inputs: Annotated[int, typer.Option(min=1, help="Inputs of each kind.")] = 200_000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the damage.")] = 0,
+    guided: Annotated[bool, typer.Option("--guided", help="Choose inputs by code coverage (extra fuzz).")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that try inputs.")] = 1,
     resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Damage states, files and an aggregator's frames: each gives an error of ours, or is taken whole."""
+    """Damage states, files and an aggregator's frames: each gives an error of dynamix, or loads completely."""
     from dynamix_lab.suites.fuzz.suite import FuzzPlan, FuzzSuite
 
     plan = FuzzPlan.of(kinds=names_of(kinds), inputs=inputs, seed=seed, guided=guided)
     result = conducted(context, FuzzSuite(plan), out=out, resume=resume, as_json=as_json, processes=processes)
     if any(told["escapes"] for told in result["kinds"].values()):
-        typer.echo("error: some inputs gave an error that is none of ours, or another state", err=True)
+        typer.echo("error: some inputs gave an error that is not dynamix's, or another state", err=True)
         raise typer.Exit(1)

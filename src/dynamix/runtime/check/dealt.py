@@ -8,9 +8,8 @@ from torch import Tensor
 from dynamix.runtime.facts.losses import nodes_before, shapes_of, walk
 
 _FIX = (
-    "a loss over the samples that are left goes with wrap(..., weighting='loss') and "
-    "controller.weight(loss, count=n).backward(), n being their number; a loss that is a mean over all {0} goes with "
-    "controller.step(count={0})"
+    "if the loss is over the remaining n samples, write wrap(..., weighting='loss') and "
+    "controller.weight(loss, count=n).backward(); if it is a mean over all {0}, write controller.step(count={0})"
 )
 
 
@@ -22,7 +21,7 @@ def samples_lost(mine: int, found: int, loss: Any) -> str | None:
     """
     if not mine or mine % found == 0 or any(rows % mine == 0 for rows in _rows_of(loss)):
         return None
-    return f"a batch of {mine} samples reached the model as {found}, and would weigh as {mine}: {_FIX.format(mine)}"
+    return f"the model got {found} of {mine} samples, but their weight would be that of {mine}: {_FIX.format(mine)}"
 
 
 def may_hold(inputs: Any, samples: int) -> bool:

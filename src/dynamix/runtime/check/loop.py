@@ -74,7 +74,7 @@ class Turns:
         A loop may read more at once than before. One that passed over a batch takes the next while one waits too many.
         """
         if self.grown is None:
-            passed = f"a batch was taken from the loader and neither trained nor stepped: {PASS_OVER}"
+            passed = f"a batch of the loader was not trained, nor was controller.step() called for it: {PASS_OVER}"
             unstepped = f"a new batch, but controller.step() was not called for the one before: {STEP}; {ACCUMULATE}"
             self.grown = delivered, unstepped if self._loop.forwards else passed
         elif delivered > self.grown[0]:
@@ -96,7 +96,7 @@ class Turns:
             elif self._odd:
                 self._beside.next_pass(self._loop.backwards())
             if self._late and length != before and not self._odd:
-                self._loop.fail(f"batches are trained one turn after their own: {ORDER}")
+                self._loop.fail(f"the loop trains each batch one step too late: {ORDER}")
             self._matches, self._late = self._matches + 1, False
             return
         self._beside.may_be_others(length, inputs, self._loop.backwards())
@@ -105,7 +105,7 @@ class Turns:
         others = {*self._sizes, *(piece.samples for piece in source.waiting())}
         alone = alone or self._fits or self._folded
         if self._matches >= MATCHES and length != before and length in others and not alone:
-            turned = f"a batch of {length} samples was trained in the turn of one of {mine}: {ORDER}"
+            turned = f"the next batch has {mine} samples, but the loop trained one of {length}: {ORDER}"
             self._loop.fail(turned if self.grown is None else self.grown[1])
         self._late = self._matches >= MATCHES and bool(self._sizes) and length == before == self._sizes[-1]
         self._matches = 0
@@ -210,7 +210,7 @@ class LoopCheck(Loop, Part):
         left = source.batches_issued - source.batches_consumed
         updates = max((check.updates for check in self._checks), default=0)
         if self._turns.all_forwarded(source) or updates >= left:
-            self.fail(f"the epoch ended with {left} of its batches never stepped: {STEP}")
+            self.fail(f"the epoch ended, but controller.step() was not called for {left} of its batches: {STEP}")
 
     def look_at(self, piece: Piece, inputs: tuple[Any, ...]) -> None:
         """A forward pass of `inputs` begins that records gradients, `piece` being the batch in hand."""
@@ -228,7 +228,7 @@ class LoopCheck(Loop, Part):
         source = self.source
         # What had a forward pass was received.
         if not self.forwards and source is not None and source.batches_consumed >= source.received()[0]:
-            twice = "controller.step() was called twice for one batch, or before the first"
+            twice = "controller.step() was called twice for one batch, or before the first batch"
             self.fail(f"{twice}: {REPEATED if self.epoch_over() else STEP}")
         apart = piece.round.apart
         for check in self._checks:

@@ -197,7 +197,7 @@ class ModelCheck:
             after = "backward() came after controller.step(), so its gradient would get another batch's weight"
             loop.fail(f"{after}: {REPEATED if loop.epoch_over() else ONCE}; {STEP}")
         if piece is not None and (piece.round.apart or (piece.by_size and not piece.last and not self.inside)):
-            crossed = "backward() of a batch that is to stay on its rank crossed ranks, which have unlike numbers of it"
+            crossed = "backward() exchanged gradients of a local batch, of which ranks run different numbers"
             loop.fail(f"{crossed}: {LOCAL}")
         if self.shards is not None:
             older = self._held_since is not None and self._held_since < loop.group
@@ -217,7 +217,7 @@ class ModelCheck:
         before = "backward() adds to the gradient of an earlier batch, for which optimizer.step() was never called"
         do = EARLY if loop.in_pieces else ACCUMULATE
         if loop.steps_apart():
-            do = "with meet='parameters' every piece has an optimizer step, and then optimizer.zero_grad()"
+            do = "with meet='parameters' call optimizer.step() and then optimizer.zero_grad() for every piece"
         loop.fail(f"{before}: {do}; else call optimizer.zero_grad()")
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -228,8 +228,8 @@ class ModelCheck:
         piece = loop.piece if loop.forwards else loop.piece_of_optimizer()
         if apart := piece is not None and piece.round.apart:
             if loop.too_late() and self.probe is not None and _nonzero(self.probe.grad):
-                late = "optimizer.step() came after controller.step(), where the workers may have met already"
-                do = "with meet='parameters' every piece has its optimizer step before controller.step()"
+                late = "optimizer.step() came after controller.step(), when models may have been averaged already"
+                do = "with meet='parameters' call optimizer.step() before controller.step() for every piece"
                 loop.fail(f"{late}: {do}" + (f"; or {REPEATED}" if loop.epoch_over() else ""))
             if piece is not None and not piece.samples:
                 return without_gradients(optimizer, args, kwargs)
@@ -253,10 +253,10 @@ class ModelCheck:
 
     def _fail_early(self, piece: Piece) -> None:
         loop, growth = self.loop, self.loop.growth()
-        early, do = f"optimizer.step() after {piece.number + 1} of this round's {piece.of} pieces", DUE
+        early, do = f"optimizer.step() came after {piece.number + 1} of the round's {piece.of} pieces", DUE
         if not loop.in_pieces:
-            early = f"optimizer.step() after {piece.number + 1} of accumulate={loop.accumulate} batches"
-            do = f"call it with the last of them, `if (i + 1) % {loop.accumulate} == 0`; {ACCUMULATE}"
+            early = f"optimizer.step() came after {piece.number + 1} of accumulate={loop.accumulate} batches"
+            do = f"call it after the last of them, `if (i + 1) % {loop.accumulate} == 0`; {ACCUMULATE}"
         loop.fail(f"{early}: {do}" if growth is None else growth)
 
     def _look_at(self, unreduced: list[nn.Parameter]) -> None:
@@ -274,11 +274,11 @@ class ModelCheck:
         if probe.grad is not None and probe.grad is applied() and probe.grad._version == version:
             return
         if _nonzero(probe.grad):
-            self.fail(f"optimizer.step() with a gradient that no backward pass has made since the last: {BY_HAND}")
+            self.fail(f"optimizer.step() has a gradient, but no backward pass made it since the last step: {BY_HAND}")
         if probe.grad is None and (model := self.model()) is not None:
             held = any(_nonzero(p.grad) for group in self.optimizer.param_groups for p in group["params"])
             if held and (why := unreached(model)) is not None:
-                self.fail(f"optimizer.step() with gradients that have not crossed ranks: {why}")
+                self.fail(f"optimizer.step() with gradients that were not averaged over the ranks: {why}")
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.inside = False
@@ -302,13 +302,13 @@ class ModelCheck:
             if self.shards is not None:
                 return  # FSDP2 gives a parameter no gradient that has not crossed ranks
             self.loop.fail(IN_BACKWARD)
-        alone = f"{where} with gradients that have not crossed ranks, which would leave every rank its own model"
+        alone = f"{where} with gradients that were not averaged over the ranks, so models would differ by rank"
         model = self.model()
         if self.shards is None and model is not None and (reason := unreached(model)) is not None:
             self.loop.fail(f"{alone}: {reason}")
-        why = "the last backward pass ran under no_sync(), past the DDP module (model.module), or a second time"
+        why = "the last backward pass ran under no_sync(), or without the DDP module (model.module), or a second time"
         why += ", or it left out parameters that DDP waits for (write DDP(net, find_unused_parameters=True))"
-        self.loop.fail(f"{alone}: {why}. Leave no_sync() out for the last of them; {ACCUMULATE}")
+        self.loop.fail(f"{alone}: {why}. Run the last batch of a step without no_sync(); {ACCUMULATE}")
 
     def piece_done(self, *, round_over: bool) -> None:
         """`controller.step()`: this batch is over, and its round perhaps."""

@@ -15,8 +15,8 @@ _REPLACED = (
 )
 
 IN_BACKWARD = (
-    "optimizer.step() is called inside of backward(), in a hook of a parameter or a module, where gradients have not "
-    "crossed ranks yet: remove the hook, and call optimizer.step() in the loop, after loss.backward()"
+    "optimizer.step() is called inside of backward(), in a hook of a parameter or a module, before gradients are "
+    "averaged over the ranks: remove the hook, and call optimizer.step() in the loop, after loss.backward()"
 )
 
 
@@ -37,5 +37,5 @@ def unreached(model: Any) -> str | None:
     if not names or len(names) == len(named):
         return None
     do = "write DDP(net, find_unused_parameters=True)" + (" and no static_graph=True" if model.static_graph else "")
-    told = f"the backward pass has not reached {shown(names)}, and DDP waits for the gradients of all parameters"
+    told = f"the backward pass did not reach {shown(names)}, and DDP waits for the gradients of all parameters"
     return f"{told}: {do}, or freeze what the loss does not need, requires_grad_(False), before DDP is made"

@@ -19,9 +19,9 @@ Sketches = Sequence[Sequence[float]]  # of one tensor, on every rank
 # devices are not.
 ALIKE = 3e-2
 _FIX = (
-    "freeze, replace and add layers before {made} is called, and give the optimizer parameters of that model only. A "
-    "loop that reduces such gradients itself does so before the next optimizer.step(). Parameters that are each rank's "
-    "own by design have an optimizer of their own, which wrap() is not given"
+    "freeze, replace and add layers before you call {made}, and give the optimizer only parameters of that model. If "
+    "your loop averages these gradients itself, do it before the next optimizer.step(). If the parameters must differ "
+    "by rank, give them an optimizer of their own, and do not give that one to wrap()"
 )
 
 
@@ -75,7 +75,7 @@ class Unreduced:
             return None
         named = f"{', '.join(apart[:3])}{' and others' if len(apart) > 3 else ''}"
         whose, made = ("FSDP", "fully_shard(net)") if self._sharded else ("DDP", "DistributedDataParallel(net)")
-        why = f"the optimizer steps {named}, whose gradient {whose} does not reduce, so every rank moves its own"
+        why = f"the optimizer trains {named}, but {whose} does not average the gradients, so ranks would differ"
         return f"{why}: {_FIX.format(made=made)}"
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:

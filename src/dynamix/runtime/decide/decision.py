@@ -156,11 +156,11 @@ class Decider:
 
 _HELD = slice(ROW.index(HELD[0]), len(ROW))
 _ALIKE = {
-    "epoch": ("are in epochs that differ", "Call sampler.set_epoch(epoch) alike on every rank"),
+    "epoch": ("are in different epochs", "Give set_epoch() the same epoch on every rank"),
     "crossed": (
-        "have sent unlike numbers of gradients, so that those of different batches were added up",
-        "Pass a batch over, and go on after an error in one, on all ranks or on none. A closure (L-BFGS, a line "
-        "search) returns the same loss on every rank, the mean over ranks by samples",
+        "have sent different numbers of gradients, so gradients of different batches were added up",
+        "Skip a batch, or continue after an error in one, on all ranks or on none. A closure (L-BFGS, a line search) "
+        "must return the same loss on every rank: the mean over all samples of the ranks",
     ),
 }
 
@@ -171,7 +171,7 @@ def out_of_turn(rows: Floats) -> str | None:
     >>> rows = np.zeros((2, len(ROW)))
     >>> rows[1, ROW.index("epoch")] = 3
     >>> out_of_turn(rows)
-    'the ranks are in epochs that differ: 0 on rank 0, 3 on rank 1. Call sampler.set_epoch(epoch) alike on every rank'
+    'the ranks are in different epochs: 0 on rank 0, 3 on rank 1. Give set_epoch() the same epoch on every rank'
     """
     for name, (what, do) in _ALIKE.items():
         values = rows[:, ROW.index(name)]

@@ -177,7 +177,7 @@ class WindowCloser(Part):
         self._lag_said = True
         late = f"the loader of rank {self.ranks.rank} reads {rounds} rounds ahead, more than two windows of {interval}"
         fix = "lower num_workers x prefetch_factor, or raise interval"
-        warnings.warn(f"{late}, so a decision applies only after them: {fix}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{late}, so new sizes take effect only after them: {fix}", RuntimeWarning, stacklevel=2)
 
     # ------------------------------------------------------------ a decision comes into force
 

@@ -26,10 +26,10 @@ READ = 64  # elements that a figure is made of
 ALIKE = 1e-4  # figures of the same samples on unlike devices are so near
 
 _OTHERS = (
-    "the loop trains {0} more samples on every rank than it was dealt, of another loader or a buffer of its own, and "
-    "their gradient would get the weight of the rank's share: write wrap(..., weighting='loss') and weigh each part of "
-    "the loss by its own count, (controller.weight(mine, count=len(x)) + controller.weight(other, count={0}))"
-    ".backward(). If every sample has its weight already, say so: controller.step(count=len(x))"
+    "the loop trains {0} samples more on every rank than the controller's batch has, from another loader or a buffer, "
+    "so weights would be wrong: write wrap(..., weighting='loss') and weight each part of the loss by its own number "
+    "of samples, (controller.weight(mine, count=len(x)) + controller.weight(other, count={0}))"
+    ".backward(). If the loss gives every sample its weight already, write controller.step(count=len(x))"
 )
 
 

@@ -34,9 +34,9 @@ _ROUNDING = 4.0  # by so much of their precision may elements differ more after 
 _WINDOWS = 16  # after which differences are counted from anew
 _REDRAW = 128  # windows after which elements are drawn again, of further parameters where there are many
 _WHY = (
-    "Gradients are alike on all ranks, so something else moves parameters: a layer that was unfrozen or put in after "
-    "DDP was made, whose gradients DDP does not add (make DDP again after it), or code that writes into parameters or "
-    "optimizers on some ranks only (write it on all)"
+    "Gradients are equal on all ranks, so something else changes parameters: a layer that was unfrozen or added after "
+    "DDP was made, and that DDP does not average (make DDP after it), or code that writes parameters or optimizers on "
+    "some ranks only (run it on all)"
 )
 
 
@@ -230,8 +230,8 @@ class Drift:
         if ratio <= _WARN:
             return None
         rank, at = np.unravel_index(int(added.argmax()), added.shape)
-        what = f"{drawn.names[int(at)]} of rank {rank} differs from rank 0's by {ratio:.2g} of what a window moves"
-        said = f"the ranks' parameters have come to differ by optimizer step {step}: {what}. {_WHY}"
+        what = f"{drawn.names[int(at)]} of rank {rank} differs from rank 0 by {ratio:.2g} times the change of a window"
+        said = f"parameters are no longer equal on all ranks at optimizer step {step}: {what}. {_WHY}"
         return said, ratio > _MOST or self._growing >= _GROWING
 
     def _begin(self, step: int, apart: Floats, moved: float) -> None:

@@ -9,8 +9,8 @@ from dynamix.runtime.ranks.uncaught import tell_of_uncaught
 
 _ADVICE = (
     "rank {rank} ran out of memory in a pass of {samples} samples: call controller.find_limits(step_fn, example) "
-    "before training, which measures what fits every rank, or cut shares into pieces that fit, "
-    "Controller(micro_batch={pieces}) with `with controller.piece():` around the passes; "
+    "before training, which measures what fits every rank; or cut batches into pieces that fit, by "
+    "Controller(micro_batch={pieces}) and `with controller.piece():` around the passes; "
     "or pass Controller(max_batch_size=[...]), one number per rank, below {samples} for rank {rank}"
 )
 

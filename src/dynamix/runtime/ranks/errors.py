@@ -8,7 +8,7 @@ from typing import Any
 from dynamix.errors import DynamixError, MemoryLimitError, StateError, UsageError
 
 FIRST_PASS = "a comparison before the first forward pass"  # since the start, a load, or a loop that was left early
-ALIKE = "call what waits for all ranks on every rank, after the same optimizer step"
+ALIKE = "make a call that waits for all ranks on every rank, after the same optimizer step"
 _KINDS: dict[str, type[DynamixError]] = {kind.__name__: kind for kind in (StateError, MemoryLimitError)}
 
 
@@ -74,7 +74,7 @@ class JobErrors:
             return None
         if whats[0] != FIRST_PASS:
             return f"another rank waits in {whats[0]}, which this rank did not call: {ALIKE}"
-        why = "a rank loaded a state, left an epoch early, or made a first forward pass, that this rank did not"
+        why = "another rank loaded a state, left an epoch early, or ran a first forward pass, and this rank did not"
         do = "call controller.load_state_dict(state) on every rank or on none"
         return f"{why}: {do}; leave a loop early only after the same optimizer step on all ranks"
 

@@ -70,10 +70,10 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
     try:
         control = beside(functools.partial(open_control, members, timeout), AbortableWait(watch).look)
         ranks = Ranks(control, watch)
-        fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
+        fix = "Pass the same arguments to Controller(...) on every rank; a value for each rank goes in a list"
         fixes = {"": fix, VERSION: "Install one and the same version of dynamix for every rank"}
         facts = {VERSION: sys.modules["dynamix"].__version__, **given}
-        require_same(facts, ranks.rows, "Controller(...) got other arguments on some ranks", fixes)
+        require_same(facts, ranks.rows, "Controller(...) got different arguments on some ranks", fixes)
     except Exception as error:
         watch.leave_with(error)
         raise

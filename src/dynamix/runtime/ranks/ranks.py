@@ -23,8 +23,8 @@ from dynamix.runtime.ranks.rendezvous import require_alone
 from dynamix.runtime.ranks.watch import CLOSED, LOOK_EVERY, LOOK_EVERY_S, AbortableWait, Look, RankWatch
 
 _PARTED = {
-    "": "Set what optimizers use alike on every rank, by the optimizer step and not by what one rank measures",
-    GROUPS: "Call add_param_group alike on every rank",
+    "": "Set optimizer values in the same way on every rank: from the step number, not from what one rank measures",
+    GROUPS: "Make the same calls of add_param_group on every rank",
     **dict.fromkeys(PLACE, "Train every batch that the loader gives, on every rank, and load one state on all"),
 }
 
@@ -136,7 +136,7 @@ class Ranks:
         """
         self.agreed = True
         self._watch.errors.agreeing(FIRST_PASS)
-        require_same(facts, self.rows, "The ranks differ in what they are about to train", FIXES)
+        require_same(facts, self.rows, "The ranks do not begin training with the same settings", FIXES)
 
     def forget_agreement(self) -> None:
         """The ranks may hold unlike things from now on, until they `agree` again; nobody is asked after the end."""
@@ -144,8 +144,8 @@ class Ranks:
 
     def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None:
         """Compare `facts`, whose digests were not alike. A collective call; raises as `agree`, which says the rest."""
-        self._watch.errors.agreeing("a comparison of settings and of the place in the data, which have come to differ")
-        require_same(facts, self.rows, "The ranks have come to differ while they train", _PARTED, near)
+        self._watch.errors.agreeing("a comparison of settings and of the place in the data, which now differ")
+        require_same(facts, self.rows, "The ranks no longer agree during training", _PARTED, near)
 
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks are in the collective call `what`.

@@ -39,7 +39,7 @@ class Budget:
         if epochs is not None:
             samples = _samples_of(source, epochs, samples)
         if samples is None:
-            raise ConfigError("samples, epochs", None, "one of them", "say how many epochs of the data set, or samples")
+            raise ConfigError("samples, epochs", None, "one of them", "give epochs= of the data set, or samples=")
         check_counts(samples=samples)
         if count not in (known := ("progress", "samples")):
             raise ConfigError("count", count, "'progress' or 'samples'", spelling(count, known))
@@ -51,7 +51,7 @@ class Budget:
         while not (self.done or self._leaves()):
             if self._progress.steps == before:
                 fix = "Train on the batches of the controller's loader, and call controller.step() after each"
-                raise UsageError(f"an epoch of the budget has trained nothing, so it would never end. {fix}")
+                raise UsageError(f"an epoch of the budget trained nothing, so training would never end. {fix}")
             before = self._progress.steps
             yield self._source.epoch + self._source.finished
 
@@ -77,8 +77,8 @@ class Budget:
 
 def _samples_of(source: BatchSampler | Stream, epochs: int, samples: int | None) -> int:
     if samples is not None:
-        raise ConfigError("samples", samples, "None beside epochs", "say one of them")
+        raise ConfigError("samples", samples, "None together with epochs", "give one of them")
     check_counts(epochs=epochs)
     if (length := source.epoch_length()) is None:
-        raise ConfigError("epochs", epochs, "None with data of unknown length", "say samples= in its place")
+        raise ConfigError("epochs", epochs, "None with data of unknown length", "give samples= instead")
     return epochs * length

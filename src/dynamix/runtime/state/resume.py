@@ -240,11 +240,11 @@ class Division(Part):
         began, theirs = saved["base_batch"], saved["accumulate"]
         if self.rank != 0 or saved["world_size"] != workers or began == here:
             return
-        why = f"the loaded state goes on with a global batch of {began} samples, as the job that saved it began"
+        why = f"the loaded state goes on with a global batch of {began} samples, with which its job began"
         mine = f"batch_size={here / workers / accumulate:g}, accumulate={accumulate} on {workers} workers"
         write = f"batch_size={began / workers / theirs:g}, accumulate={theirs}"
-        fix = f"Write {write}, or leave load_state_dict out to begin with yours"
-        said = f"{why}; this script asks for {here} ({mine}), which is not used. {fix}"
+        fix = f"Write {write}, or do not call load_state_dict, to begin with yours"
+        said = f"{why}; this script asks for {here} ({mine}), and that is ignored. {fix}"
         warnings.warn(said, RuntimeWarning, stacklevel=5)
 
 

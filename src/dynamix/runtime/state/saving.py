@@ -158,7 +158,7 @@ def _read(state: Any, names: Iterable[str]) -> dict[str, Any]:
     expected = {*_HEAD, *names}
     if state.keys() != expected:
         odd = sorted(map(str, state.keys() ^ expected))
-        raise StateError(f"the controller's state lacks or has too many keys: {', '.join(odd[:5])}. {FIX}")
+        raise StateError(f"the controller's state has missing or unknown keys: {', '.join(odd[:5])}. {FIX}")
     if checksum(dict(state)) != state["checksum"]:
         raise StateError(f"the controller's state was changed after it was saved (its checksum differs). {FIX}")
     values = {name: state[name] if name in _PLAIN else unpack(state[name], name) for name in names}

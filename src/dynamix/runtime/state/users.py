@@ -75,8 +75,8 @@ class InOrder(Part):
     def _require_alike(self, name: str, saved: Any, mine: Any) -> None:
         """Raise `StateError` unless both have the same keys, and values of one kind."""
         if not isinstance(saved, dict) or saved.keys() != mine.keys():
-            fix = "make the same objects before loading it"
-            raise StateError(f"the controller's state has {name} of another kind: {fix}")
+            fix = "make the objects that the saved job had, and load it after that"
+            raise StateError(f"the controller's state has {name} for an object of another kind: {fix}")
         for key in saved.keys() - set(self.varies):
             one, other = saved[key], mine[key]
             if isinstance(other, dict) and isinstance(one, dict) and key == "scheduler":
@@ -172,7 +172,7 @@ class PolicyState(Part):
                 layers = _layers(trial)
                 if {type(layer).__module__.partition(".")[0] for layer in layers} <= _OUR_PACKAGES:
                     if state.here and _differ(trial.state_dict(), state.state):
-                        raise ValueError("it holds what the policy does not know, or numbers in another form")
+                        raise ValueError("it has entries that the policy does not know, or values of another type")
                     _decide(layers, self.allocations.at(self.allocations.begin), self.job.bounds)
         except StateError:
             raise

@@ -183,7 +183,7 @@ def attach_both(model: nn.Module, options: Options, around: Around) -> Sync:
     """
     if options.weighting != "hook":
         fix = "leave it out, or say meet='gradients'"
-        weighs = f"wrap(weighting={options.weighting!r}) weighs losses, which workers that step apart do not do"
+        weighs = f"wrap(weighting={options.weighting!r}) weights losses, which does not go with meet='auto'"
         raise UsageError(f"{weighs}: {fix}")
     if around.ranks.workers > 1 and not isinstance(model, DistributedDataParallel):
         fix = "controller.wrap(DistributedDataParallel(net), optimizer)"

@@ -27,7 +27,7 @@ from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.sync.inner_hook import Hook, InnerHook
 from dynamix.runtime.sync.loss_weight import LossWeight
 
-_ANEW = "train on with a new DistributedDataParallel around its module"
+_ANEW = "make a new DistributedDataParallel of its module, and train that one"
 ADDED = "the ranks could not add their gradients"
 _ADD = AllreduceOptions()  # asynchronous
 # A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
@@ -199,7 +199,7 @@ class GradientHook(Part):
         if first:
             self.loop.reducing(self.piece)
         if self.piece is None:
-            self.loop.fail("backward() crossed ranks, and no forward pass of this model came before it")
+            self.loop.fail("backward() exchanged gradients, but no forward pass of this model came before it")
         weight = GradientWeight(self.piece, self.weights)
         if first:
             self.reductions, self.crossed = self.reductions + 1, self.crossed + 1

@@ -67,7 +67,7 @@ def _keep_silent(model: DistributedDataParallel, recorder: Recorder) -> None:
             future: torch.futures.Future[Tensor] = torch.futures.Future()
             future.set_result(bucket.buffer())
             return future
-        crossed = "backward() crossed ranks, but with meet='parameters' every worker steps apart"
+        crossed = "backward() exchanged gradients, but with meet='parameters' workers make local steps"
         raise UsageError(f"{crossed}: leave DDP's require_backward_grad_sync as controller.wrap() has set it")
 
     refuse.__annotations__.clear()  # DDP checks them

@@ -127,8 +127,8 @@ class LossWeight:
     def _further_weight(self, piece: Piece, given: Tensor) -> Tensor:
         """The weight of a further loss of a batch."""
         if piece.of > 1:
-            one = "weight(count=...) is called once for each batch whose gradient accumulates with others'"
-            raise UsageError(f"{one}: add its losses up first, or leave accumulate= and micro_batch= out")
+            one = "with accumulate= or micro_batch=, weight(count=...) is allowed once for each batch"
+            raise UsageError(f"{one}: add its losses up first, or leave both out")
         self._several, total = True, given.detach().clone()
         self.sum_async(total).wait()
         return given * self.workers / torch.where(total > 0, total, 1.0)

@@ -142,7 +142,7 @@ class ParameterAveraging(Part):
         """One more optimizer of the model. Raises `UsageError` for one that shares its state among ranks."""
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             fix = "give every rank its whole optimizer, or use meet='gradients'"
-            raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers step apart: {fix}")
+            raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers make local steps: {fix}")
         self.optimizers[optimizer] = GroupMemory(optimizer)
 
     @torch.no_grad()
@@ -233,7 +233,7 @@ class ParameterAveraging(Part):
         for parameter in (anchor.tensor for anchor in anchors if anchor.is_trained and not self._at_times):
             named = (name for name, p in self.model.named_parameters() if p is parameter)
             name = next(named, f"a parameter of shape {list(parameter.shape)} beside the model")
-            raise UsageError(f"{name} was not the same on all ranks when they began to step apart: {_CHANGED}")
+            raise UsageError(f"{name} was not the same on all ranks when local steps began: {_CHANGED}")
         if anchors:  # buffers, which passes of a rank's own may change
             broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ranks)
 

@@ -17,7 +17,7 @@ from dynamix.runtime.part import Observation, Part
 from dynamix.runtime.sync.parameter_averaging import ParameterAveraging
 from dynamix.runtime.sync.stray import StrayCollectives
 
-_WHERE = "call it at a meeting: `if controller.checkpoint_due(every=N):`, or at any of them, `if controller.met:`"
+_WHERE = "call it at a meeting, under `if controller.checkpoint_due(every=N):` or `if controller.met:`"
 
 
 class RoundBoundary(Part):
@@ -72,19 +72,19 @@ class RoundBoundary(Part):
     def require(self, what: str) -> None:
         """Raise `UsageError`, on all ranks, between two meetings."""
         if self._between:
-            raise self._fail(UsageError(f"{what}, and the workers' models differ between two meetings: {_WHERE}"))
+            raise self._fail(UsageError(f"{what}, but the workers' models differ between two meetings: {_WHERE}"))
 
     def require_no(self, what: str) -> None:
         """Raise `UsageError` where workers step apart, and so weigh nothing in their own passes."""
         if self.steps_apart:
-            why = "with meet='parameters' a worker's loss is the mean over its own samples, and moves are weighted"
+            why = "with meet='parameters' a loss is the mean over the worker's own samples; models are weighted later"
             raise UsageError(f"{what}: {why}. Call loss.backward()")
 
     def warn_between(self) -> None:
         """The loop has ended: say so if models differ."""
         if self._between and sys.exc_info()[0] is None:
-            left = "the loop was left between two meetings, so the workers' models differ"
-            fix = "leave it where controller.met is true; at a limit of steps, where controller.checkpoint_due(every=N)"
+            left = "the loop ended between two meetings, so the workers' models differ"
+            fix = "leave it when controller.met is true or, with a limit of steps, when checkpoint_due(every=N) is true"
             warnings.warn(f"{left}: {fix}", RuntimeWarning, stacklevel=3)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -304,7 +304,7 @@ def attach_sharded(model: nn.Module, options: Options, around: Around) -> Sync:
         fix = "give both the data-parallel dimension of one mesh: process_group=mesh.get_group()"
         raise UsageError(f"FSDP reduces over ranks {theirs}, the controller weights for ranks {ours}: {fix}")
     if shards is None or (reason := _cannot_weigh(model, shards)) is not None:
-        reason = reason if shards is not None else "this torch keeps what FSDP holds in another way than dynamix reads"
+        reason = reason if shards is not None else "dynamix cannot read how this torch holds FSDP's parameters"
         if options.weighting == "hook":
             raise UsageError(f"{reason}: {LOSS_SIDE}")
         told = "so exchange, waiting and the noise scale are not measured"

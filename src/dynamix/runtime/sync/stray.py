@@ -71,8 +71,8 @@ class StrayCollectives:
         if before or self._others:
             marks[:] = begun
             return None
-        called = "the loop called a collective of its own (all_reduce, barrier, ...) while workers stepped apart"
-        return UsageError(f"{called}, of which ranks call unlike numbers: {_FIX}")
+        called = "the loop called a collective of its own (all_reduce, barrier, ...) between two meetings"
+        return UsageError(f"{called}, which ranks call different numbers of times: {_FIX}")
 
     def look_beside(self, places: str) -> tuple[bool, UsageError | None]:
         """A `Look` of the watch's: as `look`, and if the loop is in a collective that some others have passed over."""
@@ -86,7 +86,7 @@ class StrayCollectives:
         elif self._inside is None or self._inside[0] != number:
             self._inside = number, time.monotonic()
         elif time.monotonic() - self._inside[1] > BESIDE_S:
-            return True, UsageError(f"the loop called {name}() on some ranks, which others have passed over: {_FIX}")
+            return True, UsageError(f"the loop called {name}() on some ranks, and others went on without it: {_FIX}")
         return True, self.look()
 
     def _begun(self) -> list[int]:
