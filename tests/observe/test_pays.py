@@ -88,7 +88,7 @@ def test_in_doubt_plain_ddp_is_named(balance: Gain, follows: bool, best: str) ->
 def test_slowness_that_came_and_went_is_told_from_a_steady_one(tmp_path: Path) -> None:
     gains, text = told(tmp_path, [{}, {}, {"forward": 0.2}], when=lambda step: step // 15 % 2 == 0)
     assert "if rank 2 is slow as often as in this run" in text
-    assert "of the steps: that came and went" in text
+    assert "of the steps, on and off" in text
     assert gains["without"]["low"] < 0.8 < gains["without"]["median"] < 2.0 < gains["without"]["high"]
     assert gains["best"] == "balance"  # a rank that is slow now and then is not left out
 

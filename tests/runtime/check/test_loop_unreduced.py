@@ -26,7 +26,7 @@ from tests.union import Script
 LOOPS = Loops()
 wrong, right, right_with = LOOPS.wrong, LOOPS.right, LOOPS.right_with
 pytestmark = pytest.mark.multiproc
-REDUCED = "before DistributedDataParallel(net) is called"
+REDUCED = "before you call DistributedDataParallel(net)"
 
 
 def _under(job: Job, **options: Any) -> None:
@@ -149,7 +149,7 @@ def _unfrozen_on_one_rank_alone(job: Job) -> None:
         job.train(x, y)
 
 
-@wrong("before fully_shard(net) is called")
+@wrong("before you call fully_shard(net)")
 def _a_layer_that_fsdp_leaves_alone(job: Job) -> None:
     _shard(job, ignored={job.net[0].weight})
     job.controller.wrap(job.ddp, job.optimizer, weighting="loss")

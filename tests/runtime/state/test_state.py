@@ -126,7 +126,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("cuda", lambda s: s.update(ranks=pack(with_cuda(unpack(s["ranks"]), torch.zeros(3, 2))))),
     ("hooks", lambda s: s.update(hooks=pack([1]))),
     ("recorder.before.loss", lambda s: s.update(ranks=pack(notebook(unpack(s["ranks"]), [10**400, 1.0])))),
-    ("too many keys", lambda s: s.update(extra=1)),
+    ("missing or unknown keys", lambda s: s.update(extra=1)),
     ("seed=9", lambda s: s["source"].update(seed=9)),
 ]
 
@@ -138,7 +138,7 @@ def test_what_is_wrong_is_named_and_nothing_is_applied(name: str, change: Any) -
     controller, _, train = job()
     train(3)
     before = without_clock(controller.state_dict())
-    if name != "too many keys":
+    if name != "missing or unknown keys":
         refused(StateError, "checksum differs", controller.load_state_dict, state)
     state["checksum"] = checksum(state)
     refused(StateError, name, controller.load_state_dict, state)
@@ -186,7 +186,7 @@ def test_what_a_policy_does_not_know_is_refused_also_by_those_of_the_lab(policy:
     state = controller.state_dict()
     state["policy"] = pack({**unpack(state["policy"]), "x": 1})
     state["checksum"] = checksum(state)
-    with pytest.raises(StateError, match="holds what the policy does not know"):
+    with pytest.raises(StateError, match="has entries that the policy does not know"):
         controller.load_state_dict(state)
 
 

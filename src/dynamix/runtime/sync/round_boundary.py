@@ -84,7 +84,7 @@ class RoundBoundary(Part):
         """The loop has ended: say so if models differ."""
         if self._between and sys.exc_info()[0] is None:
             left = "the loop ended between two meetings, so the workers' models differ"
-            fix = "leave it when controller.met is true or, with a limit of steps, when checkpoint_due(every=N) is true"
+            fix = "leave it only `if controller.met`; at a limit of steps, `if controller.checkpoint_due(every=N)`"
             warnings.warn(f"{left}: {fix}", RuntimeWarning, stacklevel=3)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -335,7 +335,7 @@ def _cannot_weigh(model: nn.Module, shards: Shards) -> str | None:
     sharded = {id(p) for p in shards.parameters()}
     if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in sharded]:
         named = ", ".join(left[:3])
-        return f"fully_shard() was told to leave {named} alone, so a loop has to freeze or reduce what FSDP does not"
+        return f"fully_shard() does not shard {named}, which your loop must freeze or average over the ranks"
     for module, group in zip(shards.modules, shards.groups, strict=True):
         if sum(module is other for other in shards.modules) > 1:
             return f"parameters of one {type(module).__name__} are on several meshes"
