@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], dict[str, Any], str]] = {
     "a reduce-scatter of one's own": (_own, {}, "weighting='loss'"),
     "one that comes later": (_replaced, {}, "set_custom_reduce_scatter\\(\\) was called after"),
     "another divisor": (_other_divisor, {}, "leave it out"),
-    "ignored parameters": (_ignored, {}, "0.weight alone"),
+    "ignored parameters": (_ignored, {}, "does not shard 0.weight"),
     "other ranks": (_other_ranks, {}, "process_group=mesh.get_group"),
     "nothing scattered": (_not_scattered, {}, "shards over one rank.*weighting='loss'"),
     "in part": (lambda c: _wrapped(c, nn.Sequential(_net(), nn.Linear(3, 3))), {}, "on the whole model"),

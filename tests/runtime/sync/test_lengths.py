@@ -102,7 +102,11 @@ def test_workers_that_step_apart_are_cut_by_cost_too() -> None:
     ("sampler", "options", "said"),
     [
         ({"padded": True}, {}, "padded=True"),
-        ({"padded": True, "lengths": LENGTHS}, {"meet": "parameters", "micro_batch": 4}, r"step apart"),
+        (
+            {"padded": True, "lengths": LENGTHS},
+            {"meet": "parameters", "micro_batch": 4},
+            r"with meet='parameters' and meet='auto'",
+        ),
         ({"padded": True, "lengths": LENGTHS}, {"global_batch": "adaptive"}, "noise scale"),
         ({"lengths": LENGTHS, "partition": "contiguous"}, {}, "partition"),
         ({"lengths": LENGTHS[1:]}, {}, r"\(239,\)"),

@@ -105,7 +105,7 @@ def wrong(told: Floats) -> str | None:
 
     >>> import numpy as np
     >>> wrong(np.array([[7, 4, 0.1, 0.1], [7, 4, 0.2, 0.3]]))[:39]
-    'the loop trains 4 more samples on every'
+    'the loop trains 4 samples more on every'
     >>> wrong(np.array([[7, 4, 0.1, 0.1], [7, 4, 0.2, 0.1]])), wrong(np.array([[7, 4, 0.1, 0.1], [7, 6, 0.2, 0.3]]))
     (None, None)
     """
