@@ -18,12 +18,12 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import dynamix
+from dynamix_lab.opponents.trial import set_rate
+from dynamix_lab.tasks import as_is, make_workload
 
 ROWS = {
     "single": {},
@@ -34,17 +34,7 @@ ROWS = {
 }
 BATCH, RATE = 64, 0.05  # the recipe of one worker
 SECONDS_A_SAMPLE = (2e-4, 6e-4)
-INPUTS, OUTPUTS, HELD_OUT = 32, 4, 2000
-
-
-def data(count: int) -> tuple[Tensor, Tensor]:
-    """Inputs, and what a fixed net of tanh says of them, with noise on all but the last `HELD_OUT`."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(count + HELD_OUT, INPUTS, generator=generator)
-    first, second = (torch.randn(shape, generator=generator) for shape in ((INPUTS, 8), (8, OUTPUTS)))
-    y = torch.tanh(x @ first / 3) @ second
-    y[:count] += 2 * y.std() * torch.randn(count, OUTPUTS, generator=generator)
-    return x, y
+HELD_OUT = 2000
 
 
 def main() -> None:
@@ -61,17 +51,17 @@ def main() -> None:
     rank = 0 if alone else dist.get_rank()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    x, y = data(args.budget)
-    dataset = TensorDataset(x[: args.budget], y[: args.budget])
-    net: nn.Module = nn.Sequential(nn.Linear(INPUTS, 128), nn.ReLU(), nn.Linear(128, OUTPUTS)).to(device)
+    job = make_workload("teacher")
+    data, net = job.make_data(0, train=args.budget, test=HELD_OUT), job.make_model(0).to(device)
     if args.fsdp:
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(net)
     model = net if alone or args.fsdp else DDP(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
+    optimizer = job.make_optimizer(net.parameters())
+    set_rate(optimizer, RATE)
     run = torch.compile(model, dynamic=True) if args.compile else model
-    loader = DataLoader(dataset, batch_size=BATCH, shuffle=True, drop_last=False)
+    loader = DataLoader(data.train, batch_size=BATCH, shuffle=True, collate_fn=as_is)
     steps = args.budget // (BATCH * (1 if alone else 2))
     falling = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: (1 + math.cos(math.pi * min(step / steps, 1))) / 2
@@ -89,7 +79,7 @@ def main() -> None:
         for inputs, target in loader:
             time.sleep(SECONDS_A_SAMPLE[rank] * len(inputs))
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp):
-                loss = F.mse_loss(run(inputs.to(device)), target.to(device))
+                loss = job.loss(run(inputs.to(device)), target.to(device))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -101,8 +91,7 @@ def main() -> None:
                     break
     seconds = time.perf_counter() - began
     with torch.no_grad():
-        predicted = net(x[args.budget :].to(device)).cpu()
-    score = 1 - float(F.mse_loss(predicted, y[args.budget :]) / y[args.budget :].var(0).mean())
+        score = job.metric(net(data.test.inputs.to(device)).cpu(), data.test.targets)
     if rank == 0:
         samples = args.budget if controller is None else controller.samples_seen
         found = {"row": args.row, "device": device.type, "seconds": round(seconds, 3), "score": round(100 * score, 2)}

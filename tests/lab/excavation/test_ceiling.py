@@ -7,6 +7,7 @@ shares a cell, no two change places, and what flows into a cell at a time flows 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def plan(agents: int, period: int) -> Plan | None:
         for action, step in enumerate(steps)
         if not ground.rock[cell + step] and (time or ground.nest[cell])
     ]
-    sums: dict[object, list[tuple[int, int]]] = defaultdict(list)  # rows of the program: (variable, sign)
+    sums: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)  # rows of the program: (variable, sign)
     for i, (time, cell, state, action) in enumerate(moves):
         end = cell + steps[action]
         sums["flow", time, cell, state].append((i, 1))
@@ -46,14 +47,13 @@ def plan(agents: int, period: int) -> Plan | None:
         if end != cell:
             sums["no change of places", time, min(cell, end), max(cell, end)].append((i, 1))
         if time == 0:
-            sums["agents"].append((i, 1))
+            sums["agents",].append((i, 1))
         if state and ground.nest[end]:
-            sums["delivered"].append((i, 1))
+            sums["delivered",].append((i, 1))
     entries = [(row, i, sign) for row, of_row in enumerate(sums.values()) for i, sign in of_row]
     rows, columns, signs = (np.array(column) for column in zip(*entries, strict=True))
-    exactly = {"agents": agents, "delivered": agents}
-    low = [exactly.get(str(key), 0) for key in sums]
-    high = [exactly.get(str(key), 0 if key[0] == "flow" else 1) for key in sums]  # type: ignore[index]
+    low = [agents if key[0] in ("agents", "delivered") else 0 for key in sums]
+    high = [agents if key[0] in ("agents", "delivered") else int(key[0] != "flow") for key in sums]
     found = milp(
         [float(action != 0) for *_, action in moves],
         constraints=LinearConstraint(csr_matrix((signs, (rows, columns))), low, high),

@@ -88,7 +88,7 @@ def meanings_of(recipe: Recipe) -> dict[str, str]:
     """
     meanings, names = dict[str, str](), list[str]()
     fields = {field.name for field in dataclasses.fields(recipe)}
-    for line in inspect.getdoc(type(recipe)).splitlines():  # type: ignore[union-attr]
+    for line in (inspect.getdoc(type(recipe)) or "").splitlines():
         first, _, said = line.partition("  " if "  " in line else " ")
         if line[:1].strip() and fields.issuperset(first.split(", ")):
             names = first.split(", ")

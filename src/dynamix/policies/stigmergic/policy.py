@@ -51,7 +51,7 @@ def _number(default: float, low: float, high: float) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The rule's numbers. The defaults were set by hand; the shipped ones are learned."""
+    """The rule's numbers. The defaults were set by hand; the shipped ones are learned, but for `kin` and `wary`."""
 
     # Part of a deviation that is made up for: `calm` within the own jitter, `sure` far beyond, half way at `gate`
     # standard errors; `eager` times that if it asks for more: who is late makes all wait, who could do more nobody.
