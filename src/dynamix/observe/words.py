@@ -119,7 +119,7 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
     if best == PLAIN:
         return [f"Nothing to gain: stay with plain {job.facts[0].get('stack', 'DDP')}. There is nothing to write."]
     if best == ALONE and alone is not None:
-        said = "Do not distribute this job: one worker alone is as fast as all that synchronise in every step."
+        said = "Do not distribute this job: one worker alone is at least as fast as all that synchronise in every step."
         return [said, start.format(1, "on", alone.rank)]
     if best == WITHOUT and without is not None:
         said = f"Leave rank {without.rank} out: without it the others are {without.median:.2f} times as fast."
