@@ -126,7 +126,7 @@ class CompressionCell:
         """Equal hosts and one for an aggregator, which has no rank; each behind its own link to one switch."""
         cores = len(os.sched_getaffinity(0))
         host = {"cpu": round(CORES_USED * cores / self.workers, 3), "rate_mbit_s": float(self.rate_mbit_s)}
-        return load_scenario({"name": self.name, "hosts": [host] * self.workers + [{**host, "cpu": LEAST_CORES}]})
+        return load_scenario({"name": self.name, "hosts": [*[host] * self.workers, {**host, "cpu": LEAST_CORES}]})
 
     def ways(self, plan: CompressionPlan) -> tuple[str, ...]:
         """Those of the plan that make sense for this job."""
