@@ -205,7 +205,7 @@ def pictures(
         x = centres[about] + 0.25 * drawn.normal(size=(samples, 3, side, side))
         return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(about)
 
-    return CompressionTask("vgg-topk", make, functools.partial(SGD, lr=1e-2), F.cross_entropy, batch, keep=KEEP)
+    return CompressionTask("vgg-topk", make, functools.partial(SGD, lr=1e-3), F.cross_entropy, batch, keep=KEEP)
 
 
 def next_words(
@@ -223,7 +223,7 @@ def next_words(
         read = torch.from_numpy(text[starts[:, None] + np.arange(length + 1)])
         return read[:, :-1], read[:, 1:]
 
-    return CompressionTask("bert-topk", make, functools.partial(SGD, lr=1e-2), F.cross_entropy, batch, keep=KEEP)
+    return CompressionTask("bert-topk", make, functools.partial(SGD, lr=1e-3), F.cross_entropy, batch, keep=KEEP)
 
 
 class _Table(nn.Module):
