@@ -29,9 +29,9 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=10) as li
 def test_hosts_reach_what_runs_on_the_switch(tmp_path: Path) -> None:
     hosts = [{"cpu": 0.2, "rate_mbit_s": 10.0}] * 2
     with Emulation({"hosts": hosts}, run_dir=tmp_path, mechanism="privileged") as cluster:
-        process = cluster.launch_on_switch([*PYTHON, SERVER, cluster.switch_address])
+        process = cluster.launch_beside([*PYTHON, SERVER, cluster.switch_address])
         deadline = time.monotonic() + 20
-        while not (port := (tmp_path / "switch.out").read_text().strip()) and time.monotonic() < deadline:
+        while not (port := (tmp_path / "beside.out").read_text().strip()) and time.monotonic() < deadline:
             time.sleep(0.05)
         began = time.monotonic()
         cluster.launch([*PYTHON, CLIENT, cluster.switch_address, port])

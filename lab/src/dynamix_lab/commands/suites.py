@@ -11,7 +11,7 @@ import typer
 from dynamix.cli.console import Json, Out, guarded, print_json
 from dynamix_lab.commands.group import Resume, about, bench, conducted, floats_of, names_of, numbers_of
 
-_JOBS = "ratings, ncf, lstm-tied, transformer-tied, moe, lora, rows-0, rows-50, rows-100"
+_JOBS = "ratings, ncf, ncf-20m, lstm-tied, transformer-tied, moe, lora, vgg-topk, bert-topk, rows-0, rows-50, rows-100"
 
 
 @bench.command("overhead")

@@ -93,7 +93,7 @@ class Emulation:
         self.name = keeper.instance_name(next(_counts))
         self._mechanism, self._keep_awake = mechanism, keep_awake
         self._ranks: list[Popen[bytes]] = []
-        self._beside: list[Popen[bytes]] = []  # on the switch
+        self._beside: list[Popen[bytes]] = []  # beside the ranks
         self._cleanup = contextlib.ExitStack()
         self._lock = threading.RLock()
         self._stop_clock = threading.Event()
@@ -237,18 +237,20 @@ class Emulation:
             self._ranks.append(self._start(fd, f"host{rank}", command, environment, stem, cwd))
         return list(self._ranks)
 
-    def launch_on_switch(self, command: Sequence[str], *, name: str = "switch") -> Popen[bytes]:
-        """Start `command` between the hosts, at `switch_address`, to compute in the network: no quota, no own link.
+    def launch_beside(self, command: Sequence[str], *, name: str = "beside", host: int | None = None) -> Popen[bytes]:
+        """Start `command` beside the ranks: between the hosts, at `switch_address`, to compute in the network, with no
+        link of its own; or on `host`, behind its link. No quota.
 
         It ends with the emulation at the latest. Output goes to `<run_dir>/<name>.out` and `.err`.
         """
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._beside.append(self._start(self._network.switch()[0], "switch", command, environment, name))
+        fd = self._network.switch()[0] if host is None else self._network.fd(host)
+        self._beside.append(self._start(fd, "beside", command, environment, name))
         return self._beside[-1]
 
     @property
     def switch_address(self) -> str:
-        """The address at which hosts reach what `launch_on_switch` started."""
+        """The address at which hosts reach what `launch_beside` started there."""
         return self._network.switch()[1]
 
     def poll(self) -> list[int | None]:

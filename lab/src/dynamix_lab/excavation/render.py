@@ -1,4 +1,4 @@
-"""Pictures of an excavation: text for a terminal, an array, a PNG, a GIF."""
+"""Pictures of an excavation: text for a terminal, an array, a GIF."""
 
 from __future__ import annotations
 
@@ -79,13 +79,6 @@ def captioned(picture: Image, lines: Sequence[str]) -> Image:
     for number, line in enumerate(lines):
         pen.text((8, 4 + 22 * number), line, fill=(40, 40, 40), font=font)
     return np.concatenate([picture, np.asarray(below)])
-
-
-def save_png(env: Excavation, path: str | Path, world: int = 0, *, scale: int = 16) -> None:
-    """Write one world as it is now. Needs pillow (extra `report`)."""
-    from PIL import Image as Pictures
-
-    Pictures.fromarray(image(env, world, scale=scale)).save(path, format="PNG")
 
 
 def save_gif(frames: Iterable[Image], path: str | Path, *, frame_s: float = 0.1) -> None:

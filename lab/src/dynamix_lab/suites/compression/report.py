@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamix_lab.report import Section, Table, number, with_interval
-from dynamix_lab.suites.compression.exchanges import LOSSY
 from dynamix_lab.suites.compression.summary import over_best, over_sparse
 
 _GOALS = {
@@ -19,6 +18,10 @@ _GOALS = {
     "gather_sparse": "sparse=True with the hook: over plain sparse=True, each cell: at most {goal:g} (A/A)",
     "identity": "{goal}",
 }
+_BESIDE_DENSE = [
+    ("Aggregation", "Dense bytes over the seconds of an exchange, times dense's (95 %).", "exchange_ratios"),
+    ("Iterations", "Iterations a second, times dense's (95 %).", "ratios"),
+]
 _HEAD = [
     "",
     "iteration, ms (10-90 %)",
@@ -32,11 +35,6 @@ _HEAD = [
 ]
 
 
-def label(way: str) -> str:
-    """How tables name a way: which of them lose something."""
-    return f"{way} (lossy)" if way in LOSSY else way
-
-
 def _table(cell: Mapping[str, Any]) -> Table:
     rows = []
     for name, way in cell["ways"].items():
@@ -45,7 +43,7 @@ def _table(cell: Mapping[str, Any]) -> Table:
         sent = way["sent_bytes_per_step"]
         rows.append(
             [
-                label(name),
+                name,
                 f"{1e3 * way['iteration_median_s']:.1f} ({low:.1f}-{high:.1f})",
                 "1" if name == "dense" else with_interval(ratio),
                 "" if way["exchange_median_s"] is None else f"{1e3 * way['exchange_median_s']:.1f}",
@@ -98,13 +96,15 @@ def _found(part: Mapping[str, Any]) -> tuple[str, str]:
     least = True if "at" not in part else sign * part["goal"] * part.get("scatter", 1.0)
     worst = min(found, key=lambda cell: sign * found[cell])
     holds = sum(sign * value >= least for value in found.values())
-    return f"{holds} of {len(found)}", f"{worst}: {found[worst]:.3f}" if "at" in part else worst
+    there = part["found"][worst]
+    by = f" by {there['way']}" if isinstance(there, Mapping) else ""
+    return f"{holds} of {len(found)}", f"{worst}: {found[worst]:.3f}{by}" if "at" in part else worst
 
 
 def overview(result: Mapping[str, Any]) -> Table:
     """A row a cell: milliseconds of an iteration by every way, and what the goals say of `auto` and the hook."""
     cells = result["cells"]
-    ways = list(dict.fromkeys(name for cell in cells.values() for name in cell["ways"]))
+    ways = _ways(cells)
     rows = []
     for cell, measured_there in cells.items():
         there = measured_there["ways"]
@@ -123,8 +123,27 @@ def overview(result: Mapping[str, Any]) -> Table:
     )
 
 
+def _ways(cells: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(name for cell in cells.values() for name in cell["ways"]))
+
+
+def beside_dense(result: Mapping[str, Any], ratios: str) -> Table:
+    """A row a cell: how many times as fast as dense each way is, by its `ratios` of time."""
+    cells = result["cells"]
+    ways = [way for way in _ways(cells) if any(f"{way}/dense" in cell[ratios] for cell in cells.values())]
+    rows = [[name, *(_faster(cell[ratios].get(f"{way}/dense")) for way in ways)] for name, cell in cells.items()]
+    return Table(["cell", *ways], rows)
+
+
+def _faster(ratio: Mapping[str, float | None] | None) -> str:
+    if ratio is None:
+        return "–"
+    turned = {"median": ratio["median"], "low": ratio["high"], "high": ratio["low"]}
+    return with_interval({end: value and 1 / value for end, value in turned.items()}, 2)
+
+
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """The goals, all cells in one table, and a table a cell."""
+    """The goals, all cells in one table, two beside dense, and a table a cell."""
     a_a = result["a_a"]
     within = "" if a_a is None else "within" if a_a["within"] else "NOT within"
     said = (
@@ -136,6 +155,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     if result["cells"]:
         about = "A cell is a job, its hosts and the rate of their links in Mbit/s."
         made.append(Section("All cells", [about], overview(result)))
+        made += [Section(title, [said], beside_dense(result, ratios)) for title, said, ratios in _BESIDE_DENSE]
     for name, cell in result["cells"].items():
         made.append(Section(name, [_said(cell)], _table(cell), notes=_counts(cell)))
     return made

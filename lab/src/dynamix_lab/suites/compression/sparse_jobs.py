@@ -1,11 +1,13 @@
-"""Jobs with gradients that are zero in large parts, on made data or on the standard library's source."""
+"""Jobs with gradients that are zero in large parts, or of which top-k leaves a part; on made data or on the standard
+library's source.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from dynamix_lab.suites.compression.sparse_models import (
     AttentionBody,
@@ -28,10 +30,13 @@ from dynamix_lab.tasks import make_workload
 from dynamix_lab.tasks.base import initial_weights
 from dynamix_lab.tasks.pysource import CONTEXT, TOKENS, source_files
 from dynamix_lab.tasks.ratings import make_optimizer as adagrad
+from dynamix_lab.tasks.sequence import Transformer
 
 TEXT_BYTES = 3_000_000  # of the standard library's source
 UNKNOWN = 0  # the word for all that are not in the vocabulary; taken for the most frequent one
 ROWS, WIDTH, OWN = 10_000, 64, 300  # of the swept table; rows that a worker's batch touches: 3 %, as in the map
+KEEP = 0.01  # of a worker's gradient, after top-k: about a twentieth is then in the union of four to eight workers
+PAIRS = ((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))  # VGG19: so many convolutions, so many times as wide as the first
 _WORD = re.compile(r"[A-Za-z_]\w*|\d+|[^\w\s]")
 
 
@@ -133,11 +138,8 @@ def experts(
         x = centres[about] + 0.25 * drawn.normal(size=(samples, width)).astype(np.float32)
         return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(about.astype(np.int64))
 
-    def slow(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Routes stay what they are for as long as a cell lasts, so all ways see the same zeros."""
-        return SGD(parameters, lr=1e-3)
-
-    return CompressionTask("moe", make, slow, F.cross_entropy, batch)
+    # So slowly that routes stay what they are for as long as a cell lasts, and all ways see the same zeros.
+    return CompressionTask("moe", make, functools.partial(SGD, lr=1e-3), F.cross_entropy, batch)
 
 
 def adapters(seed: int, *, width: int = 128, layers: int = 2, rank: int = 8, samples: int = 2) -> CompressionTask:
@@ -178,6 +180,52 @@ def swept(
     return CompressionTask(name, make, adagrad, F.mse_loss, batch, make_sparse=functools.partial(make, sparse=True))
 
 
+def pictures(
+    seed: int, *, width: int = 8, side: int = 64, hidden: int = 1024, classes: int = 100, samples: int = 1
+) -> CompressionTask:
+    """VGG19 (arXiv 1409.1556) on pictures of `side` x `side`; `hidden` wide layers hold most of it, as there."""
+    centres = np.random.default_rng(seed).normal(size=(classes, 3, side, side)).astype(np.float32)
+
+    def make(model_seed: int) -> nn.Module:
+        layers, channels = list[nn.Module](), 3
+        with initial_weights(model_seed):
+            for count, times in PAIRS:
+                for _ in range(count):
+                    convolution = nn.Conv2d(channels, times * width, 3, padding=1)
+                    nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+                    layers += [convolution, nn.ReLU()]
+                    channels = times * width
+                layers.append(nn.MaxPool2d(2))
+            layers += [nn.Flatten(), nn.Linear(channels * (side // 32) ** 2, hidden), nn.ReLU()]
+            return nn.Sequential(*layers, nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        drawn = np.random.default_rng([seed, number])
+        about = drawn.integers(0, classes, samples)
+        x = centres[about] + 0.25 * drawn.normal(size=(samples, 3, side, side))
+        return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(about)
+
+    return CompressionTask("vgg-topk", make, functools.partial(SGD, lr=1e-3), F.cross_entropy, batch, keep=KEEP)
+
+
+def next_words(
+    seed: int, *, words: int = 3840, width: int = 96, layers: int = 12, length: int = 32, samples: int = 1
+) -> CompressionTask:
+    """Twelve blocks of a transformer on words of the standard library, with a full softmax."""
+    text = words_of_source(words)
+
+    def make(model_seed: int) -> nn.Module:
+        with initial_weights(model_seed):
+            return Transformer(tokens=words, context=length, width=width, layers=layers, heads=12)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        starts = np.random.default_rng([seed, number]).integers(0, len(text) - length - 1, samples)
+        read = torch.from_numpy(text[starts[:, None] + np.arange(length + 1)])
+        return read[:, :-1], read[:, 1:]
+
+    return CompressionTask("bert-topk", make, functools.partial(SGD, lr=1e-3), F.cross_entropy, batch, keep=KEEP)
+
+
 class _Table(nn.Module):
     """The mean of a row is what it says; inputs (n,) int64."""
 
@@ -192,12 +240,18 @@ class _Table(nn.Module):
 
 def make_sparse_job(name: str, seed: int, workers: int, **options: Any) -> CompressionTask:
     """One of `jobs.SPARSE_JOBS`."""
-    if name == "ncf":
-        return filtering(seed, **options)
+    if name in _MAKERS:
+        return _MAKERS[name](seed, **options)
     if name.endswith("-tied"):
         return tied(name, seed, **options)
-    if name == "moe":
-        return experts(seed, **options)
-    if name == "lora":
-        return adapters(seed, **options)
     return swept(name, seed, workers, **options)
+
+
+_MAKERS: dict[str, Callable[..., CompressionTask]] = {
+    "ncf": filtering,
+    "ncf-20m": functools.partial(filtering, users=138_493, items=26_744, samples=8192),
+    "moe": experts,
+    "lora": adapters,
+    "vgg-topk": pictures,
+    "bert-topk": next_words,
+}

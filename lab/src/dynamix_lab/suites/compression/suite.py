@@ -23,8 +23,8 @@ from dynamix_lab.emulator import Emulation, Scenario, load_scenario
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import sections_markdown
 from dynamix_lab.suites.compression.certificates import have_openssl, make_certificates
-from dynamix_lab.suites.compression.exchanges import AGAIN, AGGREGATED, ELSEWHERE, SPARSE_TENSORS, WAYS
-from dynamix_lab.suites.compression.jobs import EMBEDDINGS, JOBS, LARGE, SPARSE_JOBS, SPARSEST
+from dynamix_lab.suites.compression.exchanges import AGAIN, AGGREGATED, ON_HOST, SPARSE_TENSORS, WAYS
+from dynamix_lab.suites.compression.jobs import EMBEDDINGS, JOBS, LARGE, SPARSEST
 from dynamix_lab.suites.compression.report import sections
 from dynamix_lab.suites.compression.summary import join, judge, summarise
 
@@ -33,6 +33,7 @@ LEAST_RATE_MBIT_S = 1000  # for large jobs
 WORKERS = (4, 8)
 QUICK_JOBS = ("ratings", "moe")
 CORES_USED = 0.9  # of the machine's, that hosts may be said to have; no quota is ever put in force
+LEAST_CORES = 0.02  # that the aggregator's host is said to have
 TIMEOUT_S = 120  # of the process group
 GRACE_S = 20.0
 START_S = 60.0  # for the aggregator to listen
@@ -122,15 +123,14 @@ class CompressionCell:
         return f"{self.job}-{self.workers}x{self.rate_mbit_s}"
 
     def scenario(self) -> Scenario:
-        """Equal hosts, each behind its own link to one switch."""
+        """Equal hosts and one for an aggregator, which has no rank; each behind its own link to one switch."""
         cores = len(os.sched_getaffinity(0))
         host = {"cpu": round(CORES_USED * cores / self.workers, 3), "rate_mbit_s": float(self.rate_mbit_s)}
-        return load_scenario({"name": self.name, "hosts": [host] * self.workers})
+        return load_scenario({"name": self.name, "hosts": [*[host] * self.workers, {**host, "cpu": LEAST_CORES}]})
 
     def ways(self, plan: CompressionPlan) -> tuple[str, ...]:
         """Those of the plan that make sense for this job."""
         unfit = set() if self.job in EMBEDDINGS else set(SPARSE_TENSORS)
-        unfit |= set(ELSEWHERE) if self.job in SPARSE_JOBS else set()
         return tuple(way for way in plan.ways if way not in unfit)
 
     def config(self, plan: CompressionPlan, folder: Path) -> dict[str, Any]:
@@ -187,11 +187,12 @@ def _run_cell(
     load = os.getloadavg()[0]
     began = time.monotonic()
     with Emulation(cell.scenario(), seed=plan.seed, run_dir=folder, keep_awake=True) as hosts:
-        if set(config["ways"]) & set(AGGREGATED):
-            config["aggregator"] = _start_aggregator(hosts, folder)
+        aggregated = [way for way in config["ways"] if way in AGGREGATED]
+        config["aggregators"] = {way: _start_aggregator(hosts, folder, way) for way in aggregated}
         path = folder / "config.json"
         path.write_text(json.dumps(config))
-        hosts.launch([sys.executable, "-m", "dynamix_lab.suites.compression.worker", str(path)])
+        command = [sys.executable, "-m", "dynamix_lab.suites.compression.worker", str(path)]
+        hosts.launch(command, env={"WORLD_SIZE": str(cell.workers)})
         _follow(hosts, folder, lambda done: tell(done / turns), began)
         mechanisms = hosts.mechanisms
     ranks = [json.loads((folder / f"measured{rank}.json").read_text()) for rank in range(cell.workers)]
@@ -206,28 +207,29 @@ def _run_cell(
     }
 
 
-def _start_aggregator(hosts: Emulation, folder: Path) -> dict[str, str]:
-    """An aggregator inside the emulated switch; its address, token and certificates. Every way through it is a job of
-    its own there.
-    """
+def _start_aggregator(hosts: Emulation, folder: Path, way: str) -> dict[str, str]:
+    """An aggregator for one way, in the emulated switch or on the host without a rank; address, token, certificates."""
+    host = hosts.scenario.workers - 1 if way == ON_HOST else None
+    at = hosts.switch_address if host is None else hosts.address(host)
     if not have_openssl():
         raise EmulationError("an aggregator beyond loopback needs certificates: install openssl, or leave its ways out")
-    servers, workers = make_certificates((folder / "certificates").resolve(), hosts.switch_address)
-    token = folder / "token"
+    private = (folder / way).resolve()
+    servers, workers = make_certificates(private, at)
+    token = private / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(16))
     command = [sys.executable, "-m", "dynamix.cli.app", "aggregator"]
-    options = ["--host", hosts.switch_address, "--port", "0", "--token-file", str(token)]
+    options = ["--host", at, "--port", "0", "--token-file", str(token)]
     options += ["--tls-cert", servers.cert, "--tls-key", servers.key, "--tls-ca", servers.ca]
-    process = hosts.launch_on_switch([*command, *options], name="aggregator")
+    process = hosts.launch_beside([*command, *options], name=way, host=host)
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
-        said = (folder / "aggregator.out").read_text(errors="replace")
+        said = (folder / f"{way}.out").read_text(errors="replace")
         if said.startswith("listening on ") and "\n" in said:
             files = {"tls_cert": workers.cert, "tls_key": workers.key, "tls_ca": workers.ca}
             return {"address": said.split()[2], "token": token.read_text(), **files}
         time.sleep(0.1)
-    errors = (folder / "aggregator.err").read_text(errors="replace").splitlines()
+    errors = (folder / f"{way}.err").read_text(errors="replace").splitlines()
     raise EmulationError(f"the aggregator did not start: {errors[-1] if errors else 'it wrote nothing'}; see {folder}")
 
 

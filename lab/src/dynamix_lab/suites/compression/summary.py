@@ -90,7 +90,6 @@ def _way(ranks: Sequence[Mapping[str, Any]], dense_bytes: int, *, aggregated: bo
         "loss": [_finite(loss) for loss in _losses(ranks[0])],
         "statistics": ranks[0]["statistics"],
         "chosen": ranks[0]["chosen"],
-        "spread": ranks[0].get("spread"),
     }
 
 

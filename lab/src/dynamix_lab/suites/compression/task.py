@@ -21,3 +21,4 @@ class CompressionTask:
     loss: Callable[[Tensor, Tensor], Tensor]
     batch: Callable[[int], tuple[Tensor, Tensor]]
     make_sparse: Callable[[int], nn.Module] | None = None  # the model with sparse gradients, where it has embeddings
+    keep: float | None = None  # share of its gradient that a worker gives away, by top-k with error feedback; None: all

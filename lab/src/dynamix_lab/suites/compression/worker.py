@@ -3,8 +3,9 @@ CONFIG.json`.
 
 All ways share the process. Those that differ by their hook share a model and DDP, whose one hook passes on to the way
 whose turn it is; each has its own weights, optimizer and memory, and sees the same batches in its timed steps.
-One bucket holds the whole gradient: the time of an exchange is then one number, and torch's PowerSGD, which chains
-collectives, does not get mixed up on gloo. Ways with sparse tensors, and plain DDP, have a model of their own.
+One bucket holds the whole gradient: the time of an exchange is then one number. Ways with sparse tensors, and plain
+DDP, have a model of their own. If a job says `keep`, top-k with error feedback comes before the hook of every way but
+plain DDP, dense among them: what they exchange is the same, and selecting is no part of the exchange's time.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
+from dynamix_homomorphic.lossy import LossyState
 from dynamix_lab.statistics import balanced_order
 from dynamix_lab.suites.compression.exchanges import BUCKETS_MB, PLAIN, SPARSE_TENSORS, GradientExchange, make_exchange
 from dynamix_lab.suites.compression.jobs import make_job
@@ -35,7 +37,7 @@ MEASURING = ("auto", "gather-sparse")  # ways that begin with a choice
 ONE_BUCKET_MB = 4096
 UNTIMED = 1_000_000  # from this number on, steps' batches are for warming up
 LAYOUT_STEPS = 2  # DDP lays its buckets out anew after the first
-FIRST_STEPS = 3  # untimed at a way's first turn: PowerSGD's dense ones, one-phase's first union
+FIRST_STEPS = 3  # untimed at a way's first turn: one-phase's first union
 AUTO_STEPS = 20  # auto's: it measures before it settles
 MOST_STEPS = 100  # timed in one turn
 
@@ -58,6 +60,7 @@ class Entrant:
     trained: Trained
     weights: list[Tensor]
     optimizer: Optimizer
+    selection: LossyState | None
     untimed: int = 0
     turns: list[dict[str, Any]] = field(default_factory=list)
 
@@ -69,13 +72,16 @@ class Rank:
         self.config, self.seed = config, int(config["seed"])
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         self.job = make_job(config["job"], self.seed, workers=self.workers, **config["options"])
-        self._exchange_s = 0.0
+        self._began = self._exchange_s = 0.0
         self._models: dict[tuple[bool, float, bool], Trained] = {}
         timeout = timedelta(seconds=config["timeout_s"])
         self.entrants = {}
         for name in config["ways"]:
             trained = self._model_for(name)
-            exchange = make_exchange(name, trained.net, timeout=timeout, aggregator=config.get("aggregator"))
+            aggregator = config.get("aggregators", {}).get(name)
+            exchange = make_exchange(
+                name, trained.net, by_row=self.job.keep is None, timeout=timeout, aggregator=aggregator
+            )
             self.entrants[name] = self._entrant(exchange, trained)
 
     def run(self) -> dict[str, Any]:
@@ -93,7 +99,6 @@ class Rank:
                     "turns": e.turns,
                     "statistics": None if e.exchange.statistics is None else e.exchange.statistics.as_dict(),
                     "chosen": e.exchange.ways(),
-                    "spread": e.exchange.spread(),
                 }
                 for name, e in self.entrants.items()
             },
@@ -101,7 +106,8 @@ class Rank:
 
     def _entrant(self, exchange: GradientExchange, trained: Trained) -> Entrant:
         weights = [p.detach().clone() for p in trained.parameters]
-        return Entrant(exchange, trained, weights, self.job.make_optimizer(trained.parameters))
+        selection = None if self.job.keep is None else LossyState(trained.net, keep=self.job.keep)
+        return Entrant(exchange, trained, weights, self.job.make_optimizer(trained.parameters), selection)
 
     def _model_for(self, name: str) -> Trained:
         """The model that a way trains, its buckets laid out and its weights as they were made."""
@@ -126,13 +132,14 @@ class Rank:
 
     def _register(self, model: DDP) -> None:
         def hook(state: Any, bucket: Any) -> Future[Tensor]:
-            began = time.perf_counter()
-            exchange = self.current.exchange
+            exchange, selection = self.current.exchange, self.current.selection
+            held = [] if selection is None else selection.sparsify_(bucket)[1]
+            began = self._began = self._began or time.perf_counter()  # of several buckets: the first
 
             def done(reduced: Future[Any]) -> Tensor:
                 value: Tensor = reduced.value()
-                self._exchange_s += time.perf_counter() - began
-                return value
+                self._exchange_s = time.perf_counter() - began
+                return value if selection is None else selection.settle(value, held)
 
             passed_on: Future[Tensor] = exchange.hook(exchange.state, bucket).then(done)
             return passed_on
@@ -190,7 +197,7 @@ class Rank:
         if number is None:
             number, entrant.untimed = UNTIMED + entrant.untimed, entrant.untimed + 1
         inputs, targets = self.job.batch(number * self.workers + self.rank)
-        self._exchange_s = 0.0
+        self._began = self._exchange_s = 0.0
         began = time.perf_counter()
         entrant.optimizer.zero_grad()
         loss = self.job.loss(entrant.trained.model(inputs), targets)
@@ -256,6 +263,8 @@ def _segments(net: nn.Module, by_row: bool) -> Iterator[tuple[int, int, int]]:
 def main(path: str) -> None:
     """One cell, on this rank."""
     config = json.loads(Path(path).read_text())
+    if os.environ["RANK"] == os.environ["WORLD_SIZE"]:
+        return  # the host of an aggregator, which has no rank
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=config["timeout_s"]))
     try:
