@@ -1,4 +1,4 @@
-"""Every worker sets its own batch size from its own metrics and the traces that all leave in the job's store.
+"""Every worker sets its own batch size from its own metrics and the traces that all leave.
 
 torchrun --nproc-per-node 2 examples/no_arbiter.py
 dynamix emulate demo -- python examples/no_arbiter.py     # the same script on four unlike hosts
