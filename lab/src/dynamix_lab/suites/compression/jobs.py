@@ -11,8 +11,8 @@ lstm-tied, transformer-tied   words of the standard library, 16,384 rows of 64 t
              softmax: 4.2 MB, and a dense body beside the table
 moe          128 experts, of which a batch needs few: 4.2 MB; experts without a sample get no gradient
 lora         adapters of rank 8 beside a frozen transformer: 0.1 MB without zeros. The base is not exchanged at all
-vgg-topk     the layers of VGG19, convolutions an eighth as wide, on made pictures: 6.9 MB. Top-k with error feedback leaves
-             1 % of it on each worker, and all ways exchange what is left
+vgg-topk     the layers of VGG19, convolutions an eighth as wide, on made pictures: 6.9 MB. Top-k with error feedback
+             leaves 1 % of it on each worker, and all ways exchange what is left
 bert-topk    twelve blocks of a transformer, words and width an eighth of BERT-base's, on next words of the standard
              library: 8.3 MB, the same top-k. BERT looks both ways and guesses hidden words; the gradient has that shape
 rows-0, rows-50, rows-100   a table of 10,000 rows of 64, of which each worker touches 300. So many percent of these are
