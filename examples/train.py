@@ -35,7 +35,7 @@ def main() -> None:
 
     controller = dynamix.Controller(policy=args.policy, batch_size=32, interval=5)  # dynamix
     sampler = controller.batch_sampler(dataset, seed=0)  # dynamix
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=1)
+    loader = DataLoader(dataset, batch_sampler=sampler)
     model = controller.wrap(DDP(net), optimizer)  # dynamix
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
