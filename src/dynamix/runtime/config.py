@@ -1,4 +1,4 @@
-"""`JobConfig`: what a job is told, checked as a whole, and what follows from it."""
+"""`JobConfig`: a job's arguments, checked together, and what is derived from them."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from dynamix.runtime.limits import Limits, check_counts, per_rank, starting_size
 from dynamix.runtime.rules import rule_of
 from dynamix.window import Bounds, Ints
 
-OUTSIDE = {  # arguments, and variables of the environment that win over what the script says of them
+OUTSIDE = {  # arguments, and the environment variables that override them
     "policy": "DYNAMIX_POLICY",
     "meet": "DYNAMIX_MEET",
     "global_batch": "DYNAMIX_GLOBAL_BATCH",
 }
-OFF = "static"  # the policy that turns everything off, if it is said from outside
-UNSAID = 128  # samples of a worker where nobody says how many
+OFF = "static"  # as DYNAMIX_POLICY, this policy turns all adaptation off
+UNSAID = 128  # samples of a worker if no batch_size is given
 ONE_PLACE = "take a policy that decides in one place, for all workers, such as goodput"
 _log = logging.getLogger("dynamix")
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """The arguments of `Controller` for a job of so many `workers`, as given, and what follows from them.
+    """The arguments of `Controller` for a job of `workers`, as given, and what is derived from them.
 
-    Opens nothing but the file of `replay`, which it reads. Raises `ConfigError` for what is impossible, and
-    `StateError` for a file that cannot be replayed.
+    Opens no file but that of `replay`, which it reads. Raises `ConfigError` for impossible values, and `StateError` for
+    a file that cannot be replayed.
 
-    fixed       the global batch stays what it is at the start
-    bounds      what batch sizes are kept within, samples per round, on a grid that pieces divide
+    fixed       the global batch stays as at the start
+    bounds      bounds of batch sizes, samples per round, on a grid that pieces divide
     start       samples per round of every worker at the start, int64 (W,)
-    own_policy  what `policy` stands for
-    served      that, under a `Guard` where `guard` says so and under a `Paced` where interval is "auto": the one to ask
-    clock       seconds of deciding, which count where interval is "auto"; a virtual job's deciding takes none
-    replayed    window index -> what is answered in place of asking the policy; None: it is asked
+    own_policy  the policy object that `policy` names
+    served      the policy to ask: `own_policy`, in a `Guard` if `guard` asks for one, in a `Paced` with interval="auto"
+    clock       seconds spent deciding, which count with interval="auto"; in a virtual job deciding takes no time
+    replayed    window index -> the decision used instead of asking the policy; None: the policy is asked
 
     >>> config = JobConfig(2, "lb_bsp", 32, accumulate=2, limits=Limits(max_batch_size=48))
     >>> config.start.tolist(), config.bounds.high.tolist(), int(config.bounds.total_low), config.base_batch
@@ -82,9 +82,9 @@ class JobConfig:
     replayed: dict[int, dict[str, Any]] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        follows = vars(self)  # frozen, once it is made
+        follows = vars(self)  # the way to set fields of a frozen dataclass here
         follows["fixed"] = self.global_batch == "fixed"
-        rule_of(self.lr_rule)  # raises for one that does not exist
+        rule_of(self.lr_rule)  # raises if the rule does not exist
         if self.rate_for is not None:
             check_counts(rate_for=self.rate_for)
         check_counts(batch_size=self.batch_size, accumulate=self.accumulate, quantum=self.limits.quantum)
@@ -105,28 +105,28 @@ class JobConfig:
 
     @property
     def slack(self) -> int:
-        """Rounds that may still be issued under the old allocation after a window closed."""
+        """Rounds that may still be issued under the old allocation after a window has closed."""
         return 0 if boundary(self.own_policy) == "epoch" else 1
 
     @property
     def shares_only(self) -> bool:
-        """The global batch may move, but the policy will not move it."""
+        """Whether the global batch may change, but the policy never changes it."""
         return not (self.fixed or self._sizes_rounds or self._watched or getattr(self.own_policy, "adapts", True))
 
     @property
     def rates_follow(self) -> bool:
-        """Whether the learning rate, or what a sample counts, may follow the noise of gradients."""
+        """Whether learning rates, or the progress that a sample counts as, may depend on the gradient noise."""
         return not self.fixed or self.rate_for is not None
 
     @property
     def loop_batches(self) -> dict[str, int]:
-        """The sizes that the loop's batches may have at the start, by the argument's name."""
+        """The sizes that the loop's batches may have at the start, by argument name."""
         piece = {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
         return {"batch_size": self.batch_size, **piece}
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts that every rank must have been given alike, plain values by name."""
+        """The arguments that must be the same on every rank: plain values by name."""
         same = ("accumulate", "interval", "guard", "lr_rule", "rate_for", "global_batch", "meet")
         return {
             "policy": self.policy if isinstance(self.policy, str) else type(self.policy).__name__,
@@ -140,26 +140,26 @@ class JobConfig:
         }
 
     def sync_schedule(self) -> SyncSchedule:
-        """Chooses how workers meet. It learns: make one for a job."""
+        """Makes the schedule that chooses how workers synchronise. It keeps state: make one for each job."""
         if self.meet != "parameters":
             return AutoSync(self.workers) if self.meet == "auto" else SyncSchedule()
         return (LocalSteps if self.fixed else RoundSize)(self.micro_batch or 0)
 
     @property
     def _watched(self) -> bool:
-        """The policy is asked under a `Guard` that this job puts around it."""
+        """Whether this job puts a `Guard` around the policy."""
         wanted = getattr(self.own_policy, "net", None) is not None if self.guard is None else self.guard
         return wanted and not getattr(self.own_policy, "guarded", False)
 
     @property
     def _sizes_rounds(self) -> bool:
-        """Whether something else than the policy chooses the samples of a round."""
+        """Whether something other than the policy chooses the samples of a round."""
         return self.meet == "auto" or (not self.fixed and self.meet == "parameters")
 
     # ------------------------------------------------------------ what is possible
 
     def _check_pieces(self) -> None:
-        """Raise `ConfigError` where pieces do not go together with the way in which workers meet."""
+        """Raise `ConfigError` if `accumulate` or `micro_batch` does not fit `meet`."""
         given, pieces = self.accumulate, self.micro_batch
         if pieces is not None:
             check_counts(micro_batch=pieces)
@@ -182,7 +182,7 @@ class JobConfig:
             raise ConfigError("micro_batch", None, "1 or more with meet='parameters' and global_batch='adaptive'", fix)
 
     def _check_totals(self) -> None:
-        """Raise `ConfigError` for an unknown way of the global batch, and for limits of it that are no numbers."""
+        """Raise `ConfigError` for an unknown `global_batch`, and for limits of it that are not numbers."""
         if self.global_batch not in (known := ("adaptive", "fixed")):
             raise ConfigError(
                 "global_batch", self.global_batch, "'adaptive' or 'fixed'", spelling(self.global_batch, known)
@@ -199,9 +199,9 @@ class JobConfig:
             raise ConfigError("max_change", self.limits.max_change, "a number, more than 1", fix)
 
     def _sizes(self) -> tuple[Bounds, Ints]:
-        """`bounds` and `start`. `batch_size`, sizes of a worker and `quantum` are of a micro-batch, totals of a round.
+        """`bounds` and `start`. `batch_size`, workers' bounds and `quantum` are per micro-batch, totals per round.
 
-        With `micro_batch` all sizes are of a round; without a `quantum` its pieces then have few shapes.
+        With `micro_batch` all sizes are per round. The default grid then makes pieces of few shapes.
         """
         limits, pieces = self.limits, self.accumulate
         quantum, least, most = limits.quantum, 1, 8 * self.batch_size
@@ -209,10 +209,10 @@ class JobConfig:
             moves = (
                 self.meet == "parameters" and not self.fixed
             )  # the number of pieces, up to the most that are of any use
-            # Rounds that may grow are made such that whole pieces fit the workers' speeds.
+            # If rounds may grow, shares are made of whole pieces.
             usual = self.micro_batch if moves else grain(self.batch_size, self.micro_batch)
             quantum = quantum if quantum > 1 else usual
-            if moves:  # and every worker takes one at least, or nobody would know how fast it is
+            if moves:  # at least one piece each: a worker without one has no measured speed
                 least, most = self.micro_batch, max(most, 8 * int(MOST) * self.micro_batch)
         low, high = limits.min_batch_size, limits.max_batch_size
         low = least if low is None else per_rank("min_batch_size", low, self.workers)
@@ -220,7 +220,7 @@ class JobConfig:
         piece = Bounds.of(self.workers, low, high, quantum=quantum, max_change=limits.max_change)
         start, reach = pieces * starting_sizes(self.batch_size, piece), pieces * int(piece.high.sum())
         total_low, total_high = limits.min_global_batch, limits.max_global_batch
-        if total_low is None:  # it grows only, unless the user says that it may shrink: fewer samples cost time
+        if total_low is None:  # by default it only grows, because smaller batches cost time
             total_low = min(int(start.sum()), total_high or reach)
         if total_low is not None and total_low > min(reach, reach if total_high is None else total_high):
             allowed = f"at most max_global_batch, and at most {reach}, the sum of the workers' upper bounds"
@@ -237,7 +237,7 @@ class JobConfig:
         return bounds, start
 
     def _check_policy(self) -> None:
-        """Raise `ConfigError` for an impossible `interval` or `guard`, and for what the policy does not go with."""
+        """Raise `ConfigError` for an impossible `interval` or `guard`, and for settings that do not fit the policy."""
         if not isinstance(self.interval, str):
             check_counts(interval=self.interval)
         elif self.interval != "auto":
@@ -262,7 +262,7 @@ class JobConfig:
             raise ConfigError("global_batch", "adaptive", allowed, fix)
 
     def _check_turns(self) -> None:
-        """Raise `ConfigError` for what policies that take turns cannot have: only shares may move, and at once."""
+        """Raise `ConfigError` for settings that do not fit policies taking turns: only shares may change, at once."""
         numbers = self.interval if isinstance(self.interval, int) else "a number"
         for name, value, only, fix in (
             ("global_batch", self.global_batch, "fixed", f"set {OUTSIDE['global_batch']}=fixed, or {WHOLE_RUNS}"),
@@ -289,10 +289,10 @@ class JobConfig:
 
 
 def from_outside(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` arguments of a job, with what the environment says in place of the script: for comparing without an edit.
+    """The arguments `given`, overridden by environment variables, to compare policies without editing the script.
 
-    DYNAMIX_POLICY=static turns off all that moves: sizes, also those of a saved state, the global batch, the choice of
-    meetings, the pace, a guard that could take over, a replay. Another variable still applies.
+    DYNAMIX_POLICY=static turns off all adaptation: sizes, also those of a saved state, the global batch, meet="auto",
+    interval="auto", a guard that could take over, a replay. The other variables still apply.
 
     >>> from_outside({"policy": "dynamix", "meet": "gradients"})
     {'policy': 'dynamix', 'meet': 'gradients'}
@@ -310,14 +310,14 @@ def from_outside(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _off(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that differ if nothing moves. Local steps stay, if the script always takes them."""
+    """The arguments that turn adaptation off. Local steps stay if the script always uses them."""
     off: dict[str, Any] = {"global_batch": "fixed", "guard": None, "replay": None}
     off |= {"meet": "gradients"} if given.get("meet") == "auto" else {}
     return off | ({"interval": JobConfig.interval} if given.get("interval") == "auto" else {})
 
 
 def policy_of(policy: str | Policy) -> Policy:
-    """The policy that a name, a file or an object stands for."""
+    """The policy for a name, a file or an object."""
     made = make_policy(policy) if isinstance(policy, str) else policy
     if not isinstance(made, Policy):
         fix = f"write batch_size={policy}" if isinstance(policy, int) else "see dynamix.Policy"
@@ -326,7 +326,7 @@ def policy_of(policy: str | Policy) -> Policy:
 
 
 def grain(batch_size: int, micro_batch: int) -> int:
-    """Shares are multiples of this: whole pieces if a worker has 8 or more, else quarters of one.
+    """The grid of shares: whole pieces if a worker has 8 or more, otherwise quarters of a piece (if not whole, halves).
 
     >>> grain(256, 32), grain(64, 32), grain(64, 10)
     (32, 8, 5)
@@ -337,7 +337,7 @@ def grain(batch_size: int, micro_batch: int) -> int:
 
 
 def shape_of(value: Any) -> Any:
-    """The shape of a policy's state: its keys, and of what kind and length each value is.
+    """The shape of a policy's state: its keys, and each value's type and length.
 
     >>> shape_of({"net": np.zeros((2, 3)), "asked": 3, "sizes": [1, 2], "none": None})
     {'net': 'float64 [2, 3]', 'asked': 'number', 'sizes': '2 x number', 'none': 'None'}

@@ -1,4 +1,4 @@
-"""How a model and its optimizer come under a controller, and what is found out about them before training."""
+"""Connects a model and its optimizer to a job, and checks and measures them before training."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -63,7 +63,7 @@ def connect(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: O
 
 
 def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGroup) -> None:
-    """Raise `UsageError` where shares may move in one controller of several that must move alike."""
+    """Raise `UsageError` if shares may change, and a worker's ranks have controllers that decide separately."""
     if shards.spread() > group.size() and (bounds.low != bounds.high).any():
         why = "each worker has several ranks (tensor parallelism), and their controllers decide independently"
         fix = "fix all sizes: Controller(min_batch_size=sizes, max_batch_size=sizes), the same list on every rank"
@@ -111,14 +111,14 @@ def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | No
 
 
 def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None, *, apart: bool) -> None:
-    """Raise `UsageError` where a forward pass crosses ranks: with pieces they have unlike numbers of passes."""
+    """Raise `UsageError` if a forward pass communicates: with pieces ranks run different numbers of passes."""
     if group is None or dist.get_world_size(group) == 1:
         return
     for module in model.modules():
         if apart and is_fully_sharded(module):
             why = "FSDP spreads the parameters over ranks, so no worker has a model of its own to train"
             raise UsageError(f"meet='parameters' does not fit this model: {why}. Use DDP, or meet='gradients'")
-        # FSDP2 keeps parameters gathered from a round's first piece to its last.
+        # FSDP2 keeps the gathered parameters from a round's first piece to its last.
         crosses = is_fully_sharded(module) and Shards.of(module) is None
         if crosses or isinstance(module, nn.SyncBatchNorm):
             why = f"{type(module).__name__} communicates in its forward pass, but ranks run unequal numbers of them"

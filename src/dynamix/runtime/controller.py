@@ -1,4 +1,4 @@
-"""`Controller`: what a training loop holds."""
+"""`Controller`, the object that a training loop uses."""
 
 import logging
 import os
@@ -33,15 +33,15 @@ from dynamix.runtime.sync.sync import Options
 from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 
 _log = logging.getLogger("dynamix")
-FAR = 8  # times the batch of a rate, beyond which runs of few steps have lost score with every rule
+FAR = 8  # beyond this many times a rate's batch, runs of few steps lost score with every rule
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class Controller(Feeding, ControllerStatus):
-    """Gives every worker its own batch size while a job trains.
+    """Sets each worker's batch size while a job trains.
 
-    A collective call: every rank of `process_group` constructs it with the same arguments (checked). If no process
-    group is initialised, it serves one process, and adapts its batch size if `global_batch` is "adaptive".
+    A collective call: every rank of `process_group` constructs it with the same arguments (checked). Without a process
+    group it serves one process, and adapts its batch size if `global_batch` is "adaptive".
 
         controller = dynamix.Controller(policy="dynamix", batch_size=128)
         sampler = controller.batch_sampler(dataset, seed=0)
@@ -55,51 +55,50 @@ class Controller(Feeding, ControllerStatus):
                 controller.step(loss=loss, logits=logits, target=y)
 
     policy            a name (`dynamix.policies.policy_names()`), a `.safetensors` policy file, your own "module:Class",
-                      or any `Policy` (`dynamix.policies.registry` has all forms). The environment variable
-                      DYNAMIX_POLICY, where it is set, wins over it, DYNAMIX_MEET over `meet`, and
-                      DYNAMIX_GLOBAL_BATCH over `global_batch`. DYNAMIX_POLICY=static turns off all that moves
-    batch_size        samples per worker and micro-batch at the start; None: 128, with a warning. A round, what lies
-                      between two optimizer steps, has `accumulate` of them: `bounds`, `batch_sizes` and policies count
-                      samples per round
-    min_batch_size, max_batch_size   per micro-batch; one number, or one per rank; None: 1 and 8 * batch_size. A worker
-                      for which both are one number has that many from the start on
-    global_batch      "fixed": the sum over workers stays what it is at the start, so the learning rate, schedules and
-                      `len(loader)` stay true, and only the shares move. "adaptive": it moves too, within the bounds
-    min_global_batch, max_global_batch   samples per round of all workers; None: what it is at the start, and what the
-                      workers' bounds allow
+                      or any `Policy` (`dynamix.policies.registry` lists all forms). Environment variables override
+                      three arguments: DYNAMIX_POLICY this one, DYNAMIX_MEET `meet`, DYNAMIX_GLOBAL_BATCH
+                      `global_batch`. DYNAMIX_POLICY=static turns off all adaptation
+    batch_size        samples per worker and micro-batch at the start; None: 128, with a warning. A round has
+                      `accumulate` micro-batches and ends with an optimizer step. `bounds`, `batch_sizes` and policies
+                      count samples per round
+    min_batch_size, max_batch_size   per micro-batch; one number, or one per rank; None: 1 and 8 * batch_size. If both
+                      are equal for a worker, it has that many samples from the start
+    global_batch      "fixed": the sum over workers stays as at the start. Only shares change, so the learning rate,
+                      schedules and `len(loader)` stay correct. "adaptive": the sum changes, too, within the bounds
+    min_global_batch, max_global_batch   samples per round of all workers; None: the sum at the start, and the most
+                      that the workers' bounds allow
     interval          optimizer steps per window, at least a round (policies that decide per epoch ignore it). "auto":
-                      windows of 1 to 20 rounds, short where workers change their speed, long where decisions would
-                      change nothing (docs/design/reaction.md)
+                      windows of 1 to 20 rounds, short if workers change their speed, long if decisions would change
+                      nothing (docs/design/reaction.md)
     quantum           micro-batches are multiples of this (torch.compile and cudnn then see few shapes)
     max_change        a batch size changes by at most this factor per decision
-    limits            the six above as one value, `dynamix.Limits(max_batch_size=64)`; each is said in one place only
-    accumulate        micro-batches per optimizer step, all of a size; call `step()` after each of them
-    micro_batch       most samples that pass through the model at once. A worker's share of a round is then cut into
-                      pieces of that many, so that workers have unlike numbers of like pieces: `batch_size` and its
-                      bounds are of a round. The loop asks `optimizer_due` before it steps the optimizer. Not for
-                      SyncBatchNorm
-    meet              "gradients": pieces accumulate, and a round has one optimizer step, of the union batch's gradient.
-                      "parameters": every piece is an optimizer step of its worker's own, and at the end of the round
-                      the workers' models become their mean by samples (local SGD; docs/rounds.md). Faster where
-                      exchange takes longer than a few pieces. With an adaptive global batch the number of pieces until
-                      a meeting follows from what meetings and pieces take. "auto": begins with gradients, and goes over
-                      to the other way and back, where that promises more progress a second. Apart, an optimizer step
-                      has a worker's even part of a step over gradients: `batch_size` samples, as long as the global
-                      batch is what it was at the start. Needs DDP
-    rate_for          samples of a step that the optimizer's rate is meant for: the batch of a recipe for one worker.
-                      The rate then follows `lr_rule` from there to the global batch, also where that is fixed. None:
-                      it is meant for the global batch at the start
-    lr_rule           how the learning rate follows the global batch: none, linear, sqrt, adascale. "auto": the gain of
-                      AdaScale with the noise counted four times; for Adam and others that divide by the size of the
-                      gradient its root (docs/design/rates.md)
+    limits            the six limits above in one object, `dynamix.Limits(max_batch_size=64)`; set each in one place
+                      only
+    accumulate        micro-batches per optimizer step, all of the same size; call `step()` after each of them
+    micro_batch       most samples in one forward pass. A worker's share of a round is cut into pieces of this size, so
+                      faster workers run more pieces. `batch_size` and its bounds then count per round. The loop asks
+                      `optimizer_due` before it steps the optimizer. Not for SyncBatchNorm
+    meet              "gradients": pieces accumulate, and a round has one optimizer step, with the gradient of the union
+                      batch. "parameters": each worker takes an optimizer step for every piece. At the end of the round
+                      the models are averaged, weighted by samples (local SGD; docs/rounds.md). Faster if an exchange
+                      takes longer than a few pieces. With an adaptive global batch, the time of averaging and of pieces
+                      determines the number of pieces per round. "auto": starts with gradients, and changes the mode if
+                      the other promises more progress a second. In local steps each worker has an equal part of a
+                      synchronous step: `batch_size` samples while the global batch is as at the start. Needs DDP
+    rate_for          samples per step for which the optimizer's learning rate was tuned, such as a recipe's for one
+                      worker. The rate follows `lr_rule` from there to the global batch, even if that is fixed. None:
+                      the rate is correct for the global batch at the start
+    lr_rule           how the learning rate follows the global batch: none, linear, sqrt, adascale. "auto": AdaScale's
+                      gain with the noise counted four times; its square root for optimizers that divide by the size of
+                      the gradient, such as Adam (docs/design/rates.md)
     process_group     the data-parallel group; None: the default group
-    events            file that rank 0 appends one JSON line per window to; by default the one that the environment
+    events            file to which rank 0 appends one JSON line per window; None: the file that the environment
                       variable DYNAMIX_EVENTS names (`dynamix emulate` sets it), if any
-    replay            events file of an earlier run whose allocations are applied instead of deciding
-    guard             watch the policy: where it does worse than the goodput rule, that takes over for a while (see
-                      `Guard`). None: learned policies are watched, others are not
+    replay            events file of an earlier run; its allocations are used instead of new decisions
+    guard             watch the policy: if it does worse than the goodput rule, the rule takes over for a while (see
+                      `Guard`). None: only learned policies are watched
 
-    Raises `ConfigError` for impossible values, `UsageError` when ranks pass different arguments.
+    Raises `ConfigError` for impossible values, and `UsageError` if ranks pass different arguments.
     """
 
     @removed_arguments(learn=NO_LEARNING)
@@ -148,12 +147,12 @@ class Controller(Feeding, ControllerStatus):
                 facts.update(config.facts)
             self._job = open_job(config, self.group, facts.ranks, log)
         self.policy, self.overhead_s, self._closed = config.own_policy, 0.0, False
-        # The script's words on averaging models are not used, where it was told from outside to meet over gradients.
+        # If the environment overrides `meet` with "gradients", the script's averaging options do not apply.
         self._no_averaging = config.meet == "gradients" != meet
-        # For loops that do not close it. The end of this process must find no thread inside the store's client.
+        # For loops that never call close(). At exit no thread may be inside the store's client.
         weakref.finalize(self, self._job.ranks.leave_unclosed)
         weakref.finalize(self, self._job.end_events)
-        if self.rank == 0:  # last: where warnings are errors, the other ranks notice
+        if self.rank == 0:  # last: if warnings are errors, the other ranks notice
             _warn(config, self._job.facts.at_once, unsaid=unsaid)
 
     # ------------------------------------------------------------ setting up
@@ -172,27 +171,27 @@ class Controller(Feeding, ControllerStatus):
     ) -> Model:
         """Connect a model and its optimizer; returns the same model. Call it after DDP or `fully_shard`.
 
-        A DDP module or an optimizer may be wrapped by `torch.compile`, Fabric or Accelerate: the wrapper is looked
-        through.
+        `torch.compile`, Fabric or Accelerate may have wrapped the DDP module or the optimizer; `wrap` finds the inner
+        one.
 
-        Once for each model that the loop trains on these batches, each with an optimizer of its own (a generator and a
-        discriminator, say; docs/several-models.md), and once more for every further optimizer of one model. The noise
-        scale, and the gradient that `backward` makes, are those of the model that was connected first.
+        Call it once for each model that the loop trains on these batches, each with its own optimizer (such as a
+        generator and a discriminator; docs/several-models.md), and again for every further optimizer of one model. The
+        noise scale, and the gradient that `backward` makes, are those of the model connected first.
 
         hook, hook_state   DDP communication hook to run after weighting (fp16, bf16, PowerSGD, your own)
         scaler             AMP's GradScaler, so that norms are measured without the loss scale
-        weighting          "hook": gradients are weighted in DDP's hook or FSDP2's reduce-scatter, and the loop stays
-                           as it is. "loss": the loop calls `controller.weight(loss).backward()`; required for
-                           SyncBatchNorm. "given": the loss carries them already: over a round's batches, its
-                           mean over ranks is the union's (a sum over tokens, divided by the tokens of all ranks and
-                           times their number; a contrastive loss over the features of all ranks). The first windows
-                           show whether losses do what this says: "hook" with losses that carry weights or are made
-                           of all ranks' samples, and "given" without, end the job with an error. Not seen are
-                           losses of pieces, streams, batches dealt by length, and under `policy="stigmergic"`
+        weighting          "hook": gradients are weighted in DDP's hook or FSDP2's reduce-scatter, and the loop needs no
+                           change. "loss": the loop calls `controller.weight(loss).backward()`; required for
+                           SyncBatchNorm. "given": the loss already carries the weights: over a round's batches, its
+                           mean over ranks is the union batch's loss (a sum over tokens, divided by all ranks' tokens
+                           and multiplied by their number; a contrastive loss over all ranks' features). The first
+                           windows check this: "hook" with losses that are weighted already or use all ranks' samples
+                           ends the job with an error, and so does "given" with unweighted losses. Not checked: losses
+                           of pieces, streams, batches dealt by length, and `policy="stigmergic"`
         batchnorm          DDP's buffers before each forward: "rank0" broadcasts, "weighted" averages by samples
 
-        Raises `UsageError` naming the reason when the model needs the loss side or already has a hook, reduces over
-        other ranks than the controller's, or is not the one that the optimizer updates.
+        Raises `UsageError`, which names the reason, if the model needs weighting="loss" or already has a hook, reduces
+        over other ranks than the controller's, or is not the model that the optimizer updates.
         """
         inside, optimizer = inner_model(model), inner_optimizer(optimizer)
         with self._job.ranks.setting_up():
@@ -202,25 +201,25 @@ class Controller(Feeding, ControllerStatus):
         return model
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
-        """Drive a torch learning-rate scheduler by samples: one `scheduler.step()` per nominal_batch_size of them.
+        """Drive a torch learning-rate scheduler by samples: one `scheduler.step()` per `nominal_batch_size` of them.
 
-        They are global samples; None: the global batch at the start.
+        Samples of all workers count; None: the global batch at the start.
         """
         with self._job.ranks.setting_up():
             return self._job.schedule(scheduler, nominal_batch_size)
 
     def find_limits(self, step_fn: Callable[[Any], Any], example: Any, *, margin: float = 0.1) -> list[int]:
-        """Find the largest micro-batch that fits each rank's memory; from then on no batch is larger. Before training.
+        """Find each rank's largest micro-batch that fits in memory; no later batch is larger. Call it before training.
 
         Collective. `step_fn(batch)` must run the forward and backward passes of a step, without the optimizer's, on a
-        batch of any size in the structure of `example`: some samples, repeated as needed. It runs on no rank together
-        with another and leaves no trace. If running out of memory would kill the process, the needs of larger batches
-        are predicted from smaller ones. `margin` is the part of the largest that is left free, for what training does
-        besides.
+        batch of any size in the structure of `example`: some samples, repeated as needed. Each rank runs it alone, and
+        its effects are undone. If running out of memory would kill the process, the memory of larger batches is
+        predicted from smaller ones. `margin` is the part of the largest batch to leave free for the rest of training.
 
-        Returns the caps (W,), samples per micro-batch, which are in `bounds` now; ranks that can hold less begin with
-        less, the others take over. With `Controller(micro_batch=...)` they bound each rank's pieces, not its share.
-        Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
+        Returns the caps (W,), samples per micro-batch, and puts them into `bounds`. Ranks with less memory start with
+        smaller batches, and the others take over the rest. With `Controller(micro_batch=...)` caps limit each rank's
+        pieces, not its share. Raises `ConfigError` on every rank if the smallest batch does not fit on one, and what
+        `step_fn` raises.
         """
         with self._job.ranks.setting_up():
             return connecting.find_limits(self._job, step_fn, example, margin=margin)
@@ -228,7 +227,7 @@ class Controller(Feeding, ControllerStatus):
     # ------------------------------------------------------------ in the loop
 
     def piece(self) -> AbstractContextManager[None]:
-        """Around the forward and backward passes of a batch: gradients cross ranks with a round's last batch only.
+        """Around a batch's forward and backward passes: gradients are exchanged with a round's last batch only.
 
             for x, y in loader:
                 with controller.piece():
@@ -239,27 +238,27 @@ class Controller(Feeding, ControllerStatus):
                     optimizer.zero_grad()
                 controller.step(loss=loss)
 
-        For `accumulate=A`, where the exchange of every batch but the last is saved; right, and not needed, otherwise.
-        If `micro_batch` is given, the loss is the mean over the piece's own samples, and is never divided by their
-        number.
+        Use it with `accumulate=A` to save the exchange of all batches but the last; otherwise it is correct but not
+        needed. With `micro_batch` the loss is the mean over the piece's own samples; never divide it by the number of
+        pieces.
         """
         return connecting.piece(self._job)
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Removed in 0.3: raises `ConfigError`, which says what to write."""
+        """Removed in 0.3: raises `ConfigError`, which says what to use instead."""
         del args, kwargs
         fix = "loss.backward() in the loop; controller.find_limits(step_fn, example) finds what fits, and "
         fix += "Controller(micro_batch=...) cuts shares into pieces that do"
         raise ConfigError("backward", "controller.backward(...)", "not to call it", message(fix))
 
     def weight(self, loss: Tensor, *, count: float | Tensor | None = None) -> Tensor:
-        """The loss times n_i*W/N, to call `.backward()` on: weighting on the loss side.
+        """The loss times n_i*W/N; call `.backward()` on the result. For weighting on the loss side.
 
-        A batch may have several losses, each weighted once. Every rank makes as many calls with a `count`.
+        A batch may have several losses, each weighted once. Every rank must make the same number of calls with `count`.
 
         count   divisor of this mean loss if it is not the number of samples (tokens; the sum of class weights; samples
-                of another loader). It is summed over workers by one small all-reduce, for which nobody waits if it is
-                the batch's first
+                of another loader). One small all-reduce sums it over workers; for a batch's first call, no rank waits
+                for it
         """
         job = self._job
         try:
@@ -271,37 +270,37 @@ class Controller(Feeding, ControllerStatus):
             raise
 
     def step(self, *, loss: Any = None, logits: Any = None, target: Any = None, count: int | None = None) -> None:
-        """Once per micro-batch, after the optimizer's step (if any): observe; every k steps decide.
+        """Call once per micro-batch, after the optimizer's step (if any): measures, and every `interval` steps decides.
 
-        loss, logits, target   of this micro-batch, as observations: tensors, dicts or a model's output; may be None.
-                               The loss unweighted, or as it is with weighting="given". What cannot be read is unknown
-                               (NaN), with one warning; the forms are in `dynamix.runtime.measure.readings.Reader`
-        count                  samples that the mean loss is over, if your collate can drop some: checked. Without it a
-                               batch whose inputs are fewer samples than were dealt ends the job
-        Never synchronises a device. Raises `WorkerLostError` when another rank is gone.
+        loss, logits, target   measurements of this micro-batch: tensors, dicts or a model's output; may be None. Pass
+                               the unweighted loss; with weighting="given" pass it as it is. What cannot be read is NaN,
+                               with one warning; `dynamix.runtime.measure.readings.Reader` lists the forms
+        count                  samples that the mean loss is over, if your collate can drop some; checked. Without it, a
+                               batch whose inputs have fewer samples than were dealt ends the job
+        Never synchronises a device. Raises `WorkerLostError` if another rank is gone.
         """
         began = time.perf_counter()
         try:
             self._job.step(loss, logits, target, count)
         except WorkerLostError:
-            raise  # the others have lost it too
+            raise  # the other ranks have noticed the loss, too
         except DynamixError as error:
             self._job.windows.fail(error)
             raise
         self.overhead_s += time.perf_counter() - began
 
     def warm_up(self, forward_backward: Callable[[], Any]) -> None:
-        """Two discarded forward and backward passes, so that a resumed run sums gradients in the saved run's order.
+        """Run two discarded forward and backward passes, so that a resumed run sums gradients in the saved run's order.
 
         DDP rebuilds its buckets after the first step; without this a restarted job at W > 2 differs in the last bits.
         Collective. `forward_backward()` must run the model and `.backward()` on any batch. Buffers, gradients and
-        random state are put back.
+        random state are restored.
         """
         with self._job.ranks.setting_up():
             connecting.warm_up(self._job, forward_backward)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop after the same step, soon; `stopping` says when. May be called in a signal handler:
+        """Ask all ranks to stop soon, after the same step; then `stopping` is true. May be called in a signal handler:
 
             signal.signal(signal.SIGTERM, lambda *_: controller.request_stop())
             for x, y in loader:
@@ -311,58 +310,58 @@ class Controller(Feeding, ControllerStatus):
                     save(model, optimizer, controller.state_dict())
                     break
 
-        One rank's request is enough. It takes 2 to 4 s, and no step waits meanwhile but perhaps the last.
+        A request of one rank is enough. It takes 2 to 4 s. No step waits meanwhile, except possibly the last.
         """
         self._job.ranks.request_stop()
 
     # ------------------------------------------------------------ state
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """Everything to go on from here: call it where `checkpoint_due`. Includes the sampler and this rank's RNG.
+        """The state to resume from: call it when `checkpoint_due`. Includes the sampler and this rank's RNG.
 
-        It has at most 1 MB at 1,024 workers. The keys are always the same, and all values are what
-        `torch.load(weights_only=True)` and `torch.distributed.checkpoint` take: the controller is `Stateful`. Asked by
-        the latter, it gives the first rank's state with every rank's own part in it, by a collective call.
+        It has at most 1 MB at 1,024 workers. The keys are always the same, and all values are of types that
+        `torch.load(weights_only=True)` and `torch.distributed.checkpoint` accept: the controller is `Stateful`. If the
+        latter calls it, it is a collective call, and returns the first rank's state with every rank's own part in it.
 
-        gather   True: a collective call; each rank's own part (its open window, and up to 64 ranks its random state)
-                 is in the state of every rank. For frameworks that keep rank 0's state only. Without it such a resume
-                 is exact in samples and decisions, but the other ranks' figures of the open window are unknown.
+        gather   True: a collective call; the state of every rank contains each rank's own part (its open window, and up
+                 to 64 ranks its random state). For frameworks that keep only rank 0's state. Without it such a resume
+                 is exact in samples and decisions, but the other ranks' measurements of the open window are unknown
         """
         return self._job.state_dict(gather=gather)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """`optimizer.state_dict()` with the mean over workers of what it remembers, by their samples of the last round.
+        """`optimizer.state_dict()` with the state averaged over workers, weighted by their samples of the last round.
 
-        A collective call at a meeting over parameters, for checkpoints that go on at another world size where each
-        worker keeps its own (`Averaging(optimizer_state="kept")`). The optimizer stays as it is. Raises `UsageError`
-        between meetings, with meet="gradients", and for what has no mean.
+        A collective call at the end of a round with meet="parameters". Use it for checkpoints to resume at another
+        world size if each worker keeps its own optimizer state (`Averaging(optimizer_state="kept")`). The optimizer
+        does not change. Raises `UsageError` within a round, with meet="gradients", and for state that has no mean.
         """
         if self._no_averaging:
             return optimizer.state_dict()
         return self._job.boundary.optimizer_state(optimizer)
 
     def load_state_dict(self, state: dict[str, Any], *, policy: bool = True) -> None:
-        """Go on from a state saved by this or another world size, before or after `batch_sampler` and `wrap`.
+        """Resume from a state saved at this or another world size, before or after `batch_sampler` and `wrap`.
 
-        At another world size the global batch is kept and split evenly; no sample is lost or repeated. Random state is
-        restored where rank and world size are the same, once the loader's iterator exists.
+        At another world size the global batch is kept and split evenly; no sample is lost or repeated. If rank and
+        world size are the same, random state is restored, once the loader's iterator exists.
 
-        policy   False: the policy begins anew, and only the rest is taken
+        policy   False: the policy starts fresh, and only the rest is loaded
 
-        The state is checked as a whole first: raises `StateError`, and changes nothing, where it is damaged, was
-        changed, is of another version or does not fit this job. If your policy, hook's state or scheduler raises while
-        it loads its part, the error names it, and all are put back as they were.
+        The whole state is checked first: raises `StateError`, and changes nothing, if it is damaged, edited, from
+        another version, or does not fit this job. If your policy, hook's state or scheduler raises while it loads its
+        part, the error names it, and all of them are restored.
         """
         with self._job.ranks.setting_up():
             self._job.load_state_dict(state, policy=policy)
 
     def close(self) -> None:
-        """Finish a pending decision, write the last events, and let go of threads, sockets and process groups.
+        """Finish a pending decision, write the last events, and release threads, sockets and process groups.
 
-        The last event is of the steps after the last window, where there are any.
+        The last event covers the steps after the last window, if there are any.
 
-        Safe to call twice; every rank should call it, before `dist.destroy_process_group()`. Nothing is waited for
-        after a rank was lost. The connected model cannot be trained on after it.
+        Safe to call twice; call it on every rank, before `dist.destroy_process_group()`. After a rank was lost it waits
+        for nothing. The connected model cannot be trained afterwards.
         """
         if not self._closed:
             self._closed = True
@@ -374,7 +373,7 @@ class Controller(Feeding, ControllerStatus):
 
 
 def _warn(config: JobConfig, at_once: int, *, unsaid: bool) -> None:
-    """On the first rank: what was assumed. `at_once`: samples of the steps that all workers take at the same time."""
+    """On the first rank: warn of assumptions. `at_once`: samples of the steps that all workers take simultaneously."""
     own = config.micro_batch if config.meet == "parameters" and config.micro_batch else config.batch_size
     if config.rate_for is None and config.lr_rule != "none" and at_once != own:
         meant = f"the learning rate is assumed to fit steps of {at_once} samples, the sum over all workers"

@@ -1,4 +1,4 @@
-"""How a loop gets its batches from a controller: a sampler, a loader made anew, or a stream."""
+"""The three ways to get a loop's batches from a controller: a sampler, a rebuilt loader, or a stream."""
 
 from collections.abc import Callable, Iterable, Sized
 from typing import Any, Literal, cast
@@ -19,7 +19,7 @@ Collate = Callable[[Any], Any]
 
 
 class Feeding:
-    """The part of `Controller` that makes batches; one of the three is called, once."""
+    """The methods of `Controller` that make batches; a job calls one of the three, once."""
 
     _config: JobConfig
     _job: TrainingJob
@@ -39,21 +39,21 @@ class Feeding:
     ) -> BatchSampler:
         """A sampler for `DataLoader(dataset, batch_sampler=...)`: unequal shares, every sample once per epoch.
 
-        partition   "stream": all ranks read one shared order. "contiguous": each rank reads a region of its own, cut by
-                    share at every epoch (DBS's data partition, local disks); any policy then decides once per epoch.
-        indices     samples to train on, where that is not all of the data set: each of them comes once an epoch
-        weights     of each sample (of `indices`, where they are given), 0 or more: an epoch's samples are drawn with
-                    replacement, in proportion to them. The draw is one for all ranks, so each sample's weight is
-                    exact whatever the shares
+        partition   "stream": all ranks read one shared order. "contiguous": each rank reads its own region, cut by
+                    share at every epoch (DBS's data partition, local disks); any policy then decides once per epoch
+        indices     samples to train on, if not all of the data set: each is used once an epoch
+        weights     of each sample (of `indices`, if given), 0 or more: an epoch's samples are drawn with replacement,
+                    in proportion to them. All ranks share one draw, so each sample's weight is exact for any shares
         num_samples  draws of an epoch over all ranks; None: as many as there are weights
-        lengths     what each sample costs, above 0: tokens, frames, anything that adds up. An array, or a function of
-                    the index that is called once for each sample. A round keeps its samples, but each rank gets as many
-                    as make its part of the round's *cost*, and policies see times by cost (docs/lengths.md)
-        padded      batches are padded to their longest sample, so they cost their number of samples times its length.
-                    A round's samples are then dealt by length, which leaves little to pad
+        lengths     what each sample costs, above 0: tokens, frames, or any other additive cost. An array, or a function
+                    of the index that is called once for each sample. A round keeps its samples, but each rank gets
+                    enough samples to make up its share of the round's *cost*, and policies see times by cost
+                    (docs/lengths.md)
+        padded      batches are padded to their longest sample, so a batch costs its number of samples times that
+                    length. A round's samples are then dealt by length, which reduces padding
 
-        Give the loader a `generator=` of its own if resumed runs must repeat random numbers exactly. Raises
-        `ConfigError` when an epoch is smaller than one global step, and for indices and weights that are not possible.
+        Give the loader its own `generator=` if resumed runs must repeat random numbers exactly. Raises `ConfigError` if
+        an epoch is smaller than one global step, and for impossible indices and weights.
         """
         order = LoaderOrder(shuffle, seed, indices, weights, num_samples)
         return self._sampler(dataset, order, lengths, padded, partition=partition)
@@ -61,7 +61,7 @@ class Feeding:
     def _sampler(
         self, dataset: Sized, order: LoaderOrder, lengths: Lengths | None, padded: bool, **others: Any
     ) -> BatchSampler:
-        """As `batch_sampler`; `others`: of `BatchSampler` itself."""
+        """Like `batch_sampler`; `others` are arguments of `BatchSampler`."""
         job = self._job
         shuffle, seed, indices, weights, num_samples = order
         with job.ranks.setting_up():
@@ -93,23 +93,23 @@ class Feeding:
         padded: bool = False,
         placeholder: Collate | None = None,
     ) -> Loader:
-        """`loader` made anew with batches of the controller's: the same data, processes, collation and pinning.
+        """`loader` rebuilt with the controller's batches: the same data, processes, collation and pinning.
 
             loader = controller.loader(DataLoader(dataset, batch_size=128, shuffle=True, num_workers=4))
 
-        Its `batch_size` must be the controller's; `shuffle` and a `DistributedSampler`'s shuffle and seed are kept.
-        A `SubsetRandomSampler`'s subset is kept, and so are a `WeightedRandomSampler`'s weights and number of draws;
-        that number is then of an epoch over all ranks. A tail that `drop_last` would drop is trained on. `set_epoch` is
-        the sampler's.
+        Its `batch_size` must be the controller's; `shuffle` and a `DistributedSampler`'s shuffle and seed are kept. A
+        `SubsetRandomSampler`'s subset is kept, and so are a `WeightedRandomSampler`'s weights and number of draws; that
+        number then counts an epoch's draws over all ranks. A tail that `drop_last` would drop is trained on. Call
+        `set_epoch` on the sampler.
 
         seed              of the order; None: the `DistributedSampler`'s, else 0
         lengths, padded   as in `batch_sampler`
-        placeholder       of a batch that stands for a share of zero samples (the end of an epoch may have one): returns
-                          what the loop is to get in its place. Needed with wrap(weighting="given") only, where it
-                          makes labels such that they do not count
+        placeholder       takes a batch that stands for a share of zero samples (the end of an epoch may have one) and
+                          returns what the loop gets instead. Needed only with wrap(weighting="given"), to make labels
+                          that do not count
 
-        Raises `UsageError` for a loader whose order cannot be kept (iterable data, samplers of your own, a framework's
-        loader), naming what to write in its place, and `ConfigError` for another batch size.
+        Raises `UsageError`, which names what to write instead, for a loader whose order cannot be kept (iterable data,
+        samplers of your own, a framework's loader), and `ConfigError` for another batch size.
         """
         with self._job.ranks.setting_up():
             order = order_of(loader)
@@ -140,7 +140,7 @@ class Feeding:
         epochs: int | None = None,
         count: Literal["progress", "samples"] = "progress",
     ) -> Budget:
-        """How much the job is to learn: what so many samples, or epochs, teach at the global batch of the start.
+        """How much the job is to learn: as much as these samples, or epochs, teach at the global batch of the start.
 
             for epoch in controller.budget(epochs=10):
                 sampler.set_epoch(epoch)
@@ -150,11 +150,11 @@ class Feeding:
                     if controller.stopping:
                         break
 
-        If the global batch is fixed, that is these samples. Those of a larger batch teach less, so the job then trains
-        on more (`dynamix.runtime.rate.budget.Budget`). `stopping` is true once the budget is spent, and schedules of
-        `scheduler` count as it does. Call it once the sampler, loader or stream is made, before training.
+        If the global batch is fixed, the budget is these samples. Those of a larger batch teach less, so the job then
+        trains on more (`dynamix.runtime.rate.budget.Budget`). `stopping` is true once the budget is spent, and
+        schedules of `scheduler` count likewise. Call it once the sampler, loader or stream exists, before training.
 
-        count   "progress": what samples teach; "samples": samples as they are
+        count   "progress": what samples teach; "samples": the number of samples
 
         Raises `ConfigError` for impossible values.
         """
@@ -165,7 +165,7 @@ class Feeding:
 
 
 def _require_data(dataset: Any) -> None:
-    """Raise `ConfigError` for what has no samples of a known number, or whose length is not that of its samples."""
+    """Raise `ConfigError` if the number of samples is unknown, or the length is not that of the samples."""
     if not hasattr(dataset, "__len__"):
         fix = "for data without a length write controller.stream(dataset, collate_fn=...)"
     elif isinstance(dataset, DataLoader) and _differs(dataset.dataset, dataset):
@@ -178,5 +178,5 @@ def _require_data(dataset: Any) -> None:
 
 
 def _differs(inner: Any, outer: Any) -> bool:
-    """Whether `outer`, which is made of `inner`, has another length, as far as that is known."""
+    """Whether `outer`, which is made from `inner`, is known to have another length."""
     return not hasattr(inner, "__len__") or len(inner) != len(outer)

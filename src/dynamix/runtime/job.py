@@ -1,5 +1,4 @@
-"""The part of a `Controller` behind its interface: parts that measure, decide, weigh and average, and the events they
-hear."""
+"""The job behind a `Controller`: parts that measure, decide, weight and average, and the events that they receive."""
 
 from __future__ import annotations
 
@@ -53,16 +52,16 @@ LEFT = f"{CLOSED}; workers that step apart leave the loop together: `if controll
 
 
 class TrainingJob:
-    """One rank's part of a job whose batch sizes change; every rank has one, and all take the same steps.
+    """One rank's part of a job whose batch sizes change. Every rank has one, and all take the same steps.
 
-    The sampler, models and schedules are given to it once they exist; a checkpoint loaded before that waits for them.
-    (A virtual cluster has one for all its workers, whose recorder's row is everyone's.)
+    It gets the sampler, models and schedules once they exist; a checkpoint loaded earlier is kept for them. (A virtual
+    cluster has one for all its workers; its recorder's row holds for each of them.)
 
-    config    what the job was told
-    facts     what every rank holds alike
-    recorder  None: one of this rank's
-    payload   bytes that a meeting over parameters moves, over those of a gradient; None: what connected models say
-    decider   on the rank that decides: told when the first step of this process begins, and of the end
+    config    the job's arguments
+    facts     state that is equal on all ranks
+    recorder  None: a recorder of this rank
+    payload   bytes sent to average parameters, relative to a gradient's; None: as connected models say
+    decider   on the rank that decides: gets the start of this process's first step, and the end
     """
 
     def __init__(
@@ -80,10 +79,10 @@ class TrainingJob:
         self.facts, self.ranks, self.loss_weight = facts, ranks, loss_weight
         self.recorder, self._decider = recorder or Recorder(torch.device("cpu")), decider
         self.allocations, self.progress = Allocations(config.start), Progress()
-        self.most_of_piece = NO_LIMIT if facts.sync_schedule.mixed else facts.piece  # of this rank's
+        self.most_of_piece = NO_LIMIT if facts.sync_schedule.mixed else facts.piece  # this rank's
         self.rates = Rates(facts, config.lr_rule, config.rate_for, self.allocations, self.progress)
         self.models: list[Sync] = []
-        self.memory: Memory | None = None  # of the first of them
+        self.memory: Memory | None = None  # of the first model
         self.source: BatchSampler | Stream | None = None
         division = Division(ranks.rank, facts, self.allocations)
         each = channel.each_decides
@@ -111,13 +110,13 @@ class TrainingJob:
         ranks.also_look(strays.look_beside)
         self.averagings: list[ParameterAveraging] = []
         self.boundary = RoundBoundary(self.averagings, self.recorder, strays, fail, steps_apart=apart)
-        # Of a worker whose gradients meet no others.
+        # For workers whose gradients are not reduced with others'.
         self.pairs = PairNoise(self.recorder, 64 if apart else 2)
         self.stopping = False
         self._listen()
 
     def _listen(self) -> None:
-        """Find out once who hears which event, in the order in which they do."""
+        """Find out once which parts receive which event, and in which order."""
         parts: list[Part] = [self.boundary] if self.facts.sync_schedule.steps_apart else []
         parts += [part for model in self.models for part in (*model.owners, model)]
         parts += [self.rates, self.windows] if self.rates.move else [self.windows]
@@ -126,7 +125,7 @@ class TrainingJob:
     # ------------------------------------------------------------ what it is given
 
     def of_source(self) -> dict[str, Any]:
-        """The arguments with which a sampler or stream of this job is made."""
+        """The arguments from which this job's sampler or stream is made."""
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
         facts, bounds = self.facts, self.facts.in_pieces()
@@ -134,19 +133,19 @@ class TrainingJob:
         return own | {"low": bounds.low, "high": bounds.high, "owner": self.windows, "micro_batch": self.most_of_piece}
 
     def feed(self, source: BatchSampler | Stream) -> None:
-        """The loop's batches come from `source`, which was made with `of_source`."""
+        """Take the loop's batches from `source`, which was made with `of_source`."""
         self.source = source
         for part in (self.loop, self.windows, self.state.place):
             part.feed(source)
 
     def limit_pieces(self, samples: int) -> None:
-        """No piece of this rank's may have more."""
+        """Limit this rank's pieces to so many samples."""
         self.most_of_piece = samples
         if self.source is not None:
             self.source.limit_pieces(samples)
 
     def connect(self, model: Sync, optimizer: Optimizer) -> None:
-        """Weight the gradients of this model, observe the first one, and let learning rates follow the batch."""
+        """Weight this model's gradients, observe those of the first model, and scale learning rates with the batch."""
         first = not self.models
         if self.memory is None:
             note = ExitNote(self.ranks.rank, self.loop.samples_in_hand, self.memory_ran_out)
@@ -165,12 +164,12 @@ class TrainingJob:
         self.state.hooks.add(model)
 
     def add_optimizer(self, optimizer: Optimizer, model: Sync, *, first: bool = False) -> None:
-        """Let the learning rate of `optimizer` follow the batch, and what it applies be finished gradients."""
-        if self.ranks.workers == 1 or self.facts.sync_schedule.steps_apart:  # else gradients meet in the model's hook
+        """Scale the learning rate of `optimizer` with the batch, and finish its gradients before it applies them."""
+        if self.ranks.workers == 1 or self.facts.sync_schedule.steps_apart:  # else the model's hook sees gradients
             optimizer.register_step_pre_hook(lambda *of: self._before_optimizer(model, optimizer, first=first))
         model.add_optimizer(optimizer)
         self.rates.add(optimizer)
-        # If workers step apart, they have taken unlike numbers of steps, which they may count.
+        # After local steps, step counters in optimizers differ by rank.
         if not self.facts.sync_schedule.steps_apart:
             self.facts.parting.watch(optimizer)
         self._listen()
@@ -195,12 +194,12 @@ class TrainingJob:
         if self._decider is not None and not self.recorder.timer.step:
             self._decider.begin(self.progress.samples)
         if self.source is not None and self.source.left_early:
-            self.ranks.forget_agreement()  # a rank may have left it after another round than the others
+            self.ranks.forget_agreement()  # ranks may have left it after different rounds
         if getattr(self.source, "sharded", False) and not self.ranks.agreed:
-            self.agree()  # iterating is a collective there
+            self.agree()  # iterating is a collective call then
 
     def pass_begins(self, model: Sync, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A forward pass of a connected model begins: what it belongs to is handed along."""
+        """A forward pass of a connected model begins: find its batch, and pass it to the parts."""
         recorder, source, training = self.recorder, self.source, module.training
         piece = source.current if source is not None and torch.is_grad_enabled() else None
         if recorder.muted or piece is None or source is None:
@@ -209,7 +208,7 @@ class TrainingJob:
             return
         if not self.ranks.agreed:
             self.agree()
-        # A loss that is weighted by its own count may be of fewer samples than were dealt.
+        # A loss weighted by its own count may have fewer samples than were dealt.
         self.loop.look_at(piece, () if self.loss_weight.required else (*args, *kwargs.values()))
         if (self.loss_weight.given or kwargs) and self.ranks.workers > 1:
             self.loss_weight.require_fit(piece, source.placeholder, kwargs, self.loop.fail)
@@ -224,13 +223,13 @@ class TrainingJob:
         recorder.timer.forward_started()
 
     def _before_optimizer(self, model: Sync, optimizer: Optimizer, *, first: bool) -> None:
-        """An optimizer of `model` is about to step. For one of the `first`, its own gradients are measured."""
+        """An optimizer of `model` is about to step. `first`: measure the gradients that it applies."""
         piece = None if self.source is None else self.source.current
         model.before_optimizer(piece)
         if piece is not None and piece.round.apart:
             self.boundary.strays.begin()
         if not first or piece is None or (self.ranks.workers > 1 and not piece.round.apart):
-            return  # or gradients have met, and were measured, in the hook
+            return  # without gradients, or the hook has reduced and measured them
         if not self.recorder.muted:
             self.recorder.timer.gradients_ready()
             self.recorder.timer.reduced()
@@ -238,7 +237,7 @@ class TrainingJob:
             self.pairs.observe([p for g in optimizer.param_groups for p in g["params"]], own, piece)
 
     def step(self, loss: Any, logits: Any, target: Any, count: int | None) -> None:
-        """`Controller.step`: the batch in hand is done."""
+        """`Controller.step`: the current batch is done."""
         source, weight = self.need_source() if self.source is None else self.source, self.loss_weight
         piece = source.current or source.piece()
         mine = piece.samples
@@ -269,7 +268,7 @@ class TrainingJob:
             self.round_done(piece)
 
     def round_done(self, piece: Piece) -> None:
-        """A round is over, of which `piece` was the last."""
+        """A round is done; `piece` was its last."""
         rates = self.rates
         self.progress.count(piece.round, 1.0 if self.facts.fixed else rates.efficiency(piece.round))
         for hears in self._heard["round_done"]:
@@ -278,26 +277,26 @@ class TrainingJob:
         self.stopping = self.ranks.stop_after(self.progress.steps) or spent
 
     def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float]:
-        """The part of a window's row about the exchange: see `WindowCloser`."""
+        """What a window's row says about the exchange: see `WindowCloser`."""
         crossed = sum(model.crossed for model in self.models)
         return crossed, payload() if payload else self.boundary.payload
 
     # ------------------------------------------------------------ of all ranks
 
     def wait_for_all(self, what: str) -> None:
-        """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all if some never come."""
-        self.windows.settle()  # one under way talks on the same group
+        """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all if some never arrive."""
+        self.windows.settle()  # a pending decision uses the same group
         self.ranks.wait_for_all(what)
 
     def gather(self, told: Any, what: str) -> list[Any]:
-        """The objects of every rank, in the order of ranks: plain objects. A collective call, named `what`."""
+        """Every rank's object, in the order of ranks; plain objects. A collective call, named `what`."""
         self.windows.settle()
         return self.ranks.gather(told, what)
 
     def agree(self) -> None:
-        """Compare with the other ranks what is about to be trained.
+        """Check that all ranks are about to train the same.
 
-        A collective call. Raises `UsageError` on every rank, naming what differs, by rank.
+        A collective call. Raises `UsageError` on every rank, with what differs and on which ranks.
         """
         self.windows.settle()
         source, settings = self.need_source(), [model.settings for model in self.models]
@@ -315,10 +314,10 @@ class TrainingJob:
         self.ranks.agree(known | {"progress: steps measured in the open window": self.recorder.steps})
 
     def memory_ran_out(self, error: MemoryLimitError) -> None:
-        """This process is about to end, having run out of memory: the other ranks end with the same words.
+        """This process is about to end because it ran out of memory: end the other ranks with the same message.
 
-        Those that wait in a collective of their own (DDP's buffers, FSDP2) do not look for an error, and find this
-        rank's last word once that fails.
+        Ranks that wait in a collective of their own (DDP's buffers, FSDP2) do not check for errors. They find this
+        rank's message when that collective fails.
         """
         self.windows.fail(error)
         self.ranks.leave(str(error))
@@ -334,12 +333,12 @@ class TrainingJob:
     # ------------------------------------------------------------ state and end
 
     def close(self) -> None:
-        """`Controller.close`. Waits for nobody where an error is on its way out, or a rank is lost."""
+        """`Controller.close`. After an error, or the loss of a rank, it does not wait."""
         ranks, error = self.ranks, sys.exception()
         failing = error or ranks.lost
         if error is not None:
             if self.memory is not None:
-                self.memory.note.uncaught(error)  # the loop closes its controller on its way out
+                self.memory.note.uncaught(error)  # the loop closes its controller while the error propagates
             ranks.leave_with(error)
         try:
             if not failing:
@@ -353,13 +352,13 @@ class TrainingJob:
             groups = [group for owner in owners for group in owner.close()]
             self.end_events()
             groups += ranks.release()
-            destroy_groups(groups, patience_s=patience_s)  # nobody else may have them by then, this frame included
+            destroy_groups(groups, patience_s=patience_s)  # no other reference may exist, not even in this frame
             ranks.leave(LEFT if self.facts.sync_schedule.steps_apart else CLOSED)
 
     def end_events(self) -> None:
-        """Write the steps after the last window, and close the events file. A rank does it alone; twice does no harm.
+        """Write the steps after the last window, and close the events file. No communication. Idempotent.
 
-        Also called for loops that do not close their controller.
+        Also called for loops that never close their controller.
         """
         decider, self._decider = self._decider, None
         if decider is not None:
@@ -379,12 +378,12 @@ class TrainingJob:
         with ranks.setting_up():
             ranks.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
             saved = state.save(ranks.of_all)
-            # Asked for a distributed checkpoint, all ranks give the first one's.
+            # For a distributed checkpoint all ranks return the first rank's state.
             return saved if gather else ranks.of_first(saved)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
         """`Controller.load_state_dict`."""
-        self.windows.drain()  # a decision under way is about the job as it was
+        self.windows.drain()  # a pending decision is about the old state
         self.state.load(state, policy=policy)
         self.windows.loaded()
         self.ranks.forget_agreement()
@@ -393,11 +392,11 @@ class TrainingJob:
 def open_job(
     config: JobConfig, group: dist.ProcessGroup | None, ranks: Ranks, events: BackgroundLog | None
 ) -> TrainingJob:
-    """This rank's part of the job of `config`. A collective call.
+    """Make this rank's part of the job of `config`. A collective call.
 
-    group     in which workers train; None: there is one worker
+    group     the workers' process group; None: there is one worker
     ranks     the same ranks, for the controllers' own messages
-    events    what the rank that decides writes to
+    events    the log to which the deciding rank writes
     """
     facts = JobFacts(config, hosts=tuple(ranks.gather(own_host(), "the names of hosts")))
     decider = Decider(config.served, facts, replay=config.replayed, events=events) if ranks.rank == 0 else None
@@ -407,10 +406,10 @@ def open_job(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Called as a forward pass of a connected model begins. A copy of the model, or a loaded one, calls nobody."""
+    """Called when a forward pass of a connected model begins. A copied or loaded model calls nothing."""
 
     hears: Callable[[nn.Module, Any, dict[str, Any]], None]
-    untraced: Callable[[nn.Module, Any, dict[str, Any]], None]  # torch.compile would fail in what the other does
+    untraced: Callable[[nn.Module, Any, dict[str, Any]], None]  # torch.compile fails on what `hears` does
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         (self.untraced if torch.compiler.is_compiling() else self.hears)(module, args, kwargs)
@@ -420,4 +419,4 @@ class _Entry:
 
 
 def _nobody_hears(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """The entry of a model that no job trains."""
+    """The entry of a model that no job trains: does nothing."""

@@ -1,4 +1,4 @@
-"""Bounds of batch sizes: the limits that a user sets, and the checks of sizes that name what to write."""
+"""Bounds of batch sizes: the user's limits, and checks of sizes whose errors say what to write."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.window import Bounds, Ints
 
-Each = int | Sequence[int] | None  # of every worker
+Each = int | Sequence[int] | None  # for every worker
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of batch sizes, for `Controller(limits=...)`. That checks them: `ConfigError` for what is impossible.
+    """Bounds of batch sizes, for `Controller(limits=...)`, which raises `ConfigError` for impossible ones.
 
-    Sizes of a worker are samples per micro-batch. With `Controller(micro_batch=...)` they are samples per round, which
-    lies between two optimizer steps.
+    A worker's sizes are samples per micro-batch. With `Controller(micro_batch=...)` they are samples per round, that
+    is, per optimizer step of all workers.
 
-    min_batch_size, max_batch_size   of a worker; one number, or one per rank; None: 1 and 8 * batch_size. A worker for
-                      which both are one number has that many from the start on
-    min_global_batch, max_global_batch   samples per round of all workers; None: what it is at the start, and what the
-                      workers' sizes allow. Only with global_batch="adaptive"
-    quantum           sizes of a worker are multiples of this many samples (torch.compile and cudnn see few shapes)
+    min_batch_size, max_batch_size   of a worker; one number, or one per rank; None: 1 and 8 * batch_size. If both
+                      are equal for a worker, it has that many samples from the start
+    min_global_batch, max_global_batch   samples per round of all workers; None: the sum at the start, and the most
+                      that the workers' sizes allow. Only with global_batch="adaptive"
+    quantum           a worker's sizes are multiples of this many samples (torch.compile and cudnn see few shapes)
     max_change        a batch size changes by at most this factor per decision; infinite: no limit
 
     >>> Limits(max_batch_size=[64, 32], max_global_batch=80).max_batch_size
@@ -42,11 +42,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("min_batch_size", "max_batch_size", "min_global_batch", "max_global_batch"):
-            if (as_plain := getattr(getattr(self, name), "tolist", None)) is not None:  # of NumPy and torch
+            if (as_plain := getattr(getattr(self, name), "tolist", None)) is not None:  # from NumPy or torch
                 object.__setattr__(self, name, as_plain())
 
     def beside(self, limits: Limits) -> Limits:
-        """These, which were given by their own names, and `limits`. Raises `ConfigError` for what both say."""
+        """These limits, which were passed by name, merged into `limits`. Raises `ConfigError` for one that both set."""
         if not isinstance(limits, Limits):
             raise ConfigError("limits", limits, "a dynamix.Limits", "write limits=dynamix.Limits(max_batch_size=64)")
         own = {name: value for name, value in vars(self).items() if value != getattr(Limits, name)}
@@ -57,14 +57,14 @@ class Limits:
 
 
 def check_counts(**values: object) -> None:
-    """Raises `ConfigError` naming the first that is not a whole number of 1 or more."""
+    """Raise `ConfigError` for the first value that is not a whole number of 1 or more."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(name, value, "a whole number, 1 or more", whole(name, value))
 
 
 def whole(name: str, value: object) -> str:
-    """The fix for what is no whole number of 1 or more.
+    """What to write instead of a value that is not a whole number of 1 or more.
 
     >>> whole("quantum", 2.0), whole("quantum", "2")
     ('write quantum=2', 'give a number, without quotes')
@@ -75,7 +75,7 @@ def whole(name: str, value: object) -> str:
 
 
 def per_rank(name: str, value: int | Sequence[int], workers: int) -> int | list[int]:
-    """One number for all ranks, or a list of one per rank; raises `ConfigError` for anything else.
+    """One number for all ranks, or a list with one per rank. Raises `ConfigError` for anything else.
 
     >>> per_rank("max_batch_size", [64, 32], 2)
     [64, 32]
@@ -92,9 +92,9 @@ def per_rank(name: str, value: int | Sequence[int], workers: int) -> int | list[
 
 
 def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:
-    """`batch_size` for every worker whose bounds leave a choice, int64 (W,).
+    """The size that each worker starts with, int64 (W,): its bound if both are equal, else `batch_size`.
 
-    Raises `ConfigError` naming the first rank whose bounds forbid it.
+    Raises `ConfigError` for the first rank whose bounds forbid `batch_size`.
 
     >>> starting_sizes(12, Bounds.of(3, [16, 1, 1], [16, 64, 64])).tolist()
     [16, 12, 12]
@@ -110,7 +110,7 @@ def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:
 
 
 def fixed_at(bounds: Bounds, global_batch: int) -> Bounds:
-    """`bounds` that allow one global batch only, samples per round. Raises `ConfigError` if they cannot.
+    """`bounds` with the global batch fixed, samples per round. Raises `ConfigError` if they cannot contain it.
 
     >>> fixed = fixed_at(Bounds.of(2, 1, 64), 96)
     >>> int(fixed.total_low), int(fixed.total_high)

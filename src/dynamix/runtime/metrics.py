@@ -1,9 +1,9 @@
-"""Numbers of a job that one rank knows at any time, for a logger. No collective, no device waits."""
+"""A job's figures for a logger, as one rank knows them at any time. No collective call, no waiting for a device."""
 
 from dynamix.runtime.decide.window_closer import WindowCloser
 from dynamix.runtime.rate.rates import Rates
 
-# Name -> meaning. Unknown is NaN. "This rank": the others' values differ.
+# Name -> meaning. Unknown values are NaN. "This rank": other ranks have other values.
 METRICS = {
     "step": "optimizer steps of the job",
     "samples": "samples that all workers have trained on",
@@ -28,7 +28,7 @@ METRICS = {
 
 
 def metrics_of(windows: WindowCloser, rates: Rates, overhead_s: float) -> dict[str, float]:
-    """The values of `METRICS`, in their order; `overhead_s` is the seconds in all calls of `step`."""
+    """The values of `METRICS`, in the same order; `overhead_s`: seconds in all calls of `step`."""
     nan = float("nan")
     progress, source, recorder = windows.progress, windows.source, windows.recorder
     sizes, rate = windows.batch_sizes, next(iter(rates.learning_rates), None)

@@ -1,6 +1,6 @@
-"""The parts of a job: they hear what happens to its rounds, and own their state.
+"""The parts of a job: each receives the job's events, and owns its state.
 
-And the checks by which a part's state names the first value that is none it could hold.
+Also the checks with which a part names the first value of a state that it cannot have saved.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dynamix.data.plan import Piece, Round
 from dynamix.errors import StateError, shown
 
 FIX = "Load a state that controller.state_dict() returned, unchanged"
-MOST = 2**53  # of a counter
+MOST = 2**53  # largest value of a counter
 
 
 class Observation(NamedTuple):
     """The loop's report of a batch that is done.
 
-    loss, logits, target   as `Controller.step` got them
-    count                  samples that the mean loss is over, as the loop says; None: it does not
-    applied                the weight that was in the loss, None if the hook had to apply it
+    loss, logits, target   as passed to `Controller.step`
+    count                  samples that the mean loss is over, as passed; None: not passed
+    applied                the weight that the loss carries; None if the hook had to apply it
     given                  losses carry their weights without the controller
     """
 
@@ -33,23 +33,23 @@ class Observation(NamedTuple):
 
 
 class Part:
-    """A part of a job. It hears events in the order in which parts were added to the job, and owns its state.
+    """A part of a job. It receives events in the order in which parts were added to the job, and owns its state.
 
-    Every event has a default that does nothing, and only parts that override one are called. A part knows no other
-    part: what it needs it is given in its constructor.
+    Every event has a default that does nothing, and only parts that override it are called. A part refers to no other
+    part: its constructor gets what it needs.
 
     name   of its state in a checkpoint; empty: it has none
-    own    every rank has another state, so that a checkpoint holds one for each; None is loaded if it lacks this rank's
+    own    each rank has its own state, so a checkpoint holds one per rank; if this rank's is missing, None is loaded
     """
 
     name = ""
     own = False
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
-        """A pass that records gradients begins of the batch in hand; `kept`: the open window keeps what is measured."""
+        """A pass of the current batch that records gradients begins; `kept`: the open window keeps its measurements."""
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
-        """`controller.step()`: the batch in hand is done."""
+        """`controller.step()`: the current batch is done."""
 
     def round_done(self, done: Round) -> None:
         """The last batch of a round is done."""
@@ -62,11 +62,11 @@ class Part:
         """Raise `StateError` unless `load_state_dict` could take `state`; changes nothing."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that was checked."""
+        """Resume from a state that was checked."""
 
 
 def heard(parts: Iterable[Part], event: str) -> tuple[Callable[..., None], ...]:
-    """The methods of `parts` for `event`, in order, of those that override its default.
+    """The methods for `event` of those `parts` that override its default, in order.
 
     >>> class Counts(Part):
     ...     def round_done(self, done: Round) -> None: ...
@@ -78,14 +78,14 @@ def heard(parts: Iterable[Part], event: str) -> tuple[Callable[..., None], ...]:
 
 
 def wrong(name: str, value: Any, allowed: str) -> NoReturn:
-    """Raise the `StateError` for a value that is not allowed."""
+    """Raise `StateError` for a value that is not allowed."""
     said = shown(value)
     said = said if len(said) <= 80 else said[:77] + "..."
     raise StateError(f"the controller's state has {name}={said}, allowed is {allowed}. {FIX}")
 
 
 def fields(name: str, value: Any, kinds: Mapping[str, type]) -> None:
-    """A dict of exactly these keys, each value being of its type (`object`: of any); whole numbers are counters.
+    """Check for a dict with exactly these keys, and values of these types (`object`: any); integers are counters.
 
     >>> fields("progress", {"steps": 3, "shared": []}, {"steps": int, "shared": list})
     """
@@ -98,21 +98,21 @@ def fields(name: str, value: Any, kinds: Mapping[str, type]) -> None:
 
 
 def of_type(name: str, value: Any, kind: type) -> Any:
-    """A value of that type."""
+    """The value, if it is of this type."""
     if type(value) is not kind:
         wrong(name, value, f"a {kind.__name__}")
     return value
 
 
 def whole(name: str, value: Any, least: int, most: int) -> int:
-    """A whole number within these bounds."""
+    """The value, if it is a whole number within these bounds."""
     if type(value) is not int or not least <= value <= most:
         wrong(name, value, f"a whole number from {least} to {most}")
     return value
 
 
 def wholes(name: str, value: Any, length: int | None = None) -> list[int]:
-    """A list of counters, of that length."""
+    """The value, if it is a list of counters, of this length if given."""
     if type(value) is not list or set(map(type, value)) - {int} or (length is not None and len(value) != length):
         wrong(name, value, f"a list of {'' if length is None else f'{length} '}whole numbers")
     if value and not 0 <= min(value) <= max(value) <= MOST:
@@ -121,7 +121,7 @@ def wholes(name: str, value: Any, length: int | None = None) -> list[int]:
 
 
 def numbers(name: str, value: Any, length: int | None = None) -> None:
-    """A list or tuple of numbers, of that length; whole ones are counters or their negatives."""
+    """Check for a list or tuple of numbers, of this length if given; whole ones must be counters or their negatives."""
     if type(value) not in (list, tuple) or not {int, float}.issuperset(kinds := set(map(type, value))):
         wrong(name, value, "a list of numbers")
     if length is not None and len(value) != length:

@@ -1,4 +1,4 @@
-"""Random state of this process: Python, NumPy, torch CPU and CUDA, as plain data for checkpoints."""
+"""This process's random state: Python, NumPy, torch CPU and CUDA, as plain data for checkpoints."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dynamix.runtime.part import Part
 
 
 def capture() -> dict[str, Any]:
-    """The state of every global generator in use."""
+    """The state of every global generator in use. CUDA's are included only if CUDA is initialised."""
     state: dict[str, Any] = dict(np.random.get_state(legacy=False))
-    # Lists instead of arrays, so that `torch.load(weights_only=True)` takes the file.
+    # Lists instead of arrays, so that `torch.load(weights_only=True)` accepts the file.
     plain = {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}}
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"python": random.getstate(), "numpy": plain, "torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what `capture` returned (CUDA only as many devices as this process has)."""
+    """Restore what `capture` returned; CUDA only for as many devices as this process has."""
     _put(state, random, np.random, torch.default_generator)
     if state["cuda"] and torch.cuda.is_available():
         for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
@@ -30,22 +30,22 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def _put(state: dict[str, Any], python: Any, numpy: Any, cpu: torch.Generator) -> None:
-    """Let generators of Python, NumPy and torch go on from a state."""
+    """Set these generators of Python, NumPy and torch to a state."""
     (version, internal, gauss), of_numpy = state["python"], state["numpy"]
     python.setstate((version, tuple(internal), gauss))
-    key = np.array(of_numpy["state"]["key"], dtype=np.uint32)  # `capture` keeps a list
+    key = np.array(of_numpy["state"]["key"], dtype=np.uint32)  # `capture` stores a list
     numpy.set_state({**of_numpy, "state": {**of_numpy["state"], "key": key}})
     cpu.set_state(state["torch"].cpu())
 
 
 class RandomState(Part):
-    """This process's, as a part of its job. A loaded state is put back later, by `go_on`: iterators draw seeds."""
+    """The process's random state as a part. `go_on` restores a loaded state later, because iterators draw seeds."""
 
     name, own = "rng", True
     loaded: dict[str, Any] | None = None
 
     def go_on(self) -> None:
-        """Put back what was loaded, once."""
+        """Restore the loaded state, once."""
         loaded, self.loaded = self.loaded, None
         if loaded is not None:
             restore(loaded)
@@ -54,7 +54,7 @@ class RandomState(Part):
         return capture()
 
     def check(self, state: Any) -> None:
-        """Raise `StateError` for what the generators would not take. None: it is another rank's, or was not saved."""
+        """Raise `StateError` for a state that generators cannot take. None: not saved, or not for this rank."""
         if state is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Learning-rate rules: by how much a rate grows with the global batch."""
+"""Learning-rate rules: how a learning rate follows the global batch."""
 
 import math
 from typing import Protocol
@@ -11,10 +11,10 @@ from dynamix.errors import ConfigError, spelling
 class Rule(Protocol):
     """The factor on the learning rate at `scale` = B / B0.
 
-    noise        tr(Sigma), the variance of one sample's gradient summed over parameters; NaN when unknown
-    signal       |G|^2 of the true gradient; NaN when unknown
+    noise        tr(Sigma), the variance of one sample's gradient summed over parameters; NaN if unknown
+    signal       |G|^2 of the true gradient; NaN if unknown
     base_batch   B0, in samples
-    steps        since training began; infinite where that does not matter
+    steps        optimizer steps since training began; infinite if they do not matter
     """
 
     def __call__(
@@ -26,8 +26,8 @@ def adascale(scale: float, noise: float, signal: float, *, base_batch: float, st
     """The gain (S + G2) / (S / s + G2) of AdaScale SGD (Johnson et al., arXiv 2007.05105), s = B / B0.
 
     S = tr(Sigma) / B0 is the variance of the mean gradient of a base batch, G2 = |G|^2. The gain equals s times the
-    statistical efficiency of B against B0: s where noise dominates, 1 where it does not matter. Estimates below zero
-    count as zero. If nothing is known, the gain is the least it could be, min(1, s).
+    statistical efficiency of B against B0: s if noise dominates, 1 if it does not matter. Estimates below zero count as
+    zero. If they are unknown, the gain is its lowest possible value, min(1, s).
 
     >>> [adascale(4.0, noise=noise, signal=100.0, base_batch=64) for noise in (0.0, 6400.0)]  # the second: S = G2
     [1.0, 1.6]
@@ -39,10 +39,9 @@ def adascale(scale: float, noise: float, signal: float, *, base_batch: float, st
 
 
 def efficiency(total: float, base_batch: float, noise: float, signal: float) -> float:
-    """The learning of a sample of a step of `total`, over that of a step of `base_batch`: AdaScale's gain over the
-    scale.
+    """What a sample teaches in a step of `total` samples, relative to a step of `base_batch`: AdaScale's gain / scale.
 
-    1 if the noise is not known.
+    1 if the noise is unknown.
 
     >>> efficiency(256, 64, noise=6400.0, signal=100.0), efficiency(256, 64, noise=math.nan, signal=math.nan)
     (0.4, 1.0)
@@ -53,16 +52,16 @@ def efficiency(total: float, base_batch: float, noise: float, signal: float) -> 
     return adascale(scale, noise, signal, base_batch=base_batch) / scale
 
 
-NOISE_COUNTS = 4.0  # times: chosen on five jobs with SGD; on five others level with the root (docs/design/rates.md)
-GROWTH = 0.02  # of the factor, in logarithms a step
+NOISE_COUNTS = 4.0  # times: chosen on five SGD jobs; on five others no better than the root (docs/design/rates.md)
+GROWTH = 0.02  # largest growth of the factor per step, as a logarithm
 MOST_GROWTH = 50.0  # far beyond any factor
 
 
 def gain(scale: float, noise: float, signal: float, *, base_batch: float, steps: float = math.inf) -> float:
-    """AdaScale's gain with the noise counted `NOISE_COUNTS` times; while nothing is known, the root of `scale`.
+    """AdaScale's gain with the noise counted `NOISE_COUNTS` times; the square root of `scale` if noise is unknown.
 
-    It begins at the root, too, and grows away from it by `GROWTH` a step: a net that is thrown into a rate that it
-    never met may not recover. A smaller step than the base batch's gets its part of the rate.
+    It also starts at the root, and grows beyond it by at most `GROWTH` a step, because a sudden much higher rate can
+    ruin a network for good. If the batch is smaller than the base batch, the root is replaced by `scale`.
 
     >>> gain(4.0, noise=6400.0, signal=100.0, base_batch=64), gain(4.0, math.nan, math.nan, base_batch=64)
     (2.5, 2.0)
@@ -75,12 +74,12 @@ def gain(scale: float, noise: float, signal: float, *, base_batch: float, steps:
 
 
 def root_of_gain(scale: float, noise: float, signal: float, *, base_batch: float, steps: float = math.inf) -> float:
-    """The root of `gain`, for optimizers that divide by the size of the gradient."""
+    """The square root of `gain`, for optimizers that divide by the size of the gradient."""
     return math.sqrt(gain(scale, noise, signal, base_batch=base_batch, steps=steps))
 
 
-# linear: Goyal et al., arXiv 1706.02677, right for SGD while noise dominates. sqrt keeps the variance of an update: the
-# usual rule for Adam.
+# linear: Goyal et al., arXiv 1706.02677, correct for SGD while noise dominates. sqrt: the usual rule for Adam; it keeps
+# the variance of an update.
 RULES: dict[str, Rule] = {
     "none": lambda scale, noise, signal, *, base_batch, steps=math.inf: 1.0,
     "linear": lambda scale, noise, signal, *, base_batch, steps=math.inf: scale,
@@ -89,18 +88,18 @@ RULES: dict[str, Rule] = {
 }
 
 
-AUTO = "auto"  # the gain, or its root for an optimizer that divides by the size of its gradients
+AUTO = "auto"  # the gain; its root if the optimizer divides by the size of its gradients
 
 
 def rule_of(name: str, optimizer: Optimizer | None = None) -> Rule:
-    """The learning-rate rule of that name; "auto": the one for `optimizer`. Raises `ConfigError` if unknown.
+    """The learning-rate rule of this name; "auto": the one for `optimizer`. Raises `ConfigError` for an unknown name.
 
     >>> rule_of("linear")(2.0, float("nan"), float("nan"), base_batch=64)
     2.0
     """
     if name == AUTO:
-        # What keeps Adam and its kin, Adagrad and RMSprop from dividing by zero; SGD has neither.
-        # ZeroRedundancyOptimizer has what it was given as defaults, and what its inner optimizer has in its groups.
+        # Adam and similar optimizers, Adagrad and RMSprop have these options; SGD does not. ZeroRedundancyOptimizer
+        # keeps its arguments in its defaults, and those of its inner optimizer in its groups.
         known = set[str]() if optimizer is None else {*optimizer.defaults, *optimizer.param_groups[0]}
         return gain if known.isdisjoint(("eps", "betas")) else root_of_gain
     if name not in RULES:

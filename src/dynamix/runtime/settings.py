@@ -11,10 +11,10 @@ from dynamix.runtime.controller import Controller
 
 
 class Settings:
-    """Settings for a `Controller` that is made later, while the ranks' process group does not exist yet.
+    """Arguments for a `Controller` that is made later, once the ranks' process group exists.
 
-    Takes the arguments of `Controller`. Settings that a framework knows by itself (batch_size, accumulate,
-    process_group) may be left out: `bind` fills them in. It can be pickled if its arguments can.
+    Takes the arguments of `Controller`. Leave out those that a framework knows (batch_size, accumulate, process_group):
+    `bind` adds them. It can be pickled if its arguments can.
 
         settings = dynamix.Settings("lb_bsp", interval=5)    # before init_process_group, or in the launching process
         controller = settings.bind(batch_size=32)            # on every rank, once the process group exists
@@ -34,15 +34,15 @@ class Settings:
         for name in options:
             if name not in allowed:
                 raise ConfigError("argument", name, ", ".join(allowed), spelling(name, allowed))
-        # What a launcher says wins in `Controller`; who asks the settings must see the same.
+        # A launcher's environment variables override arguments in `Controller`; readers of settings must see the same.
         self.options = from_outside({**options, "policy": policy})
         if batch_size is not None:
             self.options["batch_size"] = batch_size
 
     def bind(self, **known: Any) -> Controller:
-        """The controller of this rank: a collective call, once the process group exists.
+        """This rank's controller. A collective call; call it once the process group exists.
 
-        known   arguments that the caller knows; raises `ConfigError` if one was given otherwise
+        known   arguments that the caller knows; raises `ConfigError` if the settings have another value
         """
         for name, value in known.items():
             if name in self.options and self.options[name] != value:

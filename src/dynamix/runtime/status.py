@@ -1,4 +1,4 @@
-"""Read-only properties of a controller, for a training loop: they cost nothing and wait for nobody."""
+"""Read-only properties of a controller, for a training loop. They cost nothing and never wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dynamix.window import Bounds, Ints
 
 
 class ControllerStatus:
-    """The state of a job, as its `Controller` tells."""
+    """The state of a job that a loop can read from its `Controller`."""
 
     _job: TrainingJob
     overhead_s: float  # seconds in all calls of `step`
@@ -21,28 +21,28 @@ class ControllerStatus:
 
     @property
     def base_batch(self) -> int:
-        """Samples per round of all workers at the start of the job: what learning-rate rules compare with."""
+        """Samples per round of all workers at the start of the job; learning-rate rules compare with it."""
         return self._job.facts.base_batch
 
     @property
     def optimizer_due(self) -> bool:
-        """Whether the optimizer steps with this batch: it is the last of this rank's share of the round."""
+        """Whether to step the optimizer with this batch: the last of this rank's share, or any in local steps."""
         piece = self._job.need_source().piece()
         return piece.round.apart or piece.last
 
     @property
     def met(self) -> bool:
-        """Whether the batch just stepped ended a round: between rounds evaluate, save, or leave the loop."""
+        """Whether the last `step()` ended a round. Only between rounds evaluate, save, or leave the loop."""
         stepped = self._job.loop.stepped
         return stepped is None or stepped.last
 
     def checkpoint_due(self, *, every: int) -> bool:
-        """Whether to save now: at the first meeting after `every` optimizer steps, on all ranks alike.
+        """Whether to save now: at the end of the first round after `every` optimizer steps; the same on all ranks.
 
-        Ask on all ranks after every `step()`. Steps are counted since it was last true, from the start or the load of a
-        state on; where workers step apart, those of a worker in the mean. Each `every` has a count of its own. Asked
-        again before the next `step()`, it answers the same. No collective call. At a meeting all ranks are here, so a
-        loop may also evaluate, talk to the other ranks, or end if this is true.
+        Ask on all ranks after every `step()`. Steps count from when it was last true, or from the start or the load of
+        a state. Local steps count as their mean over workers. Each `every` has its own count. Until the next `step()`
+        the answer stays the same. No collective call. If it is true, all ranks are at the end of a round, so a loop may
+        also evaluate, communicate with the other ranks, or end.
 
         Raises `ConfigError` if `every` is not a whole number of 1 or more.
         """
@@ -56,36 +56,36 @@ class ControllerStatus:
 
     @property
     def samples_seen(self) -> int:
-        """Samples trained on so far, by all workers."""
+        """Samples trained on so far by all workers."""
         return self._job.progress.samples
 
     @property
     def progress(self) -> float:
-        """Part of the epoch's samples trained on by all workers: 0 to 1, and 1 until the next epoch begins.
+        """Fraction of the epoch's samples that all workers have trained on: 0 to 1, and 1 until the next epoch begins.
 
-        NaN for a stream whose length is not known before its end.
+        NaN for a stream until its length is known, at its end.
         """
         return self._job.need_source().progress
 
     @property
     def epoch_done(self) -> bool:
-        """Whether the batch just stepped was its epoch's last; the same on all ranks. False once the next one begins.
+        """Whether the last `step()` ended an epoch; the same on all ranks. False once the next epoch begins.
 
-        For loops that count steps of their own: a moving batch makes no fixed number of them.
+        For loops that count steps: if batch sizes change, so does the number of steps per epoch.
         """
         return self._job.need_source().finished
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a logger, as this rank knows them now; `dynamix.runtime.metrics.METRICS` says what they mean.
+        """Figures for a logger, as this rank knows them now; `dynamix.runtime.metrics.METRICS` explains them.
 
-        Neither a collective call nor a wait for a device: call it on one rank or on all, as often as you like.
+        No collective call, no waiting for a device: call it on one rank or on all, as often as you like.
         """
         return metrics_of(self._job.windows, self._job.rates, self.overhead_s)
 
     @property
     def stopping(self) -> bool:
-        """Whether to leave the loop now: on all ranks after the same optimizer step.
+        """Whether to leave the loop now; true on all ranks after the same optimizer step.
 
-        Once one of them has asked for it (`request_stop`), or the job's `budget` is spent.
+        It becomes true after a rank's `request_stop`, or when the job's `budget` is spent.
         """
         return self._job.stopping

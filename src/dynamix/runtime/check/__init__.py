@@ -1,1 +1,1 @@
-"""Whether a loop does what was planned, and whether its losses are weighted once."""
+"""Checks that a loop does what the plan says, and that its losses are weighted exactly once."""

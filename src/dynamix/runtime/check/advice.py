@@ -1,4 +1,4 @@
-"""Advice on what to write in a loop, in the words of errors."""
+"""Advice on how to write a loop; error messages quote it."""
 
 STEP = "call controller.step() once for every batch, at the end of the loop's body and before any `continue`"
 ACCUMULATE = (

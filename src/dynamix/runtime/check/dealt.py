@@ -1,4 +1,4 @@
-"""Whether samples of a batch were lost on their way to the model: looked at where its inputs are too short."""
+"""Detects samples of a batch that never reached the model. Looked at only if its inputs are too short."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ _FIX = (
 
 
 def samples_lost(mine: int, found: int, loss: Any) -> str | None:
-    """The message about a batch of `mine` samples whose passes had `found` rows, fewer; None if nothing is wrong.
+    """The message if a batch has `mine` samples, but its passes had only `found` rows; None if nothing is wrong.
 
-    The same part of every batch may train. A loss whose graph is known may be of `mine` rows all the same: a loop that
-    trains on unlike inputs only, and repeats what they gave.
+    If `found` divides `mine`, the loop may train the same part of every batch. If the loss's graph shows `mine` rows,
+    it may train on distinct inputs only, and repeat their outputs.
     """
     if not mine or mine % found == 0 or any(rows % mine == 0 for rows in _rows_of(loss)):
         return None
@@ -25,7 +25,7 @@ def samples_lost(mine: int, found: int, loss: Any) -> str | None:
 
 
 def may_hold(inputs: Any, samples: int) -> bool:
-    """Whether some dimension of the tensors in `inputs` is of that many, or something is there that is not looked into.
+    """Whether some dimension of the tensors in `inputs` is `samples`, or `inputs` holds an object of unknown type.
 
     >>> import torch
     >>> may_hold([torch.zeros(2, 3), {"mask": torch.zeros(4)}, 5], 4), may_hold([torch.zeros(2, 3), "a"], 4)
@@ -41,6 +41,6 @@ def may_hold(inputs: Any, samples: int) -> bool:
 
 
 def _rows_of(loss: Any) -> list[int]:
-    """Rows of the tensors that `loss` was made one number of; none if its graph is not known."""
+    """Row counts of the tensors that were reduced to the number `loss`; none if its graph is unknown."""
     nodes = walk(getattr(loss, "grad_fn", None), lambda node: [] if shapes_of(node, 1) else nodes_before(node))
     return [shape[0] for node in nodes for shape in shapes_of(node, 1)]

@@ -1,7 +1,7 @@
-"""Whether the training loop does what the plan says: every batch forwarded, reduced once and stepped, in its turn.
+"""Checks the training loop against the plan: every batch forwarded, reduced once and stepped, in order.
 
-Counters and flags only: a check asks no other rank and, but where something is wrong already, no device. An error goes
-through `fail`, which tells the other ranks.
+It uses counters and flags only. A check never communicates, and reads the device only if something is wrong already. An
+error goes through `fail`, which informs the other ranks.
 """
 
 import threading
@@ -24,32 +24,32 @@ from dynamix.runtime.facts.beside import Beside, Told
 from dynamix.runtime.part import Observation, Part
 from dynamix.runtime.sync.shards import Shards
 
-MATCHES = 4  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
-READ = 8  # batches that came as long as dealt, and none longer: then the first dimension of inputs counts samples
+MATCHES = 4  # passes in a row with inputs as long as the batch: from then on this is expected of the loop
+READ = 8  # complete batches, with none longer: from then on the first dimension counts samples
 
 
 class Turns:
-    """The turns of one loop; counters only.
+    """Checks that one loop's batches come in order and complete; counters only.
 
-    grown   batches received when more were waiting than at the epoch's beginning, and what that may mean
+    grown   batches received when more waited than at the epoch's beginning, and the likely reason
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop, self._beside = loop, Beside()
         self.grown: tuple[int, str] | None = None
         self._iteration = -1
-        self._ahead: int | None = None  # batches received and not consumed when this iteration's first forward ran
-        self._forwarded = 0  # batches that had a forward pass, as far as that can be told
+        self._ahead: int | None = None  # batches received but not consumed at this iteration's first forward pass
+        self._forwarded = 0  # batches that had a forward pass; counted only if `received()` is certain
         self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
-        self._length: int | None = None  # of the inputs before
-        self._late = False  # the inputs before were as long as the batch before theirs, where sizes had changed
-        self._read = 0  # batches that came as long as dealt
-        self._fits = False  # a pass of the batch in hand had its samples, once or several times
-        self._odd = 0  # samples of the passes of the batch in hand that were of another number
-        self._folded = False  # in one of these some other dimension was of its samples
+        self._length: int | None = None  # of the previous inputs
+        self._late = False  # the previous inputs were as long as the batch before theirs, although sizes had changed
+        self._read = 0  # complete batches seen
+        self._fits = False  # a pass of the current batch had its number of samples, or a multiple
+        self._odd = 0  # samples in passes of the current batch whose length is not the batch's
+        self._folded = False  # in one of these another dimension had the batch's length
 
     def pass_begins(self, source: BatchSampler | Stream, piece: Piece, inputs: tuple[Any, ...]) -> bool:
-        """A forward pass of `inputs` begins; False if it is none of the loop's, which has no batch."""
+        """A forward pass of `inputs` begins. Returns False if the loop holds no batch: the pass is not the loop's."""
         delivered, certain = source.received()
         if self._iteration != source.iteration:
             self._iteration, self._ahead, self.grown = source.iteration, None, None
@@ -69,9 +69,9 @@ class Turns:
         return True
 
     def _look_at_growth(self, delivered: int) -> None:
-        """More batches are waiting than when the epoch began. Raise if another was taken before they were stepped.
+        """More batches wait than when the epoch began. Raise if the loop takes another before it has stepped them.
 
-        A loop may read more at once than before. One that passed over a batch takes the next while one waits too many.
+        A loop may start to read further ahead. A loop that skipped a batch takes the next one while one too many waits.
         """
         if self.grown is None:
             passed = f"a batch of the loader was not trained, nor was controller.step() called for it: {PASS_OVER}"
@@ -81,9 +81,9 @@ class Turns:
             self._loop.fail(self.grown[1])
 
     def _in_turn(self, source: BatchSampler | Stream, mine: int, inputs: tuple[Any, ...], *, alone: bool) -> None:
-        """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own.
+        """Raise if the inputs are as long as another batch, in a loop whose inputs were as long as their own batch.
 
-        alone   the loop has no other batch that is not stepped: then it may have dropped samples, see `piece_done`
+        alone   the loop holds no other unstepped batch: then it may have dropped samples, see `piece_done`
         """
         length = _length(inputs)
         before, self._length = self._length, length
@@ -111,11 +111,11 @@ class Turns:
         self._matches = 0
 
     def piece_done(self, piece: Piece, loss: Any, *, counted: bool) -> Told | None:
-        """`controller.step()`: the batch in hand is done. Raise if it reached the model as fewer samples than dealt.
+        """`controller.step()`: the current batch is done. Raise if the model got fewer of its samples than were dealt.
 
-        Returns the message about samples that were trained beside it; None: nothing is wrong.
+        Returns the message about samples trained in addition to the batch's; None if nothing is wrong.
 
-        counted   somebody says what its loss is over
+        counted   the user has given the divisor of the batch's loss
         """
         mine, odd, told = piece.samples, self._odd, None
         if self._beside.seen:
@@ -123,7 +123,7 @@ class Turns:
             told = None if counted or self._folded or piece.round.apart else told
         self._fits = self._fits or self._folded
         if odd > mine and not counted:
-            self._read = 0  # padded, or rows are no samples
+            self._read = 0  # padded, or rows are not samples
         elif odd and not (counted or self._fits) and self._read >= READ and (lost := samples_lost(mine, odd, loss)):
             self._loop.fail(lost)
         self._read += self._fits and mine > 1 and not odd
@@ -138,7 +138,7 @@ class Turns:
 
 @dataclass(eq=False)
 class LoopCheck(Loop, Part):
-    """Records what the loop has done since the last `step()`, and judges whether that is right."""
+    """Records what the loop has done since the last `step()`, and checks it."""
 
     def __post_init__(self) -> None:
         self._checks: list[ModelCheck] = []
@@ -148,13 +148,13 @@ class LoopCheck(Loop, Part):
     # ------------------------------------------------------------ setting up
 
     def feed(self, source: BatchSampler | Stream) -> None:
-        """The loop's batches come from `source`."""
+        """Use `source` for the loop's batches."""
         self.source = source
 
     def connect(
         self, model: nn.Module, optimizer: Optimizer, *, reduces: bool, hooked: bool, shards: Shards | None = None
     ) -> ModelCheck:
-        """Watch one more model; `hooked`: a communication hook of the user's has its gradients, and may apply them."""
+        """Watch another model; `hooked`: the user's communication hook gets its gradients, and may apply them."""
         if reduces and not hooked and shards is None and self._strangers is not None:
             self._strangers.passes.connect(model)
         self._checks.append(ModelCheck(self, model, optimizer, reduces=reduces, shards=shards))
@@ -162,7 +162,7 @@ class LoopCheck(Loop, Part):
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """If an error is raised inside, the models that were connected there are watched no more."""
+        """If an error is raised inside, stop watching the models that were connected inside."""
         known = len(self._checks)
         try:
             yield
@@ -184,7 +184,7 @@ class LoopCheck(Loop, Part):
         return first is not None
 
     def job_ends(self) -> None:
-        """Look at nothing any more: the models and optimizers may be trained on by others."""
+        """Stop checking: other code may go on to train the models with their optimizers."""
         self.source = None
         for check in self._checks:
             check.close()
@@ -194,17 +194,17 @@ class LoopCheck(Loop, Part):
     # ------------------------------------------------------------ in the order of a step
 
     def cut_short(self) -> str | None:
-        """The message about an epoch that ends here; None if nothing is wrong."""
+        """The message if the epoch that ends here has untrained samples; None if nothing is wrong."""
         left = 0 if self.source is None else self.source.cut_short
         return SHORT.format(left) if left else None
 
     def iteration_begins(self) -> None:
-        """An iteration begins, or an epoch is chosen: the one before must not have left a batch behind."""
+        """An iteration begins, or an epoch is chosen. Raise if the previous iteration left a batch without `step()`."""
         source = self.source
         if (short := self.cut_short()) is not None:
             self.fail(short)
         if source is not None and source.abandons and self.stepped is not None and not self.stepped.last:
-            self.group += 1  # the round is dealt anew: what its pieces left in `.grad` must not be added to
+            self.group += 1  # the round is dealt again: nothing may be added to its pieces' old gradients
         if source is None or not source.exhausted or source.batches_consumed >= source.batches_issued:
             return
         left = source.batches_issued - source.batches_consumed
@@ -213,7 +213,7 @@ class LoopCheck(Loop, Part):
             self.fail(f"the epoch ended, but controller.step() was not called for {left} of its batches: {STEP}")
 
     def look_at(self, piece: Piece, inputs: tuple[Any, ...]) -> None:
-        """A forward pass of `inputs` begins that records gradients, `piece` being the batch in hand."""
+        """A forward pass of `inputs` that records gradients begins; `piece` is the current batch."""
         if self.source is not None and self._turns.pass_begins(self.source, piece, inputs):
             self.forwards, self.piece = self.forwards + 1, piece
 
@@ -224,9 +224,9 @@ class LoopCheck(Loop, Part):
         return None if self._turns.grown is None else self._turns.grown[1]
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
-        """`controller.step()`: the batch in hand is done."""
+        """`controller.step()`: the current batch is done."""
         source = self.source
-        # What had a forward pass was received.
+        # A batch that had a forward pass has been received.
         if not self.forwards and source is not None and source.batches_consumed >= source.received()[0]:
             twice = "controller.step() was called twice for one batch, or before the first batch"
             self.fail(f"{twice}: {REPEATED if self.epoch_over() else STEP}")
@@ -241,7 +241,7 @@ class LoopCheck(Loop, Part):
 
 
 def _length(inputs: Iterable[Any]) -> int | None:
-    """The length of the first tensor's first dimension; a model may take a dict of tensors."""
+    """The length of the first dimension of the first tensor, which may be inside a mapping."""
     for value in inputs:
         if isinstance(value, Tensor):
             return len(value) if value.dim() else None

@@ -24,17 +24,17 @@ from dynamix.runtime.sync.shards import Shards, is_fully_sharded
 
 @dataclass(eq=False)
 class Loop:
-    """The state of a training loop: the batch in hand, and what each of its models has done with it.
+    """The state of a training loop: the current batch, and what each model has done with it.
 
     recorder     is muted while passes are discarded (warm-up, the search for limits)
-    fail_with    gets the error, tells others, and returns it to be raised
-    gather       what every rank tells in a collective call, which is named
-    tell         takes what the window's row is to say of samples that the rank was not dealt
+    fail_with    takes the error, informs the other ranks, and returns the error to raise
+    gather       collective call: returns every rank's object; the second argument names the call
+    tell         takes the message, for the window's row, that a rank trained samples that it was not dealt
     reduced      `id` of the parameters whose gradients some connected model reduces
-    piece        of the passes since the last `step()`; `stepped` is the batch that was consumed last
-    forwards     passes of the batch in hand
-    models       that train, by now
-    group        optimizer steps
+    piece        the batch of the passes since the last `step()`; `stepped` is the batch that was consumed last
+    forwards     forward passes of the current batch
+    models       those that have trained so far
+    group        number of optimizer steps
     """
 
     accumulate: int
@@ -52,7 +52,7 @@ class Loop:
     group: int = 0
 
     def samples_in_hand(self) -> int | None:
-        """The samples of the batch in hand, if there is one."""
+        """The samples of the current batch; None if there is none."""
         return None if self.source is None or self.source.current is None else self.source.current.samples
 
     def fail(self, message: str) -> NoReturn:
@@ -61,13 +61,13 @@ class Loop:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether shares are cut by size, so that ranks have unlike numbers of batches."""
+        """Whether shares are cut into pieces of a fixed size, so that ranks run different numbers of batches."""
         return self.source is not None and self.source.micro_batch is not None
 
     def piece_of_optimizer(self) -> Piece | None:
-        """The batch that an optimizer's step without a forward pass belongs to; None before the first.
+        """The batch to which an optimizer step without a forward pass belongs; None before the first.
 
-        It may be for a batch that was passed over, or come after `step()`.
+        The step may be for a skipped batch, or come after `step()`.
         """
         source = self.source
         now = None if source is None else source.current
@@ -77,12 +77,12 @@ class Loop:
         return now if belongs else self.stepped
 
     def steps_apart(self) -> bool:
-        """Whether the batch in hand is an optimizer step of this rank's own."""
+        """Whether the current batch is a local optimizer step of this rank."""
         piece = None if self.source is None else self.source.current
         return piece is not None and piece.round.apart
 
     def too_late(self) -> bool:
-        """Whether every batch that the loop has is over."""
+        """Whether every batch that the loop has received is done."""
         source = self.source
         return source is not None and 0 < source.received()[0] <= source.batches_consumed
 
@@ -91,30 +91,30 @@ class Loop:
         return self.source is not None and self.source.exhausted and self.too_late()
 
     def backwards(self) -> int:
-        """Backward passes so far, as far as they are counted."""
+        """Backward passes counted so far."""
         return 0
 
     def growth(self) -> str | None:
-        """The likely reason why more batches wait than at the epoch's beginning; None if no more do."""
+        """The likely reason why more batches wait than at the epoch's beginning; None if they do not."""
         return None
 
 
 class Held(Enum):
-    """The gradients that backward passes have left in `.grad` since the optimizer's last step."""
+    """What backward passes have left in `.grad` since the optimizer's last step."""
 
     NOTHING = auto()
-    LOCAL = auto()  # some of it has not crossed ranks
+    LOCAL = auto()  # part of it has not been reduced over ranks
     CROSSED = auto()
 
 
 class ModelCheck:
-    """One connected model and one optimizer of it, whose step ends an update. A batch may have any number of updates.
+    """A connected model with one of its optimizers, whose step ends an update. A batch may have any number of updates.
 
-    Nor are the passes of an update counted. A further reduction takes a mean over like values of what has crossed ranks
-    already, so several passes give the sum of their unions' gradients.
+    An update may have any number of passes, too. A gradient that was reduced already is equal on all ranks, so a
+    further reduction keeps it. Several passes then give the sum of the gradients of their union batches.
 
     reduces    whether its gradients cross ranks in DDP's hook, or in FSDP2's reduce-scatter
-    shards     what FSDP2 holds of it, which then says where gradients are
+    shards     FSDP2's state of the model; if given, it says where the gradients are
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class ModelCheck:
         self.loop, self.optimizer, self.reduces, self.shards = loop, optimizer, reduces, shards
         self._adds = reduces or (shards is not None and loop.workers > 1)
         self.unreduced = Unreduced(model, loop.gather, shards)
-        self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
-        self.model = weakref.ref(model)  # DDP keeps this object, in C++
+        self.partners: list[ModelCheck] = []  # checks of the same model with its other optimizers
+        self.model = weakref.ref(model)  # weak, because DDP holds this object in C++
         KNOWN.add(optimizer)
         self._held = Held.NOTHING
-        self._held_since: int | None = None  # round in which that was made
-        self._applied: tuple[weakref.ref[Tensor], int] | None = None  # the probe's gradient, and its version
-        self.inside = self._meets = False  # `optimizer.step()` runs; and its gradients meet others
-        self.updates = self.backwards = 0  # optimizer steps of the batch in hand; backward passes so far
+        self._held_since: int | None = None  # round in which `_held` was set
+        self._applied: tuple[weakref.ref[Tensor], int] | None = None  # the last step's probe gradient, its version
+        self.inside = self._meets = False  # whether `optimizer.step()` runs; whether its gradients are reduced
+        self.updates = self.backwards = 0  # optimizer steps of the current batch; backward passes so far
         self.probe = None if is_fully_sharded(model) else self._one_of(model, parameters_of(optimizer))
         self._stale = False
         self._hooks: list[Any] = [] if self.probe is None else self._watch(self.probe)
@@ -138,12 +138,12 @@ class ModelCheck:
         self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
 
     def close(self) -> None:
-        """Look at nothing any more: the model and its optimizer may be trained on by others."""
+        """Stop checking: other code may go on to train the model with its optimizer."""
         for hook in self._hooks:
             hook.remove()
 
     def _one_of(self, model: nn.Module, owned: set[int]) -> nn.Parameter | None:
-        """The first parameter of `owned`, by `id`, whose gradients `model` reduces as far as that is known yet."""
+        """The first parameter of `owned` (a set of `id`) whose gradients `model` reduces, as far as is known yet."""
         ignored, reduced = getattr(model, "parameters_to_ignore", ()), self.loop.reduced
         known = any(id(p) in reduced for p in model.parameters())
         for name, p in getattr(model, "module", model).named_parameters():
@@ -152,21 +152,21 @@ class ModelCheck:
         return None
 
     def _watch(self, probe: nn.Parameter) -> list[Any]:
-        """Hooks of `probe`, which must not keep this object: no collector of garbage sees what torch holds in C++."""
+        """Hook `probe`. Hooks must not refer to this object: garbage collection does not see references in C++."""
         alive = weakref.ref(self)
 
         def before_adding(gradient: Tensor) -> None:
             if (check := alive()) is not None:
                 check._before_adding()
 
-        def added(probe: Tensor) -> None:  # which `torch.autograd.grad` does not
+        def added(probe: Tensor) -> None:  # not called by `torch.autograd.grad`
             if (check := alive()) is not None:
                 check._added()
 
         return [probe.register_hook(before_adding), probe.register_post_accumulate_grad_hook(added)]
 
     def _before_adding(self) -> None:
-        """The probe's gradient is known: whether it would be added to that of an earlier batch."""
+        """The probe has a new gradient: note whether it would be added to an earlier batch's."""
         older = self._held_since is not None and self._held_since < self.loop.group
         muted, probe = self.loop.recorder.muted, self.probe
         self._stale = older and not muted and probe is not None and _nonzero(probe.grad)
@@ -184,11 +184,11 @@ class ModelCheck:
         self.loop.fail(message)
 
     def covers(self, parameters: list[Tensor]) -> None:
-        """The gradients of these are reduced."""
+        """Note that the gradients of these are reduced."""
         self.loop.reduced.update(map(id, parameters))
 
     def reducing(self, piece: Piece | None) -> None:
-        """A synchronised backward pass of `piece` has its first gradients."""
+        """A synchronised backward pass of `piece` has produced its first gradients."""
         loop = self.loop
         self.backwards += 1
         if not loop.forwards and not self.inside:
@@ -207,7 +207,7 @@ class ModelCheck:
                 self._fail_stale()
 
     def reduced(self) -> None:
-        """All gradients of a synchronised backward pass are on their way: nothing is local any more."""
+        """All gradients of a synchronised backward pass are being reduced, so none stays local."""
         self._held = Held.CROSSED
         for check in self.partners:
             check.reduced()
@@ -236,7 +236,7 @@ class ModelCheck:
         elif piece is not None and not piece.last:
             self._fail_early(piece)
         if self._adds and not apart and piece is not None:
-            own = []  # a plain loop, as it is run in every step
+            own = []  # a plain loop, because it runs in every step
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if id(parameter) not in loop.reduced and parameter.requires_grad:
@@ -260,16 +260,16 @@ class ModelCheck:
         loop.fail(f"{early}: {do}" if growth is None else growth)
 
     def _look_at(self, unreduced: list[nn.Parameter]) -> None:
-        """The optimizer is about to step trainable parameters that are not known to be reduced."""
-        if self.shards is not None:  # its parameters may be others since its first pass
+        """The optimizer is about to step trainable parameters that no model is known to reduce."""
+        if self.shards is not None:  # FSDP2 may have replaced its parameters since the first pass
             self.loop.reduced.update(map(id, self.shards.parameters()))
             unreduced = [p for p in unreduced if id(p) not in self.loop.reduced]
-        known = bool(self.loop.reduced)  # not before the first backward pass, as inside of a closure
+        known = bool(self.loop.reduced)  # unknown before the first backward pass, as inside a closure
         if known and unreduced and (why := self.unreduced.look(unreduced)) is not None:
             self.loop.fail(why)
 
     def _require_made(self, probe: nn.Parameter) -> None:
-        """No backward pass was reduced since the optimizer's last step: raise if it has other gradients than then."""
+        """No backward pass was reduced since the optimizer's last step: raise if the gradients have changed since."""
         applied, version = self._applied or (lambda: None, 0)
         if probe.grad is not None and probe.grad is applied() and probe.grad._version == version:
             return
@@ -285,14 +285,14 @@ class ModelCheck:
         if self.loop.recorder.muted:
             return
         if self._meets and (len(args) > 1 or kwargs.get("closure") is not None):
-            self.require_crossed("optimizer.step(closure)")  # its pass was the last of those that accumulate
+            self.require_crossed("optimizer.step(closure)")  # its pass was the last of an accumulation
         self.updates += 1
         self._held, self._held_since = Held.NOTHING, None
         gradient = self.probe.grad if self._meets and self.probe is not None else None
         self._applied = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def require_crossed(self, where: str) -> None:
-        """Raise if a gradient of this rank alone is left."""
+        """Raise if a gradient that is not reduced over ranks is left."""
         if not self.reduces or (self.shards is None and self._held is not Held.LOCAL):
             return
         held = [None if self.probe is None else self.probe.grad] if self.shards is None else self.shards.kept_back()
@@ -300,7 +300,7 @@ class ModelCheck:
             return
         if torch._C._current_graph_task_id() != -1:
             if self.shards is not None:
-                return  # FSDP2 gives a parameter no gradient that has not crossed ranks
+                return  # FSDP2 sets a parameter's gradient only after its reduction
             self.loop.fail(IN_BACKWARD)
         alone = f"{where} with gradients that were not averaged over the ranks, so models would differ by rank"
         model = self.model()
@@ -311,19 +311,19 @@ class ModelCheck:
         self.loop.fail(f"{alone}: {why}. Run the last batch of a step without no_sync(); {ACCUMULATE}")
 
     def piece_done(self, *, round_over: bool) -> None:
-        """`controller.step()`: this batch is over, and its round perhaps."""
+        """`controller.step()`: this batch is done, and with `round_over` its round, too."""
         if round_over and len(self.loop.models) == 1 and (self._held is Held.LOCAL or self.shards is not None):
             self.require_crossed("controller.step()")
         self.inside, self.updates = False, 0
 
 
 def parameters_of(optimizer: Optimizer) -> set[int]:
-    """`id` of what it updates."""
+    """`id` of the parameters that it updates."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _nonzero(gradient: Tensor | None) -> bool:
-    """Whether there is a gradient; one set to zeros is none. Asks the device."""
+    """Whether there is a gradient that is not all zero. Reads from the device."""
     if gradient is None:
         return False
     values = gradient.coalesce().values() if gradient.is_sparse else gradient

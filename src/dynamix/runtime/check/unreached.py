@@ -1,6 +1,6 @@
-"""Why DDP has not reduced the gradients of a pass: it waits for those of parameters that the pass did not reach.
+"""Why DDP has not reduced a pass's gradients: it waits for those of parameters that the pass did not reach.
 
-Or the pass is not over.
+Or the pass has not ended.
 """
 
 from typing import Any

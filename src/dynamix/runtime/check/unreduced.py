@@ -1,4 +1,4 @@
-"""Trainable parameters that an optimizer steps and whose gradients no model reduces: do ranks part by them?"""
+"""Finds trainable parameters that an optimizer steps, no model reduces, and whose values diverge between ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dynamix.runtime.sync.shards import Shards
 
 Sketches = Sequence[Sequence[float]]  # of one tensor, on every rank
 
-# Two ranks' own gradients are further apart than so much of the larger one; gradients that a loop has added over unlike
-# devices are not.
+# The relative difference from which two ranks' gradients count as different. Gradients of separate ranks exceed it;
+# gradients that a loop has summed over unlike devices do not.
 ALIKE = 3e-2
 _FIX = (
     "freeze, replace and add layers before you call {made}, and give the optimizer only parameters of that model. If "
@@ -26,29 +26,29 @@ _FIX = (
 
 
 class Unreduced:
-    """Those of one optimizer. A loop may add their gradients itself, so what is compared is how they move.
+    """Such parameters of one optimizer. A loop may sum their gradients itself, so ranks compare how values change.
 
-    gather   (told, what) to what every rank tells in the collective call `what`: plain objects
-    shards   what FSDP2 holds of the model
+    gather   (value, name): collective call `name` that returns every rank's value, a plain object
+    shards   FSDP2's state of the model
     """
 
     def __init__(self, model: nn.Module, gather: Callable[[Any, str], list[Any]], shards: Shards | None) -> None:
-        self._model = weakref.ref(model)  # whoever keeps this is kept by DDP, in C++
+        self._model = weakref.ref(model)  # weak, because DDP keeps the holder of this object in C++
         self._gather, self._sharded = gather, shards is not None
-        # Names of parameters that DDP or FSDP was told to leave alone: they may be each rank's own.
+        # Names of parameters that DDP or FSDP is configured to ignore: they may differ by rank.
         self._left: Collection[str] = getattr(model, "parameters_to_ignore", ())
         if shards is not None:
             held = {id(p) for p in shards.parameters()}
             self._left = [name for name, p in model.named_parameters() if id(p) not in held]
         self._parameters: list[nn.Parameter] = []
-        self._steps = 0  # of the optimizer, with these
-        self._before: list[Tensor] = []  # what they were at the last step, if that is to be compared
+        self._steps = 0  # optimizer steps with these
+        self._before: list[Tensor] = []  # their values before the last step, if that step is to be compared
 
     def look(self, parameters: list[nn.Parameter]) -> str | None:
-        """The optimizer is about to step these: what is wrong with them, None if nothing is.
+        """The optimizer is about to step these: returns the message if something is wrong, else None.
 
-        After a change, the first, second, fourth step and so on are compared, each when the next one begins: one may
-        get its first gradient late. A collective call then, which asks the device.
+        After the parameters change, steps 1, 2, 4, 8 and so on are compared, each when the next begins: some may get
+        their first gradient late. Such a call is collective, and reads from the device.
         """
         wrong = self._compare() if self._before else None
         if len(parameters) != len(self._parameters) or any(map(operator.is_not, parameters, self._parameters)):
@@ -59,7 +59,7 @@ class Unreduced:
         return wrong
 
     def names(self, parameters: set[int]) -> list[str]:
-        """Those of the model among `parameters`, by `id`, that train and that somebody was expected to reduce."""
+        """Names of the model's trainable parameters among `parameters` (`id`) that DDP or FSDP should have reduced."""
         return [name for name, p in self._named() if id(p) in parameters and p.requires_grad and name not in self._left]
 
     def _compare(self) -> str | None:
@@ -83,7 +83,7 @@ class Unreduced:
         return [] if model is None else [*getattr(model, "module", model).named_parameters()]
 
     def _part(self, name: str, every: list[dict[str, tuple[list[float], list[float]]]]) -> bool:
-        """Whether ranks move this parameter away from each other."""
+        """Whether this parameter diverges between ranks."""
         if not all(name in of for of in every):
             return True
         values, moves = zip(*(of[name] for of in every), strict=True)
@@ -92,7 +92,7 @@ class Unreduced:
             return False  # it has no gradient yet, or training has failed
         alike = _near(values, NEAR)
         if name in self._left and not alike:
-            return False  # each rank's own
+            return False  # ranks may have their own values
         return not (alike and _near(moves, ALIKE))
 
 

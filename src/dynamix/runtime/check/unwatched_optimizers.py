@@ -1,4 +1,4 @@
-"""Steps that `wrap` does not know of: of optimizers that it never saw, and of any inside of a backward pass."""
+"""Detects steps of optimizers that were not passed to `wrap`, and of any optimizer inside a backward pass."""
 
 import gc
 import warnings
@@ -23,20 +23,20 @@ _watching: list[Any] = []
 
 
 class GradientPasses:
-    """Says in which backward pass the gradients of connected models were made last, as far as that must be known.
+    """Records in which backward pass the gradients of connected models were last computed, if that matters.
 
-    An optimizer that steps inside of a backward pass, in a hook of a parameter or of a module, may apply what DDP has
-    not reduced yet. Not every one is wrong: a gradient may be of an earlier pass. So hooks of our own note in which
-    pass each gradient is made. A model has them from the start if its parameters have hooks that may step, else after
-    the first such step.
+    An optimizer that steps inside a backward pass, in a hook of a parameter or module, may apply gradients that DDP has
+    not reduced yet. Not every such step is wrong: its gradients may be from an earlier pass. So hooks of dynamix note
+    in which pass each gradient was computed. A model has them from the start if its parameters have hooks that may
+    step, otherwise after the first such step.
     """
 
     def __init__(self) -> None:
         self._parameters = dict[int, nn.Parameter]()  # those that DDP reduces, by `id`
-        self._made = dict[int, int]()  # the number of the pass, by `id` of those that are watched
+        self._made = dict[int, int]()  # number of the last pass, by `id` of each watched parameter
 
     def connect(self, model: Any) -> None:
-        """A model under DDP is connected, whose communication hook steps no optimizer."""
+        """Add a model under DDP whose communication hook steps no optimizer."""
         reduced = {id(p): p for p in model._module_parameters if p.requires_grad}
         self._parameters |= reduced
         if any(p._post_accumulate_grad_hooks for p in reduced.values()):
@@ -44,7 +44,7 @@ class GradientPasses:
                 self._watch(parameter)
 
     def unreduced(self, optimizer: Optimizer) -> bool:
-        """Whether `optimizer` has gradients of the pass that this thread is in, which DDP has not reduced."""
+        """Whether `optimizer` has gradients of this thread's current pass, which DDP has not reduced."""
         now: int = torch._C._current_graph_task_id()
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
         found = any(self._made.get(id(p)) == now for p in own)
@@ -64,9 +64,9 @@ class GradientPasses:
 
 
 class Strangers:
-    """Optimizers that step in `loop` and were not given to `wrap`, and any that steps inside of a backward pass.
+    """Optimizers that step in `loop` but were not passed to `wrap`, and any that step inside a backward pass.
 
-    checks   of the models that the loop trains
+    checks   one for each model and optimizer of the loop
     """
 
     def __init__(self, loop: Loop, checks: Sequence[ModelCheck]) -> None:
@@ -78,17 +78,17 @@ class Strangers:
             _watching.append(register_optimizer_step_pre_hook(_any_optimizer))
 
     def close(self) -> None:
-        """Look at nothing any more."""
+        """Stop checking."""
         _live.discard(self)
 
     def in_backward(self, optimizer: Optimizer) -> None:
-        """An optimizer, given to `wrap` or not, steps inside of a backward pass: its gradients must have crossed."""
+        """Any optimizer steps inside a backward pass: raise if its gradients are not reduced."""
         loop = self._loop
         if not loop.recorder.muted and not loop.steps_apart() and self.passes.unreduced(optimizer):
             loop.fail(IN_BACKWARD)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer that was not given to `wrap` steps: it must not be that of a DDP model in this loop."""
+        """An optimizer that was not passed to `wrap` steps: raise if it trains an unconnected DDP or FSDP2 model."""
         loop = self._loop
         if loop.source is None or not self.checks or loop.recorder.muted:
             return
@@ -96,10 +96,10 @@ class Strangers:
         before, self._seen[optimizer] = self._seen.get(optimizer), consumed
         if optimizer in self._harmless or before is None or consumed != before + 1:
             return
-        self._harmless.add(optimizer)  # looked at once: that is slow
+        self._harmless.add(optimizer)  # check it only once, because this is slow
         apart = piece is not None and piece.round.apart
         if apart and any(check.inside for check in self.checks):
-            return  # an optimizer of the loop's may be made of this one
+            return  # one of the loop's optimizers may contain this one
         kind = type(optimizer).__name__
         if apart and not parameters_of(optimizer) <= _trained(self.checks):
             left = f"an optimizer ({kind}) in this loop was not given to controller.wrap()"
@@ -114,21 +114,21 @@ class Strangers:
             loop.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}")
 
     def _reduced_by_nobody(self, optimizer: Optimizer) -> list[str]:
-        """Names of what it trains of connected models that reduce the rest."""
+        """Names of its parameters that belong to connected models, but that those models do not reduce."""
         own = parameters_of(optimizer) - self._loop.reduced if self._loop.reduced else set[int]()
         reducing = {id(check.model()): check for check in self.checks if check.reduces}
         return [name for check in reducing.values() for name in check.unreduced.names(own)]
 
 
 def _trained(checks: Iterable[ModelCheck]) -> set[int]:
-    """`id` of the parameters of the loop's optimizers."""
+    """`id` of the parameters that the loop's optimizers train."""
     return {p for check in checks for p in parameters_of(check.optimizer)}
 
 
 def unconnected_of(optimizer: Optimizer) -> str | None:
-    """The kind of the model under DDP or FSDP2, given to no `wrap`, that `optimizer` trains; None if there is none.
+    """The class of a DDP or FSDP2 model that `optimizer` trains and no `wrap` call was given; None if there is none.
 
-    Slow. An optimizer made of others, such as ZeroRedundancyOptimizer, has some that nobody gives to `wrap`.
+    Slow. An optimizer such as ZeroRedundancyOptimizer contains others that are never passed to `wrap`.
     """
     given = parameters_of(optimizer)
     checks = [check for strangers in list(_live) for check in strangers.checks]
@@ -137,7 +137,7 @@ def unconnected_of(optimizer: Optimizer) -> str | None:
         if not issubclass(type(found), nn.Module) or id(found) in connected:
             continue
         ddp = isinstance(found, DistributedDataParallel)
-        if ddp or is_fully_sharded(found):  # as is every part of a connected model to which `fully_shard` was applied
+        if ddp or is_fully_sharded(found):  # true of every fully sharded part of a connected model, too
             own = {id(p) for p in found.parameters()}
             if own & given and (ddp or not own & trained):
                 return type(found.module if ddp else found).__name__
