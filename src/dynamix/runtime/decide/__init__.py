@@ -1,1 +1,1 @@
-"""The way from a closed window to the next allocation: it is agreed on, decided, and put in force."""
+"""From a closed window to the next allocation: agree, decide, and apply."""

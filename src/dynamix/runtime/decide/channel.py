@@ -1,9 +1,9 @@
-"""How ranks agree: gather one row each, decide in one place, broadcast one message, apply at one step.
+"""How ranks agree: gather one row per rank, decide in one place, broadcast one message, apply it at one step.
 
-At the step that closes a window every rank posts an asynchronous gather. On rank 0 a thread waits for it, asks the
-policy and broadcasts exactly one message: a new allocation, or "keep" when the policy was late. Every rank waits for
-it at its next step, or before its sampler could issue a batch that the message may concern; rank 0's thread needs
-nobody's training step to go on, so no such wait can be circular.
+At the step that closes a window every rank starts an asynchronous gather. On rank 0 a thread waits for it, asks the
+policy and broadcasts exactly one message: a new allocation, or "keep" if the policy was late. Every rank waits for it
+at its next step, or before its sampler could issue a batch that the message may affect. Rank 0's thread depends on no
+rank's training step, so these waits cannot be circular.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dynamix.runtime.ranks.group import ControlGroup, Work
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.window import Floats
 
-# How long rank 0 holds a training step back for a policy that is not done one step after it was asked.
+# How long rank 0 delays a training step for a policy that is not done one step after it was asked.
 PATIENCE_S = 0.05
-# The same where an earlier run's answer is only looked up: answering late would make it another run.
+# The same if a recorded decision is only looked up: a late answer would make the run differ.
 REPLAY_PATIENCE_S = 30.0
-# How long the end of a job waits for a policy that is still busy, so that no line of the events file is lost.
+# How long the end of a job waits for a busy policy, so that no line of the events file is lost.
 DRAIN_S = 5.0
 
 NOT_AGREED = "the ranks could not agree on the next allocation"
@@ -39,11 +39,11 @@ _log = logging.getLogger("dynamix")
 
 
 class DecisionChannel(ABC):
-    """Takes windows and answers them, one at a time, over the group of `ranks`.
+    """Takes windows and returns decisions, one at a time, over the group of `ranks`.
 
-    It has a thread of its own, so that no training step waits for what decides. The thread begins with the first work.
+    It has its own thread, so that no training step waits for deciding. The thread starts with the first work.
 
-    each_decides   every rank has a policy of its own, which decides for it
+    each_decides   every rank has its own policy and decides for itself
     """
 
     each_decides: ClassVar[bool] = False
@@ -55,35 +55,35 @@ class DecisionChannel(ABC):
 
     @abstractmethod
     def send(self, row: Floats, closing: ClosedWindow) -> None:
-        """Post this rank's row of a window. Rows have the same length on every rank. Returns at once."""
+        """Start sending this rank's row of a window. Rows have the same length on every rank. Returns at once."""
 
     @abstractmethod
     def receive(self) -> Message:
-        """Wait for the message (normally it is there) and take it. Raises `WorkerLostError` or what deciding raised."""
+        """Wait for the message, which normally has arrived. Raises `WorkerLostError`, or deciding's error."""
 
     @property
     def group(self) -> ControlGroup:
-        """The group that carries messages. Raises `ValueError` once the channel is closed."""
+        """The group that carries messages. Raises `ValueError` after the channel was closed."""
         if self._closed or self.ranks.group is None:
             raise ValueError("the channel was closed")
         return self.ranks.group
 
     def in_turn(self, work: Callable[[], None]) -> None:
-        """Let the thread run `work` once all before it has."""
+        """Run `work` in the thread, after all earlier work."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         self._given.put(work)
 
     def drain(self, timeout_s: float = DRAIN_S) -> bool:
-        """Wait until the thread has nothing left to do; False if it is busy even after `timeout_s`."""
+        """Wait until the thread has no work left. Returns False if it is still busy after `timeout_s`."""
         done = threading.Event()
         if self._thread is not None:
             self._given.put(done.set)
         return self._thread is None or done.wait(timeout_s)
 
     def close(self, timeout_s: float = DRAIN_S) -> None:
-        """Drain, and end the thread, if it is not busy even then. The group is its maker's to destroy."""
+        """Drain, and end the thread unless it is still busy then. The group's creator destroys the group."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._given.put(None)
@@ -93,11 +93,11 @@ class DecisionChannel(ABC):
     def _serve(self) -> None:
         while (work := self._given.get()) is not None:
             write_down(work)
-            del work  # or an idle thread would hold a process group's work
+            del work  # otherwise an idle thread would keep a process group's work
 
 
 class InPlace(DecisionChannel):
-    """The channel of a process without other ranks: `decider` decides when a window is sent."""
+    """The channel of a single process: `decider` decides when a window is sent."""
 
     def __init__(self, ranks: Ranks, decider: Decider) -> None:
         super().__init__(ranks, "")
@@ -115,15 +115,15 @@ class InPlace(DecisionChannel):
 class CentralChannel(DecisionChannel):
     """One decision at a time, on rank 0.
 
-    decider   on rank 0, None on the others. `decide` and what writes events runs in the thread; `JobFacts.keep`, which
-              answers a window for which that is late or failed, does not
+    decider   on rank 0, None on the others. `decide` and the writing of events run in the thread. `JobFacts.keep`,
+              which answers a window whose decision is late or failed, does not
     """
 
     def __init__(self, ranks: Ranks, decider: Decider | None, *, patience_s: float = PATIENCE_S) -> None:
-        super().__init__(ranks, "dynamix-decide")  # one round after the other: a late policy is never asked twice
+        super().__init__(ranks, "dynamix-decide")  # one round after another, so a late policy is never asked twice
         self._decider, self.patience_s = decider, patience_s
-        self.failed: list[DynamixError] = []  # of the policy: raised at once, or at the next window if this is answered
-        self._pending: tuple[Tensor, Callable[[], None]] | None = None  # the message, and what waits until it is there
+        self.failed: list[DynamixError] = []  # the policy's: raised now, or at the next window if this one is answered
+        self._pending: tuple[Tensor, Callable[[], None]] | None = None  # the message, and a function that waits for it
 
     def send(self, row: Floats, closing: ClosedWindow) -> None:
         packed = torch.from_numpy(np.ascontiguousarray(row, dtype=np.float64))
@@ -147,7 +147,7 @@ class CentralChannel(DecisionChannel):
 
 
 class _Round:
-    """Rank 0's side of one decision."""
+    """Rank 0's part of one decision."""
 
     def __init__(
         self, channel: CentralChannel, decider: Decider, gather: Work, rows: Tensor, closing: ClosedWindow, out: Tensor
@@ -169,8 +169,8 @@ class _Round:
             self.published.set()
             return
         if self.published.is_set():
-            # The policy was still busy with an earlier window, and this one has been answered "late": only the noise
-            # scale and the events see it.
+            # The policy was busy with an earlier window, so this one was answered "late". It still counts for the noise
+            # scale and the events.
             decider.witness(decider.assemble(self.rows.numpy(), self.closing), self.closing, Message.unpack(self.out))
             return
         if not channel.failed:
@@ -182,7 +182,7 @@ class _Round:
             self.error, message = channel.failed[0], decider.job.keep(Kind.FAILED)
         try:
             sent = self._publish(message)
-        except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
+        except (RuntimeError, ValueError) as error:  # ValueError: the job has destroyed its process groups
             self.error = self.error or channel.ranks.explain(error, NOT_AGREED)
             return
         decider.write_event(sent)
@@ -197,7 +197,7 @@ class _Round:
 
     def finish(self) -> None:
         channel = self.channel
-        channel.ranks.wait(self.gather, NOT_AGREED)  # patience is for the policy, not for the slowest rank
+        channel.ranks.wait(self.gather, NOT_AGREED)  # the policy's patience must not include the wait for slow ranks
         if not self.published.wait(channel.patience_s):
             self._publish(self.decider.job.keep(Kind.LATE))
         if self.error is not None:
@@ -207,7 +207,7 @@ class _Round:
 
 
 def write_down(write: Callable[[], None]) -> None:
-    """Work that follows a decision: the answer is out already, and training goes on by it whatever happens here."""
+    """Run `write` after a decision was sent. If it fails, log a warning only: training already uses the decision."""
     try:
         write()
     except Exception:
@@ -215,7 +215,7 @@ def write_down(write: Callable[[], None]) -> None:
 
 
 def ours(error: Exception, what: str) -> DynamixError:
-    """An error of ours that says that `what` failed; `error` itself if it is one."""
+    """A `DynamixError` that says that `what` failed; `error` itself if it is one."""
     if isinstance(error, DynamixError):
         return error
     try:

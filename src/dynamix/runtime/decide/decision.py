@@ -1,4 +1,4 @@
-"""Rank 0's part of a decision: from the gathered rows to the message, and its line in the events file."""
+"""Rank 0's part of a decision: from the gathered rows to the message and a line in the events file."""
 
 import contextlib
 import logging
@@ -25,11 +25,11 @@ _log = logging.getLogger("dynamix")
 
 
 class Decider:
-    """Asks the policy, or looks a recorded run up; one decision at a time. Only the rank that decides has one.
+    """Asks the policy, or replays a recorded run; one decision at a time. Only the deciding rank has one.
 
-    job     what this rank holds as every other; the noise scale in it is kept up here
-    replay  window index -> what to answer instead of asking the policy; other windows are answered "keep"
-    clock   seconds; what `time_s` in the events counts
+    job     state that is equal on all ranks; this object updates its noise scale
+    replay  window index -> decision used instead of asking the policy; other windows are answered "keep"
+    clock   seconds, as in the events' `time_s`
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Decider:
         self._asked = -1  # index of the last window that the policy was asked about
         self._clock, self._started = clock, clock()
         self._began_at: int | None = None  # samples trained on before the first step of this process
-        self._told_s = 0.0  # of the newest line
+        self._told_s = 0.0  # of the last line written
 
     def begin(self, samples: int) -> None:
-        """The first step begins, after `samples` of an earlier process: `time_s` counts from here."""
+        """The first step begins, after `samples` in earlier processes: `time_s` counts from here."""
         self._started, self._began_at = self._clock(), samples
 
     def decide(self, rows: Floats, closing: ClosedWindow | None = None) -> Message:
-        """Rows (W, n) of `observation.ROW` to the message of the window `closing` (None: the newest)."""
+        """From rows (W, n) of `observation.ROW` to the message about the window `closing` (None: the newest)."""
         closing, self._decided = self.job.closing if closing is None else closing, None
         window = self.assemble(rows, closing)
         self._decided = closing, window
@@ -81,31 +81,31 @@ class Decider:
         return project(wish, bounds, current=window.batch_size)
 
     def witness(self, window: Window, closing: ClosedWindow, message: Message) -> None:
-        """Write down what the ranks decided without this one's help; `window` is what this one saw."""
+        """Write an event for a decision that was made without this object; `window` is what this rank measured."""
         self._decided = closing, window
         self.write_event(message)
 
     def write_event(self, message: Message) -> None:
-        """One line of events.jsonl, after the message went out."""
+        """Write one line of events.jsonl, after the message was sent."""
         if self.events is not None and self._decided is not None:
-            closing, window = self._decided  # training has gone on: `self.job.closing` may be the next one already
+            closing, window = self._decided  # training goes on, so `self.job.closing` may already be the next one
             about = report_of(self.policy, asked=closing.window_index == self._asked)
             if report := self.job.sync_schedule.report:
                 about = {**about, "rounds": report}
             self._write(closing, window, message, self._clock(), **about)
 
     def end(self, rest: ClosedWindow | None, ended_s: float) -> None:
-        """Write the last line, of the steps after the last window, if there are any, and close the events file.
+        """Write a last line for the steps after the last window, if there are any, and close the events file.
 
-        They ended at `ended_s` of the clock. No policy, rule or model is shown the line, and it needs no other rank:
-        what workers measured is unknown.
+        These steps ended at `ended_s` of the clock. The line's measurements are unknown, because no other rank is
+        asked, and it is not shown to any policy, rule or model.
         """
         if self.events is None:
             return
         if rest is not None:
             window = Window.of(rest.sizes, steps=rest.step - self.job.closing.step, **self.job.facts(rest))
             message = self.job.message(Kind.KEEP, rest.consumed, rest.sizes, rest.piece)
-            with contextlib.suppress(RuntimeError):  # no thread can start any more: the process ends, none was written
+            with contextlib.suppress(RuntimeError):  # at exit no thread can start; no line was written before
                 self._write(rest, window, message, ended_s, short=True)
         self.events.close()
 
@@ -118,16 +118,16 @@ class Decider:
             told["interval"] = message.interval
         if message.piece:
             told["piece"] = message.piece
-        self._told_s = max(now_s - self._started, self._told_s)  # an answer may come after the steps that followed it
+        self._told_s = max(now_s - self._started, self._told_s)  # an answer may come after later steps
         at = {"samples_seen": closing.samples, "time_s": self._told_s}
         if self._began_at is not None:
             at["began_at"] = self._began_at
         self.events.write(**of, **told, **at, **about)
 
     def assemble(self, rows: Floats, closing: ClosedWindow) -> Window:
-        """The window that the policy sees, from the gathered rows (W, n). It also keeps up the noise scale."""
-        # A worker's own steps move against its own noise, so gradients that follow each other agree too little. That is
-        # good enough to be shown, not to move a batch by.
+        """The window that the policy gets, from the gathered rows (W, n). Also updates the noise scale."""
+        # Successive gradients of local steps correlate too little, because a worker's step moves against its own noise.
+        # That estimate is good enough to show, but not to choose a batch by.
         tells = not closing.piece or self.job.fixed
         known, noise_scale = self.job.facts(closing), self.job.noise_scale
         window = assemble(rows, noise_scale=noise_scale, sizes=closing.sizes, tells_noise=tells, **known)
@@ -148,8 +148,8 @@ class Decider:
             piece = event.get("piece", 0)
             bounds = self.job.sync_schedule.bounds_of(piece, self.job.bounds)
             told = self.job.message(Kind.NEW, event["from_step"], project(sizes, bounds), piece)
-        # The noise scale too is the recorded run's: a late answer there carried that of an earlier window, and the
-        # learning rate may follow it.
+        # The noise scale is the recorded run's, too: a late answer there carried an earlier window's, and the learning
+        # rate may depend on it.
         noise, signal = (float("nan") if event[name] is None else float(event[name]) for name in ("noise", "signal"))
         return replace(told, noise=noise, signal=signal, interval=event.get("interval", 0))
 
@@ -166,7 +166,7 @@ _ALIKE = {
 
 
 def out_of_turn(rows: Floats) -> str | None:
-    """Names what only some ranks did by a window's end, from its rows (W, n); None if nothing.
+    """What only some ranks did before a window's end, from its rows (W, n); None if nothing.
 
     >>> rows = np.zeros((2, len(ROW)))
     >>> rows[1, ROW.index("epoch")] = 3

@@ -1,10 +1,10 @@
-"""How the ranks of a stigmergic job agree: each chooses its own size, and only traces and the chosen sizes travel.
+"""How the ranks of a stigmergic job agree: each chooses its own size; only traces and chosen sizes are sent.
 
-At the step that closes a window every rank gives its traces to one small sum over all ranks, reads the field and
-chooses, all in a thread of its own. Then one all-gather carries two whole numbers per rank: the chosen size, and the
-first round that its sampler has not begun (exactly-once needs everybody's size from one agreed round on). It is taken
-one step later. Every rank takes part in both, so no trace is late or lost. The thread needs nobody's training step to
-go on, so no wait for it can be circular.
+At the step that closes a window every rank adds its traces to one small sum over all ranks, reads the field and
+chooses, all in its own thread. Then one all-gather carries two integers per rank: the chosen size, and the first round
+that its sampler has not begun. All sizes must apply from one agreed round, or samples would be lost or repeated. The
+result is taken one step later. Every rank takes part in both, so no trace is late or lost. The thread depends on no
+rank's training step, so no wait for it can be circular.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from dynamix.window import Floats, Window
 
 _EXCHANGE = "the ranks could not exchange their batch sizes"
 _CHOOSING = "choosing a batch size"
-_FAILED = -1  # sent in place of a size
+_FAILED = -1  # sent instead of a size
 
 
 def open_channel(
     ranks: Ranks, config: JobConfig, job: JobFacts, decider: Decider | None, *, patience_s: float | None = None
 ) -> DecisionChannel:
-    """The way in which `ranks` agree: a `PeerChannel` if every rank is to decide for itself.
+    """The channel for `ranks`: a `PeerChannel` if every rank decides for itself.
 
-    A recorded run that is replayed has decided already; a single rank has nobody to agree with. `decider` decides, or
-    writes down what was decided: on rank 0, None on the others. patience_s: None: `PATIENCE_S`.
+    Replays are already decided, and a single rank needs no agreement. `decider`, on rank 0 and None on others, decides,
+    or writes the decisions as events. patience_s: None: `PATIENCE_S`.
     """
     replays = config.replayed is not None
     rule = None if ranks.workers < 2 or replays else peers_of(config.served)
     if ranks.group is None and decider is not None:
         return InPlace(ranks, decider)
     if rule is None:
-        usual_s = PATIENCE_S if patience_s is None else patience_s  # read now: scripts/same sets another
+        usual_s = PATIENCE_S if patience_s is None else patience_s  # read at the call, because scripts/same changes it
         return CentralChannel(ranks, decider, patience_s=REPLAY_PATIENCE_S if replays else usual_s)
     return PeerChannel(ranks, job, rule, decider, share_noise=config.rates_follow)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """One rank's side of one decision.
+    """One rank's part of one decision.
 
-    every   what all ranks send, (W, n): size, first round not issued, perhaps two of the noise, and `HELD`
-    made    done once that is here
+    every   what all ranks send, (W, n): size, first round not issued, perhaps two figures of the noise, and `HELD`
+    made    done once `every` has arrived
     """
 
     row: Floats
@@ -71,8 +71,8 @@ class _Choice:
 class PeerChannel(DecisionChannel):
     """The channel of ranks that each decide for themselves: one exchange at a time over the controller's groups.
 
-    share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale
-                  everywhere. The rule never sees it
+    share_noise   also send this rank's part of the noise, so that the learning rate follows one noise scale on all
+                  ranks. The rule never sees it
     """
 
     each_decides = True
@@ -103,7 +103,7 @@ class PeerChannel(DecisionChannel):
         return message
 
     def _take_part(self, choice: _Choice) -> None:
-        """Runs in the rank's own thread. A rank whose rule fails takes part, and says so in place of a size."""
+        """Runs in the rank's own thread. A rank whose rule fails still takes part, and sends `_FAILED` as its size."""
         size, failed = _FAILED, list[Exception]()
         try:
             try:
@@ -120,7 +120,7 @@ class PeerChannel(DecisionChannel):
             self._share(size, choice).wait()
         except Exception as error:
             failed.append(error)
-        if failed:  # `receive` raises the first, and no sizes are taken
+        if failed:  # `receive` raises the first; no sizes are applied
             choice.made.set_exception(failed[0])
         else:
             choice.made.set_result(None)
@@ -134,7 +134,7 @@ class PeerChannel(DecisionChannel):
         return self.group.all_gather(mine, choice.every)
 
     def observe(self, row: Floats, closing: ClosedWindow) -> tuple[Own, Sense, Floats]:
-        """Takes in this rank's window, and returns the traces (14,) that it leaves of it."""
+        """Process this rank's window; returns, among others, the traces (14,) that it leaves."""
         own = own_window(row, closing, rank=self.ranks.rank, job=self.job)
         known, total = dict(zip(ROW, row, strict=False)), float(closing.sizes.sum())
         batch = known["count"] / known["weight"] if known["count"] > 0 and known["weight"] > 0 else total
@@ -144,19 +144,19 @@ class PeerChannel(DecisionChannel):
         return own, sense, left[0]
 
     def exchange(self, left: Floats) -> Floats:
-        """The traces (14,) that all ranks leave of this window."""
+        """The sum of the traces (14,) that all ranks leave for this window."""
         total = torch.zeros(len(TRACES), dtype=torch.float64)
         self.group.all_sum(torch.from_numpy(left), total).wait()
         return total.numpy()
 
     def choose(self, own: Own, sense: Sense, traces: Floats) -> int:
-        """This rank's next size, from what `exchange` says that all left."""
+        """This rank's next size, from the `traces` that `exchange` returned."""
         bounds, mine = self.job.bounds, slice(self.ranks.rank, self.ranks.rank + 1)
         alone = replace(bounds, low=bounds.low[mine], high=bounds.high[mine])
         return int(self.policy.choose(own, sense, traces[None], alone)[0])
 
     def _message(self, closing: ClosedWindow, told: Floats) -> Message:
-        """The same on every rank, being made of the same numbers."""
+        """The message; the same on every rank, because all compute it from the same numbers."""
         job = self.job
         if self.share_noise:
             job.noise_scale.update(*noise_of(told[:, 2], told[:, 3], float(closing.sizes.sum())))
@@ -176,7 +176,7 @@ class PeerChannel(DecisionChannel):
 
 
 def own_window(row: Floats, closing: ClosedWindow, *, rank: int, job: JobFacts) -> Own:
-    """The window that this rank just closed, as it alone knows it: arrays of shape (1,)."""
+    """The window that this rank has just closed, from its own measurements only: arrays of shape (1,)."""
     known = dict(zip(ROW, row, strict=False))
     comm = row[len(ROW) :]
     seen = comm[np.isfinite(comm)]
@@ -195,13 +195,13 @@ def own_window(row: Floats, closing: ClosedWindow, *, rank: int, job: JobFacts) 
 
 
 def own_noise(known: Mapping[str, float], workers: int) -> float:
-    """A rank's part of the noise's share of |g|^2, from the fields of its row."""
+    """A rank's contribution to the noise in |g|^2, from the fields of its row."""
     weight, local_sq, global_sq = (np.asarray(known[name]) for name in ("weight", "gradient_norm_sq", "global_norm_sq"))
     return float(noise_part(weight, local_sq, global_sq, workers))
 
 
 def noise_of(parts: Floats, global_sq: Floats, total: float) -> tuple[float, float]:
-    """(tr(Sigma), |G|^2) from all ranks' parts (W,) of the noise at a global batch of `total`; NaN if one is missing.
+    """(tr(Sigma), |G|^2) from all ranks' noise contributions (W,) at a global batch of `total`; NaN if one is missing.
 
     >>> noise_of(np.array([0.25, 0.75]), np.array([2.0, 2.0]), 10.0)
     (10.0, 1.0)

@@ -1,4 +1,4 @@
-"""The windows of a rank's job: when they close, and when what was decided on them comes into force."""
+"""Closes a rank's measurement windows, and applies the decisions made on them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Told = tuple[int, float]
 
 
 class WindowCloser(Part):
-    """Closes the windows of a job, and settles: takes the answers to them.
+    """Closes the windows of a job, and settles them: receives and applies the decisions.
 
-    A loop may be read ahead by a thread of its own, which settles what concerns the batches that it asks for. So this
-    is what a sampler calls its `owner`: `horizon` is the first round that a decision under way may still change,
-    infinite where none is. It changes under `lock` alone, under which a sampler says which round it begins to plan.
+    It is a sampler's `owner`. A loop's reading thread may settle, too, before it gets batches that a decision affects.
+    `horizon` is the first round that a pending decision may still change; infinite if none is pending. It changes only
+    under `lock`, and a sampler holds `lock` when it states which round it begins to plan.
 
     interval   optimizer steps of the first window
-    paced      the policy says how long later ones are
-    told       what a row says of the exchange: backward passes that have crossed ranks so far; bytes that a meeting
-               over parameters moves, over those of a gradient
+    paced      the policy sets the length of later windows
+    told       returns a row's figures of the exchange: backward passes that have crossed ranks so far; bytes sent to
+               average parameters, relative to a gradient's
     begins     called before every iteration of the sampler; `resumed`: at the first batch after a load
     """
 
@@ -58,33 +58,33 @@ class WindowCloser(Part):
         self._interval, self._paced, self._told = interval, paced, told
         self.iteration_begins, self.resumed = begins, resumed
         self.source: BatchSampler | Stream | None = None
-        self.changes = 0  # of the sizes, since this process began
-        self.ended_s = 0.0  # of the newest round, on the clock `time.perf_counter`
+        self.changes = 0  # of sizes, since this process began
+        self.ended_s = 0.0  # when the newest round ended, on the clock `time.perf_counter`
         self.lock, self.horizon = threading.Lock(), math.inf
         self._settling = threading.Lock()
-        self._differ = False  # the ranks are to compare what they hold once this round is over
+        self._differ = False  # ranks are to compare their state after this round
         self._lag_said = False
-        self._reader_failed: DynamixError | None = None  # what ends the job was raised in that thread
+        self._reader_failed: DynamixError | None = None  # an error in the reading thread that ends the job
 
     def feed(self, source: BatchSampler | Stream) -> None:
-        """Rounds come from `source`, whose owner this is."""
+        """Take rounds from `source`; this object is its owner."""
         self.source = source
 
     # ------------------------------------------------------------ the coming round
 
     @property
     def meeting(self) -> SyncSchedule:
-        """How workers meet."""
+        """How workers synchronise."""
         return self.job.sync_schedule
 
     @property
     def pending(self) -> bool:
-        """Whether a window waits for its answer."""
+        """Whether a window's decision is pending."""
         return self.horizon < math.inf
 
     @property
     def next_round(self) -> int:
-        """The coming round; of a loaded checkpoint without its sampler yet, the first its ledger still knows."""
+        """The coming round; after a load without a sampler, the first round in the allocations."""
         return self.allocations.begin if self.source is None else self.source.rounds
 
     @property
@@ -94,16 +94,16 @@ class WindowCloser(Part):
 
     @property
     def piece_apart(self) -> int:
-        """Samples of a worker's own step in the coming round, where the allocation says that workers step apart."""
+        """Samples of a worker's local step in the coming round, if its allocation uses local steps."""
         return self.allocations.piece_at(self.next_round)
 
     def put_in_force(self, sizes: Ints) -> None:
-        """Begin the ledger anew with `sizes` (W,), samples per round, from the coming round on, in the same way."""
+        """From the coming round, use `sizes` (W,), samples per round, without a change of how workers synchronise."""
         self.allocations.reset(self.next_round, sizes, self.piece_apart)
 
     def measures(self, piece: Piece) -> bool:
-        """Whether the open window will keep what is measured of a batch; the same on all ranks."""
-        # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
+        """Whether the open window will keep a batch's measurements; the same on all ranks."""
+        # Only agreed values: a rank may have settled a pending decision already, and all ranks must reduce alike.
         open_from = max(self.progress.opens, self.job.closing.consumed + 1)
         return piece.plan.regular and piece.round.index >= open_from
 
@@ -112,7 +112,7 @@ class WindowCloser(Part):
     def round_done(self, done: Round) -> None:
         job, recorder = self.job, self.recorder
         self.ended_s = time.perf_counter()
-        with self.lock:  # whether a step is kept is known before, or after, a new window opens
+        with self.lock:  # decide whether to keep a step before or after a new window opens, not during
             kept = done.regular and done.index >= self.progress.opens
             dealt = None if done.work is None else done.dealt_to(self.ranks.rank)
             recorder.step_done(keep=kept, first_of_epoch=done.first, dealt=dealt)
@@ -122,11 +122,11 @@ class WindowCloser(Part):
             job.require_right()
         if self._differ:
             self._compare(done)
-        enough = self._interval  # optimizer steps; rounds if their number follows what changes
+        enough = self._interval  # optimizer steps; rounds if the number of steps per round changes
         if done.piece and recorder.steps and not self._paced:
             enough = max(1, round(enough * done.at_once / int(self.allocations.at(done.index).sum())))
         if recorder.steps and (done.last if job.per_epoch else recorder.steps >= enough):
-            with self.lock:  # no further round is begun until the window waits for its answer
+            with self.lock:  # no further round may begin until the window is pending
                 self._close(done)
 
     def _close(self, done: Round) -> None:
@@ -147,7 +147,7 @@ class WindowCloser(Part):
         self.horizon = issued + job.slack
 
     def rest(self) -> ClosedWindow | None:
-        """The training since the last window closed, as a window that nobody decides on; None if there was none."""
+        """The steps since the last window closed, as a window without a decision; None if there are none."""
         source = self.source
         if source is None or self.progress.steps == self.job.closing.step:
             return None
@@ -155,22 +155,22 @@ class WindowCloser(Part):
         return self._window(max(done - 1, self.allocations.begin), done, done)
 
     def _window(self, at: int, done: int, issued: int, **about: Any) -> ClosedWindow:
-        """The open window as it is after `done` rounds, under the allocation of round `at`; `about`: what else."""
+        """The open window after `done` rounds, under the allocation of round `at`; `about`: further fields."""
         now, ledger = self.progress, self.allocations
         sizes, age, piece = ledger.at(at).copy(), float(done - ledger.since(at)), ledger.piece_at(at)
         return ClosedWindow(now.window, sizes, done, issued, age, now.steps, now.samples, piece=piece, **about)
 
     def _place(self, done: Round) -> dict[str, int]:
-        start = done.start + int(done.counts[:-1].sum())  # of its last micro-step
+        start = done.start + int(done.counts[:-1].sum())  # position of its last micro-step
         return dict(zip(PLACE, (self.progress.steps, self.progress.samples, start), strict=True))
 
     def _compare(self, done: Round) -> None:
-        """Compare with the other ranks what digests were not alike of. A collective call."""
+        """Compare with the other ranks the state whose digests differed. A collective call."""
         self._differ = False
         self.ranks.compare(*self.job.parting.facts(self._place(done)))
 
     def _warn_of_lag(self, rounds: int) -> None:
-        """The loader has issued so many rounds ahead: a decision waits for them."""
+        """The loader has issued `rounds` rounds ahead, so a decision takes effect only after them."""
         job, interval = self.job, self._interval
         if rounds <= 2 * interval or self._paced or job.per_epoch or self._lag_said:
             return
@@ -182,7 +182,7 @@ class WindowCloser(Part):
     # ------------------------------------------------------------ a decision comes into force
 
     def settle(self) -> None:
-        """Take the pending message, if there is one: the agreed wait. Raises what a thread that reads ahead raised."""
+        """Wait for the pending message, if any, and apply it. Raises an error that a reading thread raised."""
         with self._settling:
             if self._reader_failed is not None:
                 raise self._reader_failed
@@ -199,12 +199,12 @@ class WindowCloser(Part):
                 self.horizon = math.inf
 
     def keep_for_the_loop(self, error: DynamixError) -> None:
-        """An error is about to be raised: in a thread of the user's, which need not hand it on, it is not lost."""
+        """Keep an error that is about to be raised in the user's reading thread, which may not pass it on."""
         if self.source is not None and not self.source.consumed_here:
             self._reader_failed = self._reader_failed or error
 
     def fail(self, error: DynamixError) -> DynamixError:
-        """An error that ends the job: the other ranks are told of it."""
+        """Prepare an error that ends the job: inform the other ranks, and return it."""
         self.keep_for_the_loop(error)
         return self.ranks.end(error)
 
@@ -231,15 +231,15 @@ class WindowCloser(Part):
             self.allocations.forget(source.rounds)
 
     def loaded(self) -> None:
-        """A state was loaded: the window now open has the length that the policy said."""
+        """A state was loaded: use its length of the open window."""
         if self._paced and self.progress.interval:
             self._interval = self.progress.interval
 
     def drain(self) -> None:
-        """Wait until nothing is under way, of which the answers are taken."""
+        """Apply a pending decision, and wait until no work is left."""
         self.settle()
         self.channel.drain()
 
     def alike(self) -> dict[str, Any]:
-        """Facts that every rank must hold alike, by name."""
+        """State that must be equal on all ranks, by name."""
         return {"batch sizes": self.allocations.from_on(self.next_round), "batch size apart": self.piece_apart}
