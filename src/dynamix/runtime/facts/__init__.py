@@ -1,1 +1,1 @@
-"""Facts that every rank of a job holds alike, and how ranks check that they do."""
+"""State that is equal on all ranks of a job, and checks that it is."""

@@ -1,8 +1,8 @@
-"""Samples that a loop trains on beside those that it was dealt: of another loader, or of a buffer of its own.
+"""Detects samples that a loop trains in addition to its batch: from another loader, or a buffer of its own.
 
-They would get the weight of the rank's share. Lengths alone do not tell: rows may be views, padding or negatives. So
-what counts is that every rank has the same number of them whatever its share, that the loss has a term of theirs, and
-that ranks have other ones: what is the same on all ranks has the right gradient with any weights.
+They would get the weight of the rank's share. Lengths alone are no proof: rows may be views, padding or negatives. So
+the check needs three signs: every rank has the same number of them for any share, the loss has a term over them, and
+they differ between ranks. Samples that are equal on all ranks have the correct gradient with any weights.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dynamix.data import Piece
 from dynamix.runtime.facts.losses import nodes_before, shapes_of, walk
 from dynamix.window import Floats
 
-# In which round, how many samples, and a figure of the first and of the last so many rows.
+# Round, number of samples, and a figure each of the first and of the last so many rows.
 Told = tuple[int, int, Tensor, Tensor]
 
-JOINED = 4  # sizes of a rank's share with which one mean over dealt and other samples is no padding to some multiple
-LOOKS = 512  # batches after which nothing is looked for any more
-READ = 64  # elements that a figure is made of
-ALIKE = 1e-4  # figures of the same samples on unlike devices are so near
+JOINED = 4  # different shares that must be seen before a joint mean cannot be padding to a multiple
+LOOKS = 512  # batches after which the check ends
+READ = 64  # elements in a figure
+ALIKE = 1e-4  # figures of equal samples differ less, even on unlike devices
 
 _OTHERS = (
     "the loop trains {0} samples more on every rank than the controller's batch has, from another loader or a buffer, "
@@ -34,37 +34,37 @@ _OTHERS = (
 
 
 class Beside:
-    """Counts, for one loop, what the passes of a batch had that were not its samples.
+    """Counts, for one loop, the rows in a batch's passes that are not samples of the batch.
 
-    count   of such samples, in the batches before
-    seen    whether a pass of the batch in hand may have had some
+    count   number of such rows, in the previous batches
+    seen    whether a pass of the current batch may have had some
     """
 
     def __init__(self) -> None:
-        self._passes: list[tuple[int, Tensor | None]] = []  # those that made gradients: rows, and what they are
-        self._open: tuple[int, Tensor | None, int] | None = None  # the pass under way, and backward passes before it
+        self._passes: list[tuple[int, Tensor | None]] = []  # passes with gradients: rows, and their tensor
+        self._open: tuple[int, Tensor | None, int] | None = None  # current pass, and backward passes before it
         self.count, self.seen = 0, False
-        self._sizes = set[int]()  # of shares that had as many beside them
-        self._looks = 0  # at the losses and samples of batches
+        self._sizes = set[int]()  # shares that were seen with this `count`
+        self._looks = 0  # batches whose losses and samples were checked
 
     def may_be_others(self, length: int, inputs: Iterable[Any], backwards: int) -> None:
-        """A pass begins of another number of rows than the batch, or of `count`; after so many backward passes."""
+        """A pass begins whose length is not the batch's, or is `count`, after `backwards` backward passes."""
         self.next_pass(backwards)
         self.seen = True
         tensor = next((value for value in inputs if isinstance(value, Tensor)), None)
-        # What is on a device is not kept, and read, before there is a reason.
+        # Keep and read tensors on a device only once there is a suspicion.
         self._open = length, tensor if tensor is None or tensor.is_cpu or len(self._sizes) > 1 else None, backwards
 
     def next_pass(self, backwards: int) -> None:
-        """Another pass begins, or none of this batch any more."""
+        """Another pass begins, or the batch's last pass has ended."""
         if self._open is not None and backwards > self._open[2]:
             self._passes.append(self._open[:2])
         self._open = None
 
     def piece_done(self, piece: Piece, loss: Any, backwards: int, *, fits: bool) -> Told | None:
-        """The batch in hand is done: what is to be told of samples beside it; None: nothing.
+        """The current batch is done: what to report of other samples; None: nothing.
 
-        fits   some of its passes had its samples
+        fits   some of its passes had the batch's length
         """
         self.next_pass(backwards)
         passes, self._passes, self.seen = self._passes, [], False
@@ -87,7 +87,7 @@ class Beside:
         return piece.round.index, count, _figure(first[:count]), _figure(last[-count:])
 
     def _has_term(self, loss: Any, count: int, rows: int) -> bool:
-        """Whether `loss` has a term over `count` of the `rows` that went through the model, or over all of them."""
+        """Whether `loss` has a term over `count` of the `rows` in the model's passes, or over all of them."""
         last = getattr(getattr(loss, "loss", loss), "grad_fn", None)
         for node in walk(last, lambda node: [] if shapes_of(node, 1) else nodes_before(node)):
             shapes = shapes_of(node, 1)
@@ -101,7 +101,7 @@ class Beside:
 
 
 def wrong(told: Floats) -> str | None:
-    """The message if ranks report (W, 4) different samples beside their shares; None if they do not.
+    """The message if ranks report (W, 4) different samples in addition to their shares; None if they do not.
 
     >>> import numpy as np
     >>> wrong(np.array([[7, 4, 0.1, 0.1], [7, 4, 0.2, 0.3]]))[:39]
@@ -111,12 +111,12 @@ def wrong(told: Floats) -> str | None:
     """
     if not np.isfinite(told).all() or (told[:, :2] != told[0, :2]).any():
         return None
-    # If the first rows are alike, or the last are, the dealt samples are the others.
+    # If only the first rows, or only the last, are equal on all ranks, the other end holds the dealt samples.
     return _OTHERS.format(int(told[0, 1])) if (np.ptp(told[:, 2:], axis=0) > ALIKE).all() else None
 
 
 def _figure(rows: Tensor) -> Tensor:
-    """A figure between -1 and 1, of some elements; NaN if all are zeros. Stays on their device."""
+    """A figure between -1 and 1 made of some elements; NaN if all are zero. Stays on their device."""
     flat = rows.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // READ)][:READ].float()
     return (some[::2].sum() - some[1::2].sum()) / some.abs().sum()

@@ -1,6 +1,6 @@
-"""The facts of a job that every rank holds: what its windows are measured by, and what its allocations must satisfy.
+"""State of a job that is equal on all ranks: the terms of its windows, and the bounds of its allocations.
 
-And what ranks tell each other of them: the window that closed, and the message that answers it.
+Also what ranks exchange about it: the window that closed, and the message that answers it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The one message of a window, the same on every rank."""
+    """The single message about a window, the same on every rank."""
 
     kind: Kind
-    from_step: int  # round at which `sizes` come into force (NEW)
+    from_step: int  # round from which `sizes` apply (NEW)
     noise: float
     signal: float
     sizes: Ints  # samples per round
-    interval: int = 0  # steps of the next window; 0: as many as of this one
-    piece: int = 0  # samples of a worker's own step, where workers step apart in rounds of `sizes`
-    differ: bool = False  # digests of what ranks hold alike were not: all compare what they are of
+    interval: int = 0  # steps of the next window; 0: as in this one
+    piece: int = 0  # samples of a local step, if workers take local steps in rounds of `sizes`
+    differ: bool = False  # digests of shared state differed: all ranks compare that state
 
     def pack(self) -> Tensor:
         head = [self.kind, self.from_step, self.noise, self.signal, self.interval, self.piece, self.differ]
@@ -62,40 +62,40 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ClosedWindow:
-    """The window being decided on, as every rank knows it."""
+    """The closed window that waits for its decision."""
 
     window_index: int
-    sizes: Ints  # the allocation in force while it was open, samples per round
+    sizes: Ints  # the allocation while it was open, samples per round
     consumed: int  # rounds done when it closed
-    issued: int  # rounds this rank's sampler had begun to issue by then
-    age: float  # rounds since `sizes` came into force
+    issued: int  # rounds that this rank's sampler had begun by then
+    age: float  # rounds since `sizes` took effect
     step: int  # optimizer steps done
     samples: int
-    payload: float = 1.0  # bytes that a meeting over parameters moves, over those of a gradient
-    piece: int = 0  # samples of a worker's own step, where workers stepped apart because the allocation said so
-    comparable: bool = False  # the workers' batches are drawn alike, so that their losses can be compared
+    payload: float = 1.0  # bytes sent to average parameters, relative to a gradient's
+    piece: int = 0  # samples of a local step, if the allocation used local steps
+    comparable: bool = False  # all workers' batches are drawn alike, so their losses can be compared
 
 
 class JobFacts:
-    """Facts that every rank of the job of `config` holds. They change only at moments on which the ranks agree.
+    """State of the job of `config` that is equal on all ranks. It changes only when the ranks agree on it.
 
-    bounds       what batch sizes are kept within, samples per round, on a grid that pieces divide
+    bounds       bounds of batch sizes, samples per round, on a grid that pieces divide
     base_batch   samples per round of all workers at the start (B0)
-    accumulate   pieces of a round: micro-batches per optimizer step
+    accumulate   micro-batches per optimizer step
     slack        rounds that may still be issued under the old allocation after a window closed; None: a live job's
-    ahead        rounds that a simulated loader has issued beyond those that its sampler has
+    ahead        rounds that a simulated loader has issued in addition to its sampler's
     fixed        the global batch stays at `base_batch`
-    may_fall     it begins with the least that it may be, and nobody said so: what memory holds may be less
-    sync_schedule   chooses how workers meet
-    piece        most samples of a piece, as the user said; a rank's memory may hold less
+    may_fall     the global batch may become smaller than at the start if memory requires it, as the user set no minimum
+    sync_schedule   chooses how workers synchronise
+    piece        most samples of a piece, as the user said; a rank's memory may allow fewer
     per_epoch    a window is an epoch
-    hosts        of every rank; empty where they are not known
-    shares       of workers that were here, relative (`hosts.remembered`)
-    noise_scale  smoothed over windows, where this rank learns of it: the one that decides, or all if each does
-    weight_test  None: losses tell nothing of their weights
-    unlike       what ranks were seen to do that others did not, where this rank learns of it
-    closing      the newest window that closed
-    at_once      samples of the steps that all workers took at the same time at the start
+    hosts        of every rank; empty if they are unknown
+    shares       relative shares of workers that were here, by worker (`hosts.remembered`)
+    noise_scale  smoothed over windows; updated on the rank that decides, or on all if each decides
+    weight_test  None: losses are not compared with shares
+    unlike       what some ranks did and others did not; set where `noise_scale` is
+    closing      the window that closed last
+    at_once      samples of the steps that all workers took simultaneously at the start
     """
 
     def __init__(
@@ -116,61 +116,61 @@ class JobFacts:
         return ClosedWindow(0, self.bounds.low, 0, 0, 0.0, step, samples)
 
     def window_closed(self, closing: ClosedWindow) -> None:
-        """A window closed."""
+        """Store the window that has just closed."""
         self.closing = closing
 
     def test_weights(self, test: WeightTest) -> None:
-        """Losses are to be compared with shares, by `test`."""
+        """Compare losses with shares, by `test`."""
         self.weight_test = test
 
     def tell_beside(self, told: Told) -> None:
-        """The loop has trained samples that it was not dealt."""
+        """Report that the loop has trained samples that it was not dealt."""
         self.parting.tell_beside(told)
 
     def narrow(self, bounds: Bounds) -> None:
-        """Sizes are kept within `bounds` from now on."""
+        """Use `bounds` from now on."""
         self.bounds = bounds
 
     def decide_per_epoch(self) -> None:
-        """Make windows epochs from now on: nothing is issued under an old allocation after one closed."""
+        """From now on a window is an epoch, and after its end no round is issued under the old allocation."""
         self.per_epoch, self.slack = True, 0
 
     def require_right(self) -> None:
-        """Raise `UsageError` where ranks were seen to do what others did not, or losses to carry other weights."""
+        """Raise `UsageError` if some ranks acted unlike the others, or if losses carry other weights than stated."""
         of_weights = None if self.weight_test is None else self.weight_test.wrong
         if wrong := of_weights or self.unlike:
             raise UsageError(wrong)
 
     def facts_alike(self) -> dict[str, Any]:
-        """Facts that every rank must hold alike, by name."""
+        """State that must be equal on all ranks, by name."""
         bounds = self.bounds
         known: dict[str, Any] = {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
         known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
         return known | {"base batch": self.base_batch, "decides once per epoch": self.per_epoch, "slack": self.slack}
 
     def look(self, held: Floats, unlike: str | None = None) -> None:
-        """Take into account what all ranks' rows say of what they hold alike, (W, n), and did unlike others."""
+        """Process all ranks' figures of shared state, (W, n), and `unlike`, what only some ranks did."""
         self.parting.look(held)
         self.unlike = self.unlike or unlike or self.parting.wrong
 
     def limit_to(self, samples: int) -> None:
-        """No round may outgrow a data set: every one would be a tail, and no window would ever close."""
+        """Limit rounds to a data set's size: larger rounds would all be tails, so no window would ever close."""
         bounds = self.bounds
         most = max(samples // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
         self.bounds = dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
         self.sync_schedule.limit_to(samples)
 
     def facts(self, closing: ClosedWindow) -> dict[str, float]:
-        """The fields of a `Window` that describe the job itself."""
+        """The fields of a `Window` that describe the job."""
         own = {"micro_batches": self.accumulate, "base_batch": self.base_batch}
         return own | {"age": closing.age, "step": closing.step}
 
     def keep(self, kind: Kind) -> Message:
-        """The message that changes nothing."""
+        """A message that changes nothing."""
         return self.message(kind, self.closing.consumed, self.closing.sizes, self.closing.piece)
 
     def change(self, sizes: Ints, issued: int, piece: int = 0) -> Message:
-        """The message that puts `sizes` (W,) in force, `issued` being the most rounds that any rank had begun."""
+        """A message that applies `sizes` (W,), after the `issued` rounds, the most that any rank had begun."""
         return self.message(Kind.NEW, issued + self.slack, sizes, piece)
 
     def message(self, kind: Kind, from_step: int, sizes: Ints, piece: int = 0) -> Message:
@@ -178,9 +178,9 @@ class JobFacts:
         return Message(kind, from_step, self.noise_scale.noise, self.noise_scale.signal, sizes, piece=piece)
 
     def resume(self, base_batch: int, step: int, samples: int, shares: dict[str, float]) -> None:
-        """Go on at `step` and `samples` as a job that began with `base_batch`.
+        """Resume at `step` and `samples`, as a job that started with `base_batch`.
 
-        Raises `ConfigError` if a fixed one is out of bounds.
+        Raises `ConfigError` if the global batch is fixed and `base_batch` is out of bounds.
         """
         self.bounds, self.base_batch, self.shares = self.bounds_from(base_batch), base_batch, shares
         self.closing, self.parting = self._none_closed(step, samples), self.parting.begun_anew()
@@ -188,11 +188,11 @@ class JobFacts:
         self.sync_schedule.begin_anew()
 
     def bounds_from(self, base_batch: int) -> Bounds:
-        """`bounds` of a job that began with `base_batch`. Raises `ConfigError` if a fixed one is out of bounds."""
+        """`bounds` for a start with `base_batch`. Raises `ConfigError` if it is fixed and out of bounds."""
         return fixed_at(self.bounds, base_batch) if self.fixed and base_batch != self.base_batch else self.bounds
 
     def in_pieces(self) -> Bounds:
-        """`bounds` of a piece: samples of a worker per micro-batch. Their totals are the round's."""
+        """`bounds` per micro-batch: samples of a worker. Totals stay per round."""
         pieces, bounds = self.accumulate, self.bounds
         low, high = bounds.low // pieces, bounds.high // pieces
         return dataclasses.replace(bounds, low=low, high=high, quantum=bounds.quantum // pieces)

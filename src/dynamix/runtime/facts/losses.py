@@ -1,4 +1,4 @@
-"""Whether the losses of a job carry the weights that the controller was told they carry."""
+"""Checks that a job's losses carry the weights that `weighting` says."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,11 +11,11 @@ from torch.autograd.function import BackwardCFunction
 
 from dynamix.window import Floats, Ints, Window
 
-ROWS = 8  # comparisons of workers that a verdict needs at least
-ERRORS = 6.0  # standard errors that it must be away from what else it could be
-ALIKE = 3  # windows running in which all workers have one loss: then it may be made of all their samples
-LAST_BITS = 1e-6  # of a loss: devices that are not alike differ so far in what they compute alike
-NODES = 100  # of a loss's graph that are looked at: what it is made of is near its end
+ROWS = 8  # fewest comparisons of workers for a verdict
+ERRORS = 6.0  # standard errors by which the verdict must differ from the alternative
+ALIKE = 3  # consecutive windows with one loss on all workers: then it may use all workers' samples
+LAST_BITS = 1e-6  # of a loss: unlike devices differ by up to this if they compute the same
+NODES = 100  # nodes of a loss's graph to visit: what it is computed from is near its end
 
 _TWICE = (
     "the loss is in proportion to each worker's share of the batch, so it is weighted already, and the controller "
@@ -34,18 +34,18 @@ _OF_ALL = (
 
 
 class WeightTest:
-    """Compares workers' mean losses with their shares, window by window, until it is clear what a loss carries.
+    """Compares workers' mean losses with their shares, window by window, until it is certain what losses carry.
 
-    Samples that are drawn alike have the same mean loss on every worker. So the slope of log(loss) over log(share),
-    both less their means over workers, is 0 for a mean loss, and 1 for one that is multiplied by n_i W / N. The slope
-    is the least-squares one over all windows so far, in which shares must differ; its error comes from what it leaves
-    unexplained. A verdict needs `ROWS` comparisons and `ERRORS` standard errors to both sides.
+    If all workers' samples are drawn alike, they have the same expected loss. So the slope of log(loss) over
+    log(share), both less their means over workers, is 0 for a mean loss, and 1 for a loss multiplied by n_i W / N. It
+    is a least-squares fit over all windows so far, in which shares must differ; its error follows from the residuals. A
+    verdict needs `ROWS` comparisons, and `ERRORS` standard errors to both sides.
 
-    A loss that is one number on all workers says nothing of weights: it may have been averaged to be logged, or be made
-    of the samples of all. Then `judge` looks at how it was computed.
+    A loss that is equal on all workers says nothing about weights: it may have been averaged for logging, or use all
+    workers' samples. Then `judge` checks how it was computed.
 
-    given     losses are said to carry the weight; windows hold them without it
-    suspects  whether the next loss is to be given to `judge`
+    given     losses carry the weights, as the user says; windows hold them without the weights
+    suspects  whether to pass the next loss to `judge`
 
     >>> test = WeightTest(given=False)
     >>> for scale in (2.3, 2.2, 2.1, 2.0, 1.9, 1.8, 1.7, 1.6):
@@ -56,13 +56,13 @@ class WeightTest:
 
     def __init__(self, *, given: bool) -> None:
         self.given = given
-        self.wrong: str | None = None  # what to tell the user
+        self.wrong: str | None = None  # the message for the user
         self.decided = self.suspects = False
         self._alike, self._last = 0, 0.0
         self._rows, self._shares_sq, self._both, self._losses_sq = 0, 0.0, 0.0, 0.0
 
     def look(self, window: Window) -> None:
-        """Take a window of one cluster into account."""
+        """Process a window of one cluster."""
         shares, losses = np.asarray(window.batch_size, dtype=float), np.asarray(window.loss)
         if self.decided or not (np.isfinite(losses) & (losses != 0) & (shares > 0)).all():
             return
@@ -77,7 +77,7 @@ class WeightTest:
             self._judge()
 
     def _one_loss(self, losses: Floats, shares: Floats) -> bool:
-        """Whether all workers have one loss."""
+        """Whether all workers have the same loss."""
         if np.ptp(losses) > LAST_BITS * np.abs(losses).max():
             self._alike = 0
             return False
@@ -87,7 +87,7 @@ class WeightTest:
         return True
 
     def judge(self, loss: Any, own: int, counts: Ints) -> None:
-        """See whether this worker's `loss` is made of all workers' samples, `counts` (W,), and not of its `own`."""
+        """Check whether this worker's `loss` uses all workers' samples, `counts` (W,), instead of its `own` only."""
         self.suspects, loss = False, getattr(loss, "loss", loss)
         if isinstance(loss, Tensor) and _made_of_all(loss.grad_fn, own, int(counts.sum()), counts.size):
             self.wrong = _OF_ALL
@@ -96,19 +96,19 @@ class WeightTest:
         slope = self._both / self._shares_sq
         unexplained = max(self._losses_sq - slope * self._both, 0.0)
         error = sqrt(unexplained / (self._rows * self._shares_sq))
-        toward = -slope if self.given else slope  # 0: as it was said; 1: the other way
-        # Losses that grow with the batch by themselves, such as contrastive ones, may come near the slope of a weight.
+        toward = -slope if self.given else slope  # 0: as the user said; 1: the opposite
+        # Losses that grow with the batch, such as contrastive ones, may have nearly the slope of a weighted loss.
         self.decided = ERRORS * error < 0.5 and (abs(toward) < 0.25 or abs(toward - 1) < 0.1)
         if self.decided and toward > 0.5:
             self.wrong = _NEVER if self.given else _TWICE
 
 
 def _made_of_all(last: Any, own: int, total: int, workers: int) -> bool:
-    """Whether a walk from a loss's `last` node towards its inputs meets tensors of all ranks' samples first.
+    """Whether the loss's graph, from its `last` node to its inputs, first reaches tensors of all ranks' samples.
 
-    They have as many rows as all samples, or twice as many (two views), or come out of a collective; and a way leads on
-    from them to tensors of this rank's own samples, at which ways end: so weights of a like shape are none. Nor is a
-    number of each rank, such as the mean losses that are averaged.
+    Such tensors have as many rows as all samples, or twice as many (two views), or come out of a collective. A path
+    must lead from them to tensors of this rank's own samples, where paths end, so weights of a similar shape do not
+    count. Nor does one number per rank, such as averaged mean losses.
     """
     ours, of_all = {own, 2 * own}, {total, 2 * total}
 
@@ -116,11 +116,11 @@ def _made_of_all(last: Any, own: int, total: int, workers: int) -> bool:
         return {n for shape in shapes_of(node, workers) for n in shape}
 
     def before(node: Any) -> list[Any]:
-        """But for own samples that an operation of torch's brings in another shape."""
+        """Without own samples that an operation of torch only reshapes."""
         made_of = [] if sizes_of(node) & ours else nodes_before(node)
         one = len(node.next_functions) < 2 and not isinstance(node, BackwardCFunction)
         if not one or re.search("c10d|CppNode", node.name()):
-            return made_of  # samples of other ranks may have come in
+            return made_of  # it may have added other ranks' samples
         return [of for of in made_of if not sizes_of(of) & ours]
 
     for node in walk(last, before):
@@ -133,7 +133,7 @@ def _made_of_all(last: Any, own: int, total: int, workers: int) -> bool:
 
 
 def walk(last: Any, before: Callable[[Any], list[Any]]) -> Iterator[Any]:
-    """Nodes of a loss's graph from its `last` one on, at most `NODES`; `before` says which a node leads on to."""
+    """At most `NODES` nodes of a loss's graph, starting at `last`; `before` returns the nodes to visit from a node."""
     nodes = [] if last is None else [last]
     for node in nodes:
         yield node
@@ -142,17 +142,17 @@ def walk(last: Any, before: Callable[[Any], list[Any]]) -> Iterator[Any]:
 
 
 def nodes_before(node: Any) -> list[Any]:
-    """Nodes that `node` was made of."""
+    """The nodes that `node` was computed from."""
     return [before for before, _ in node.next_functions if before is not None]
 
 
 def shapes_of(node: Any, least: int) -> list[tuple[int, ...]]:
-    """The shapes of the tensors that an operation made, of those that have more than `least` elements."""
+    """The shapes of those tensors that an operation made which have more than `least` elements."""
     return [tuple(of.shape) for of in node._input_metadata if prod(of.shape) > least]
 
 
 def _may_be_collective(node: Any, own: int, sizes: set[int]) -> bool:
-    """Whether a node, of tensors of such sizes, is no operation of torch's own on what this rank has."""
+    """Whether a node with tensors of these sizes may be a collective, not torch's own operation on local tensors."""
     name = node.name()
     if not isinstance(node, BackwardCFunction):
         return "c10d" in name or ("CppNode" in name and re.search("Gather|Reduce", name) is not None)

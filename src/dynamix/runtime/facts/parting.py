@@ -1,8 +1,8 @@
-"""Whether ranks still hold the same while they train: what a row says of it, and what the rows of all ranks tell.
+"""Checks during training that ranks hold equal state: what a row says of it, and what all ranks' rows show.
 
-A digest of optimizers' group settings and of the place in the data is compared exactly. Some elements of the parameters
-are copied without waiting for their device, and compared as a difference over what a window moves: devices that are not
-alike differ in last bits.
+A digest of optimizers' group settings and of the position in the data is compared exactly. Some elements of the
+parameters are copied without waiting for their device. They are compared relative to a window's change of parameters,
+because unlike devices differ in the last bits.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from dynamix.runtime.measure.row import ELEMENTS, HELD
 from dynamix.runtime.ranks.compare import GROUPS, HOW, PLACE
 from dynamix.window import Floats
 
-_OWN = frozenset(("params", "param_names", "device", *HOW))  # of a group: what ranks may well have unlike
+_OWN = frozenset(("params", "param_names", "device", *HOW))  # entries of a group that may differ by rank
 _PLAIN = frozenset((bool, int, float, str, type(None)))
-_TORCH, _OTHER, _ON_DEVICE = 1e-9, 1e-3, 1e-5  # so near do settings count as equal: math libraries differ in last bits
-_WARN, _MOST = 1e-3, 1e-2  # of what a window moves
-_GROWING, _GROWTH = 3, 1.05  # windows running above `_WARN`, each that much above the one before
-_ROUNDING = 4.0  # by so much of their precision may elements differ more after every optimizer step
-_WINDOWS = 16  # after which differences are counted from anew
-_REDRAW = 128  # windows after which elements are drawn again, of further parameters where there are many
+_TORCH, _OTHER, _ON_DEVICE = 1e-9, 1e-3, 1e-5  # tolerances of settings: math libraries differ in last bits
+_WARN, _MOST = 1e-3, 1e-2  # relative to a window's change of parameters
+_GROWING, _GROWTH = 3, 1.05  # consecutive windows above `_WARN`, each larger than the last by this factor
+_ROUNDING = 4.0  # elements may differ by this many times their precision more per optimizer step
+_WINDOWS = 16  # after which the reference for differences is renewed
+_REDRAW = 128  # windows after which elements are drawn again, of other parameters if there are many
 _WHY = (
     "Gradients are equal on all ranks, so something else changes parameters: a layer that was unfrozen or added after "
     "DDP was made, and that DDP does not average (make DDP after it), or code that writes parameters or optimizers on "
@@ -42,12 +42,12 @@ _WHY = (
 
 @dataclass(frozen=True)
 class DrawnElements:
-    """Elements of parameters, on one device; what is read of them is what they hold then.
+    """Elements of parameters, on one device. They are views: reading them gives their values at that time.
 
-    names     of the parameters that `elements` are of
-    memory    of these parameters when they were drawn
+    names     names of the parameters of `elements`
+    memory    addresses of these parameters when they were drawn
     epsilon   the relative precision of each element's type
-    key       tells what was drawn; the same on ranks that drew the same
+    key       identifies what was drawn; equal on ranks that drew the same
     """
 
     elements: list[Tensor]
@@ -59,9 +59,9 @@ class DrawnElements:
 
 
 class Parting:
-    """One rank's part: what its rows say, and what it makes of all ranks' rows where it sees them.
+    """One rank's checks of shared state: writes figures into rows, and compares all ranks' rows if it gets them.
 
-    wrong    what to tell the user, where parameters have parted; None: they have not
+    wrong    the message if parameters differ between ranks; None if they do not
     """
 
     def __init__(self, optimizers: Sequence[Optimizer] = (), models: Sequence[nn.Module] = ()) -> None:
@@ -69,40 +69,40 @@ class Parting:
         self._optimizers, self._models = list(optimizers), list(models)
         self._warning: str | None = None
         self._warned = self._differ = False
-        self._on_device: list[Tensor] = []  # settings of the newest row
+        self._on_device: list[Tensor] = []  # settings for the newest row
         self._drawn: DrawnElements | None = None
         self._windows = self._draws = self._count = 0
-        # Elements and settings of their device, with key, step and number of the elements.
+        # Elements and settings on their device; with key, step and number of elements.
         self._read = Newest(([], (math.nan, math.nan, 0)))
         self._drift = Drift()
-        self._beside: Told | None = None  # in this window
-        self._told = 0  # windows in which something was
+        self._beside: Told | None = None  # reported in this window
+        self._told = 0  # windows with such a report
 
     def begun_anew(self) -> "Parting":
-        """One that watches the same, and has seen nothing of it yet."""
+        """A new object with the same models and optimizers."""
         return Parting(self._optimizers, self._models)
 
     # ------------------------------------------------------------ of this rank
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Its settings are to be the same on all ranks."""
+        """Check that its settings are equal on all ranks."""
         self._optimizers.append(optimizer)
 
     def connect(self, model: nn.Module) -> None:
-        """Its parameters are to be the same on all ranks after every optimizer step."""
+        """Check that its parameters are equal on all ranks after every optimizer step."""
         self._models.append(model)
 
     def tell_beside(self, told: Told) -> None:
-        """This rank has trained samples that it was not dealt."""
+        """Report that this rank has trained samples that it was not dealt."""
         self._beside = told if self._told < _WINDOWS else None
 
     def _figures(self, told: Told) -> list[float]:
-        """Figures of the samples beside those that were dealt. Waits for their device."""
+        """Figures of samples that were not dealt. Waits for their device."""
         self._beside, self._told = None, self._told + 1
         return [float(value) for value in told]
 
     def row(self, place: Mapping[str, int]) -> list[float]:
-        """The part of a window's row that tells: digests, the step and elements of a sample, and the elements.
+        """This rank's figures for a window's row: digests, the sample's step and key, and the elements.
 
         place    counters of optimizer steps, samples and so on, by name
         """
@@ -117,18 +117,18 @@ class Parting:
             for group in optimizer.param_groups:
                 settings.append(len(group["params"]))
                 count += settings[-1]
-                # In one pass and without names: this runs in the training thread, with nothing of it in a cache.
+                # One pass, without names: this runs in the training thread, with a cold cache.
                 values = map(group.get, _settings(optimizer, group))
                 settings += [v if type(v) in _PLAIN else self._plain(v) for v in values]
         if self._drawn is None or count != self._count or self._windows % _REDRAW == 0:
             self._drawn, self._draws, self._count = draw(optimizers, models, self._draws), self._draws + 1, count
         elif [p.data_ptr() for p in self._drawn.parameters] != self._drawn.memory:  # as after `p.data = other`
-            # On this rank, perhaps, alone: the same elements.
+            # This may be so on this rank only, so draw the same elements.
             self._drawn = draw(optimizers, models, self._draws - 1)
         self._windows += 1
         drawn, own = self._drawn, self._drawn.elements
         late = [setting for setting in self._on_device if not own or setting.device == own[0].device]
-        # On a CPU it is here at once; from a device it comes with a later row.
+        # From a CPU it arrives at once; from a device it arrives with a later row.
         self._read.send([*own, *late], (drawn.key, place[PLACE[0]], len(own)))
         seen, (key, step, elements) = self._read.here
         others = _NO_OTHERS if self._beside is None else self._figures(self._beside)
@@ -136,14 +136,14 @@ class Parting:
         return told + [math.nan] * (len(HELD) - len(told))
 
     def facts(self, place: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, float]]:
-        """The facts behind the digests, plain values by name; and how near some of them must be."""
+        """The values behind the digests, by name, and the tolerances of some of them."""
         optimizers = self._optimizers
         sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         facts, near, self._on_device = {**place, GROUPS: sizes}, dict[str, float](), []
         seen, (_, _, elements) = self._read.here
         late = iter(seen[elements:])
         for number, optimizer in enumerate(optimizers):
-            # Other optimizers than torch's may keep sums in their groups, which devices make in other orders.
+            # Optimizers from outside torch may keep sums in their groups, whose order of addition differs by device.
             precision = _TORCH if type(optimizer).__module__.startswith("torch.") else _OTHER
             of = f" of optimizer {number}" if number else ""
             for index, group in enumerate(optimizer.param_groups):
@@ -154,7 +154,7 @@ class Parting:
         return facts, near
 
     def _plain(self, value: Any) -> Any:
-        """The value by which a setting is compared; None for what cannot be."""
+        """The value by which to compare a setting; None if it cannot be compared."""
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.device.type not in ("cpu", "cuda"):
                 return None
@@ -171,8 +171,8 @@ class Parting:
     # ------------------------------------------------------------ of all ranks
 
     def look(self, told: Floats) -> None:
-        """Take what all ranks' rows say, (W, n), into account. Windows come in order."""
-        if told[0, 4] == told[0, 4] and (why := beside.wrong(told[:, 4:8])) is not None:  # seldom a number
+        """Process the figures of all ranks' rows, (W, n). Windows come in order."""
+        if told[0, 4] == told[0, 4] and (why := beside.wrong(told[:, 4:8])) is not None:  # usually NaN
             self.wrong = why
             return
         digest, late, step, key = told[:, :4].T
@@ -181,34 +181,34 @@ class Parting:
         self._differ |= bool(known and not _alike(digest)) or bool(together and not _alike(late))
         drawn = self._drawn
         if self._differ or not together or drawn is None or drawn.key != key[0]:
-            return  # settings that differ are the reason for parameters that do
+            return  # different settings explain different parameters
         worst = self._drift.look(drawn, int(step[0]), told[:, 8 : 8 + len(drawn.elements)])
         if worst is not None:
             said, certain = worst
             self.wrong, self._warning = (said, None) if certain else (None, said)
 
     def differ(self) -> bool:
-        """Whether digests were not alike since this was asked last."""
+        """Whether digests have differed since the last call."""
         differ, self._differ = self._differ, False
         return differ
 
 
 class Drift:
-    """How far the sampled elements of ranks are apart, over what a window moves.
+    """How far the sampled elements differ between ranks, relative to a window's change of parameters.
 
-    Differences are counted from some windows ago, since a long job adds up last bits; and so is the most that a window
-    has moved, since a rate may fall to nothing. Differences in the last bits, which devices make, are ignored: so much
-    of an element's precision for every optimizer step.
+    Differences count from a recent window, because rounding errors add up in a long job. So does the largest change in
+    a window, because a learning rate may fall to zero. Rounding differences between devices are ignored: up to a
+    multiple of an element's precision per optimizer step.
     """
 
     def __init__(self) -> None:
         self._before: tuple[float, int, Floats] | None = None  # key, optimizer step and elements (W, n)
         self._base: tuple[int, Floats] = 0, np.zeros(0)  # optimizer step, and differences from rank 0 (W, n)
-        self._windows = self._growing = 0  # since then; and those that grow
+        self._windows = self._growing = 0  # windows since then; consecutive growing ones
         self._moved = self._last = 0.0
 
     def look(self, drawn: DrawnElements, step: int, elements: Floats) -> tuple[str, bool] | None:
-        """Compare the elements (W, n) with those of the window before: what is wrong, and whether that is certain."""
+        """Compare elements (W, n) with the last window's. Returns the message and whether it is certain, or None."""
         before, self._before = self._before, (drawn.key, step, elements)
         with np.errstate(invalid="ignore", over="ignore"):
             apart = elements - elements[0]
@@ -239,14 +239,14 @@ class Drift:
 
 
 def _settings(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:
-    """Names of what is compared; what a loop keeps in `group` besides, perhaps on one rank, moves nothing."""
+    """Names of the settings to compare; other entries of `group`, which a loop may keep on one rank, have no effect."""
     return [name for name in getattr(optimizer, "defaults", group) if name not in _OWN]
 
 
 def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int) -> DrawnElements:
-    """Elements of what `optimizers` step of `models`, by a rule that is the same on all ranks.
+    """Draw elements of the `models`' parameters that `optimizers` step, by a rule that is the same on all ranks.
 
-    turn   other ones have other parameters, where there are more than elements
+    turn   if there are more parameters than elements, each turn draws other parameters
     """
     own = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for model in models for name, p in _whole(model) if id(p) in own]
@@ -264,7 +264,7 @@ def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int
 
 
 def _whole(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Parameters that every rank has whole and DDP adds the gradients of, by name."""
+    """Parameters, by name, that every rank holds whole and whose gradients DDP reduces."""
     ignored = getattr(model, "parameters_to_ignore", ())
     for name, p in getattr(model, "module", model).named_parameters():
         plain = type(p) is nn.Parameter and p.layout == torch.strided and p.device.type in ("cpu", "cuda")
@@ -273,7 +273,7 @@ def _whole(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def digest_of(values: Sequence[Any]) -> float:
-    """A digest of plain values, their floats to seven digits: 48 bits, which float64 holds exactly.
+    """A digest of plain values, floats rounded to seven digits: 48 bits, which float64 holds exactly.
 
     >>> digest_of([0.1, 3, (0.9, "b")]) == digest_of([0.1 + 1e-16, 3, (0.9, "b")]) != digest_of([0.1, 4, (0.9, "b")])
     True

@@ -1,4 +1,4 @@
-"""The progress of a job, in numbers that every rank agrees on."""
+"""The progress of a job, in numbers that are equal on every rank."""
 
 import math
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ _COUNTERS = ("window", "steps", "opens", "samples")
 
 @dataclass
 class Progress(Part):
-    """Counters of a job, and what its ranks were told about the noise scale.
+    """Counters of a job, and the noise scale that its ranks agreed on.
 
     window    windows that were answered
     steps     optimizer steps
-    opens     round from which measurements belong to the window now open
-    samples   trained on by all workers
-    learned   samples of rounds as they were at the start that would have taught as much (`Rates.efficiency`)
-    shared    (round, noise, signal, interval): ranks may learn of the noise scale at other moments, so it counts from
-              an agreed step; `interval` is the length of the window now open where a policy says it, else 0
-    here      optimizer steps since this process began or a state was loaded; where workers step apart, their mean
+    opens     first round whose measurements belong to the open window
+    samples   samples trained on by all workers
+    learned   samples in rounds as at the start that would have taught as much (`Rates.efficiency`)
+    shared    (round, noise, signal, interval): ranks may get a noise scale at different times, so it counts from an
+              agreed round; `interval` is the length of the open window if a policy sets it, else 0
+    here      optimizer steps since this process began or a state was loaded; local steps count as workers' mean
     """
 
     name = "progress"
@@ -35,31 +35,31 @@ class Progress(Part):
     learned: float = 0.0
     shared: list[tuple[int, float, float, int]] = field(default_factory=lambda: [(0, _UNKNOWN, _UNKNOWN, 0)])
     here: float = 0.0
-    _due: dict[int, float] = field(default_factory=dict)  # `here` when it was last due, by `every`
+    _due: dict[int, float] = field(default_factory=dict)  # value of `here` when it was last due, by `every`
 
     def due(self, every: int) -> bool:
-        """Whether `every` optimizer steps were taken since this was last so; the same until the next step.
+        """Whether `every` optimizer steps were taken since it was last due; the answer is the same until the next step.
 
         >>> progress = Progress()
         >>> [progress.due(2) for progress.here in (0.0, 1.5, 3.0, 3.0, 4.5, 5.0)]
         [False, False, True, True, False, True]
         """
-        if self.here - self._due.get(every, 0.0) >= every - 1e-6:  # a round may have a third of a step
+        if self.here - self._due.get(every, 0.0) >= every - 1e-6:  # a round may count as a third of a step
             self._due[every] = self.here
         return self._due.get(every) == self.here
 
     def count(self, done: Round, efficiency: float = 1.0) -> None:
-        """A round is over, of which a sample taught `efficiency` times what one of a round at the start would have."""
+        """A round is done; its samples taught `efficiency` times as much each as samples of a round at the start."""
         self.steps += 1
         self.samples += done.samples
         self.learned += done.samples * efficiency
         self.here += done.samples / done.at_once if done.piece else 1.0
 
     def told(self, from_step: int, noise: float, signal: float, *, interval: int = 0, opens: int | None = None) -> None:
-        """A window was answered; its noise scale counts from round `from_step` on.
+        """A window was answered; its noise scale counts from round `from_step`.
 
-        interval   of the next window; 0: it stays
-        opens      round from which measurements belong to it, if that is another one than was said
+        interval   length of the next window; 0: unchanged
+        opens      first round whose measurements belong to the next window; None: as before
         """
         self.window += 1
         self.opens = self.opens if opens is None else opens
@@ -67,7 +67,7 @@ class Progress(Part):
 
     @property
     def interval(self) -> int:
-        """Length of the window now open; 0 where no policy said it."""
+        """Length of the open window; 0 if no policy set it."""
         return self.shared[-1][3]
 
     def noise_at(self, step: int) -> tuple[float, float]:
@@ -79,7 +79,7 @@ class Progress(Part):
         return {**counted, "learned": self.learned, "shared": [list(entry) for entry in self.shared]}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        state = {"learned": 0.0, **state}  # states of 0.2 count samples alone
+        state = {"learned": 0.0, **state}  # states of 0.2 hold only samples
         fields(self.name, state, {**dict.fromkeys(_COUNTERS, int), "learned": float, "shared": list})
         if not 0 <= state["learned"] < math.inf:
             wrong(f"{self.name}.learned", state["learned"], "a finite number, 0 or more")

@@ -1,1 +1,1 @@
-"""Measurements of one rank's steps: the open window, loss and accuracy, the noise scale."""
+"""One rank's measurements: the open window, loss and accuracy, the noise scale."""

@@ -1,4 +1,4 @@
-"""The gradient noise scale, measured from gradients of unequal batches."""
+"""Estimates the gradient noise scale from gradients of unequal batches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,21 +8,21 @@ import numpy as np
 from dynamix.runtime.part import Part, fields, wrong
 from dynamix.window import Floats
 
-MEASUREMENTS = 3  # before the scale counts as known: the first ones are mostly chance, and may be too large by far
+MEASUREMENTS = 3  # before the scale is known: single estimates vary widely, and may be far too large
 
 
 class NoiseScale(Part):
     """tr(Sigma) and |G|^2 from gradients of unequal batches; their ratio is the gradient noise scale, in samples.
 
-    With worker means g_i over b_i samples and the applied g = sum_i w_i g_i (w_i = b_i/B up to token counts),
-    E|g_i|^2 = G2 + S/b_i and E|g|^2 = G2 + S sum w_i^2/b_i. The pooled scatter gives
+    Worker i has the mean gradient g_i over b_i samples; the applied gradient is g = sum_i w_i g_i (w_i = b_i/B up to
+    token counts). Then E|g_i|^2 = G2 + S/b_i and E|g|^2 = G2 + S sum w_i^2/b_i. The pooled scatter gives
 
         S = (sum w_i |g_i|^2 - |g|^2) / (sum w_i/b_i - sum w_i^2/b_i),   G2 = |g|^2 - S sum w_i^2/b_i
 
-    which at w_i = b_i/B is the within-group variance estimator: unbiased for any split, and of least variance for
-    Gaussian gradients, hence never worse than inverse-variance weighting of per-worker estimates (Cannikin, arXiv
+    With w_i = b_i/B this is the within-group variance estimator: unbiased for any split, and of least variance for
+    Gaussian gradients. So it is never worse than inverse-variance weighting of per-worker estimates (Cannikin, arXiv
     2402.05302, tested against it). Numerator and denominator are smoothed separately; `decay` is the past's weight.
-    Both are unknown, NaN, before `MEASUREMENTS`: a batch that grows by the first ones costs score.
+    Both are NaN before `MEASUREMENTS` estimates, because growing the batch by the first ones costs score.
     """
 
     name = "noise_scale"
@@ -35,7 +35,7 @@ class NoiseScale(Part):
     def estimate(
         local_sq: Floats, global_sq: float, batch: Floats, weight: Floats | None = None
     ) -> tuple[float, float]:
-        """(S, G2) of one measurement; NaN unless two workers or more were active. Arrays of shape (W,).
+        """(S, G2) of one measurement; NaN unless at least two workers were active. Arrays of shape (W,).
 
         >>> NoiseScale.estimate(np.array([5.0, 3.0]), 2.0, np.array([2.0, 4.0]))
         (10.0, 0.3333333333333335)
@@ -50,7 +50,7 @@ class NoiseScale(Part):
         return noise, global_sq - noise * pooled
 
     def update(self, noise: float, signal: float) -> None:
-        """Blend in one estimate; NaN leaves the state alone."""
+        """Add one estimate to the smoothed values; NaN changes nothing."""
         if np.isfinite(noise) and np.isfinite(signal):
             self._noise = self.decay * self._noise + (1 - self.decay) * noise
             self._signal = self.decay * self._signal + (1 - self.decay) * signal
@@ -58,16 +58,16 @@ class NoiseScale(Part):
 
     @property
     def noise(self) -> float:
-        """Smoothed tr(Sigma) per sample; NaN where it is not known yet."""
+        """Smoothed tr(Sigma) per sample; NaN until it is known."""
         return max(self._noise / self._mass, 0.0) if self._known() else float("nan")
 
     @property
     def signal(self) -> float:
-        """Smoothed |G|^2 (may be negative while the estimate is dominated by noise); NaN where it is not known yet."""
+        """Smoothed |G|^2 (may be negative while noise dominates the estimate); NaN until it is known."""
         return self._signal / self._mass if self._known() else float("nan")
 
     def _known(self) -> bool:
-        """The mass of n measurements is 1 - decay^n."""
+        """Whether there were enough measurements: n of them have the mass 1 - decay^n."""
         return bool(self._mass > 1 - self.decay ** (MEASUREMENTS - 0.5))
 
     def state_dict(self) -> dict[str, float]:

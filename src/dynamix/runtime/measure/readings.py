@@ -1,4 +1,4 @@
-"""Loss and accuracy of a micro-batch, read from whatever a training loop has at hand. Reading never raises."""
+"""Reads a micro-batch's loss and accuracy from whatever the training loop passes. Reading never raises."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-Value = Tensor | float  # a float once it has cost nothing to read
+Value = Tensor | float  # a float if reading it was free
 
-# argmax over a large vocabulary costs more than it tells: 91 ms for 2048 x 32000 logits on a CPU
+# argmax over a large vocabulary is too expensive: 91 ms for 2048 x 32000 logits on a CPU
 ACCURACY_ROWS = 256
 ACCURACY_ELEMENTS = 2**20
 _LOSS = ("loss",)
@@ -27,26 +27,26 @@ _FIX = {
 
 
 class Reader:
-    """Reads what `Controller.step` is given. A value that it cannot read is None, counted in `unread`, and warned of
-    once.
+    """Reads the arguments of `Controller.step`. A value that it cannot read is None, counted in `unread`, and warned
+    about once.
 
-    loss      a number, a tensor (the mean where it has several elements), or what has a field `loss`
-    logits    a tensor; a dict, model output or tuple that holds one. Classes in dimension 1, (B, C) and (B, C, ...), or
-              in the last one, (B, ..., C)
-    target    class indices of the same shape without the classes; those below 0 or above the last class are masked, as
-              `ignore_index` does. Or one-hot, or probabilities, of the shape of the logits, a row of zeros masked. Or 0
-              and 1 for a single logit
-    Where both dimensions could hold the classes (as many positions as classes) it is the one of earlier batches that
-    left no doubt; else the one whose cross-entropy is the loss; else the last.
+    loss      a number, a tensor (the mean of its elements), or an object with a field `loss`
+    logits    a tensor, or a dict, model output or tuple that contains one. Classes are in dimension 1, (B, C) and (B,
+              C, ...), or in the last one, (B, ..., C)
+    target    class indices, of the logits' shape without the classes; indices below 0 or above the last class are
+              masked, like `ignore_index`. Or one-hot rows or probabilities, of the logits' shape, a row of zeros
+              masked. Or 0 and 1 for a single logit
+    If both dimensions could be the classes (as many positions as classes), the reader takes the one of earlier
+    unambiguous batches; else the one whose cross-entropy is the loss; else the last.
     """
 
     def __init__(self) -> None:
         self.unread = 0
         self._warned: set[str] = set()
-        self._settled: dict[int, int] = {}  # dimensions of the logits -> the one that holds the classes
+        self._settled: dict[int, int] = {}  # number of the logits' dimensions -> the dimension of the classes
 
     def loss(self, given: Any) -> Value | None:
-        """The mean loss; None where nothing was given or it cannot be read."""
+        """The mean loss; None if none was given or it cannot be read."""
         try:
             return None if given is None else _loss(given)
         except Exception as error:
@@ -54,9 +54,9 @@ class Reader:
             return None
 
     def accuracy(self, logits: Any, target: Any, loss: Value | None = None) -> Value | None:
-        """Share of positions whose largest logit is the target's, of at most `ACCURACY_ROWS` samples.
+        """Fraction of positions whose largest logit is the target's, in at most `ACCURACY_ROWS` samples.
 
-        None where it cannot be read; NaN where no target is a class.
+        None if it cannot be read; NaN if no target is a class.
         """
         try:
             return self._accuracy(_tensor(logits, _LOGITS), _tensor(target, _TARGET), loss)
@@ -65,7 +65,7 @@ class Reader:
             return None
 
     def failed(self, what: str, why: str) -> None:
-        """Count that `what` could not be read, and say so the first time."""
+        """Count that `what` could not be read, and warn the first time."""
         self.unread += 1
         if what not in self._warned:
             self._warned.add(what)
@@ -75,7 +75,7 @@ class Reader:
     def _accuracy(self, logits: Tensor, target: Tensor, loss: Value | None) -> Value:
         logits, target = logits.detach(), target.detach()
         if target.dtype is torch.int64 and logits.shape[:-1] == target.shape and target.dim() == 1 < logits.shape[-1]:
-            return _share_right(*_sampled(logits, target, 1))  # nearly always
+            return _share_right(*_sampled(logits, target, 1))  # the usual case
         if logits.dim() and target.dim() == logits.dim() - 1 and logits.shape[1:2] == (1,):
             logits = logits.squeeze(1)  # (B, 1) with (B,): a single logit
         if logits.shape == target.shape:
@@ -122,7 +122,7 @@ def _loss(given: Any) -> Value:
 
 
 def _tensor(given: Any, names: Sequence[str]) -> Tensor:
-    """The tensor in `given`: itself, under one of `names`, or the first with a dimension in a tuple."""
+    """The tensor in `given`: itself, a field of one of these `names`, or the first in a tuple that has a dimension."""
     if isinstance(given, Tensor):
         return given
     for name in names:
@@ -138,17 +138,17 @@ def _tensor(given: Any, names: Sequence[str]) -> Tensor:
 
 
 def _class_dimensions(logits: Tensor) -> list[int]:
-    """The dimensions that may hold the classes: the last, or 1."""
+    """The dimensions that may be the classes: the last, or 1."""
     last = logits.dim() - 1
     return [last, 1] if last > 1 else [last] if last >= 0 else []
 
 
 def _sampled(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor, int]:
-    """Part of the samples and positions of both, spread over the positions; views."""
+    """A part of the samples of both, with positions spread over the whole range; views."""
     if classes == 0:
         return logits, target, classes
     rows = max(ACCURACY_ELEMENTS // max(logits.shape[classes], 1), 1)
-    if logits.dim() > 2:  # fewer samples, since each has positions to choose from as well
+    if logits.dim() > 2:  # fewer samples, because positions are sampled, too
         rows = math.ceil(math.sqrt(rows))
     rows = min(ACCURACY_ROWS, rows)
     if len(logits) > rows:
@@ -170,12 +170,12 @@ def _every(dimension: int, step: int) -> tuple[slice, ...]:
 
 
 def _share_right(logits: Tensor, target: Tensor, classes: int) -> Value:
-    """The share that is right, of class indices."""
+    """The fraction of class indices that is predicted correctly."""
     known = type(logits) is type(target) is Tensor and logits.dtype in (torch.float32, torch.float64)
     if known and logits.is_cpu and target.is_cpu and target.dtype is torch.int64:
-        # NumPy looks at them without torch's cost per call.
+        # NumPy avoids torch's cost per call.
         right = int(np.count_nonzero(logits.numpy().argmax(classes) == target.numpy()))
-        seen = int(np.count_nonzero(target.numpy().view(np.uint64) < logits.shape[classes]))  # below 0 is very large
+        seen = int(np.count_nonzero(target.numpy().view(np.uint64) < logits.shape[classes]))  # negative: very large
         return right / seen if seen else math.nan
     valid = (target >= 0) & (target < logits.shape[classes])
     right_of = torch.count_nonzero((logits.argmax(classes) == target) & valid)
@@ -183,7 +183,7 @@ def _share_right(logits: Tensor, target: Tensor, classes: int) -> Value:
 
 
 def _share_right_of_soft(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """The share that is right of probabilities or one-hot rows, and the share of such rows; NaN if some are neither."""
+    """Of probabilities or one-hot rows: the correct fraction, and the fraction of such rows; NaN if some are not."""
     logits, target, _ = _sampled(logits, target, classes)
     target = target.to(torch.float32)
     total = target.sum(classes)
@@ -195,7 +195,7 @@ def _share_right_of_soft(logits: Tensor, target: Tensor, classes: int) -> tuple[
 
 
 def _by_loss(logits: Tensor, target: Tensor, loss: Value | None) -> Value:
-    """If both the last dimension and dimension 1 could hold the classes: the last, unless the loss says 1."""
+    """If both the last dimension and dimension 1 could be the classes: the last, unless the loss indicates 1."""
     last, first = (_sampled(logits, target, d) for d in (logits.dim() - 1, 1))
     if loss is None:
         return _share_right(*last)

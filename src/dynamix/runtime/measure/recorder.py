@@ -1,4 +1,4 @@
-"""Records of one rank's steps, and how they become a row."""
+"""Records one rank's measurements, and turns a window's measurements into a row."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from dynamix.runtime.measure.row import HELD, ROW
 from dynamix.runtime.part import Part, fields, numbers, wrong
 from dynamix.window import Floats
 
-# Host and network change slower than short windows follow each other, and a sample costs most of what a window costs.
+# Host and network change more slowly than short windows, and probing is the largest cost of a window.
 PROBE_EVERY_S = 2.0
-# Times of finished steps are read together: code that is warm costs a quarter of code that runs once a step.
+# Times of finished steps are read together: code in a warm cache costs a quarter of code that runs once a step.
 READ_EVERY = 16
-# Accuracy is read once in so many steps, and at least twice a window: its deviation is what its change is measured in.
+# Accuracy is read every so many steps, and at least twice a window: its deviation is the unit of its change.
 ACCURACY_EVERY = 4
-# Squared norms cost a pass over the gradient each: they are measured in the first step of a window, and in every so
-# many after it.
+# Each squared norm costs a pass over the gradient, so norms are measured only in a window's first step, and in every so
+# many steps after it.
 NORMS_EVERY = 5
-MOST_STEPS = 4096  # of a window that are kept: an epoch can be long
-_FIELDS = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}  # of a row, of series of another name
+MOST_STEPS = 4096  # most steps kept per window, because an epoch can be long
+_FIELDS = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}  # fields of a row whose series differ in name
 _SERIES = (*_FIELDS, "loss", "accuracy", "pair_noise", "pair_signal")
 _NOT_KNOWN = (math.nan, math.nan)
 
 
 class Recorder(Part):
-    """One rank's measurements of the window now open. Never synchronises a device.
+    """One rank's measurements of the open window. Never synchronises a device.
 
-    On CUDA, sums stay on the device and travel to the host asynchronously; a row uses the newest that has arrived,
-    which may be a window old.
+    On CUDA, sums stay on the device and are copied to the host asynchronously. A row uses the newest copy that has
+    arrived, which may be a window old.
 
-    clock   of the marks; None: that of the device
+    clock   for time stamps; None: the device's
     """
 
     name, own = "recorder", True
@@ -57,7 +57,7 @@ class Recorder(Part):
         self.reader = Reader()
         self.probes = Probes(device)
         self.steps = 0
-        self.last: dict[str, float] = {}  # of the window that closed last, by their names in `Controller.metrics`
+        self.last: dict[str, float] = {}  # of the last window that closed, by their names in `Controller.metrics`
         self._sent = Newest(([], ({}, {})))
         self._open: dict[str, list[tuple[int, Value, float]]] = {}
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class Recorder(Part):
     # -- setting up
 
     def measure_on(self, device: torch.device) -> None:
-        """Training runs on `device`: its clock and its probes count from now on."""
+        """Training runs on `device`: use its clock and probes from now on."""
         if device == self.device:
             return
         loaded = self.state_dict()
@@ -79,7 +79,7 @@ class Recorder(Part):
 
     @contextmanager
     def mute(self) -> Iterator[None]:
-        """Passes inside are discarded: nothing of them is measured."""
+        """Passes inside are discarded and not measured."""
         muted, self.muted = self.muted, True
         try:
             yield
@@ -89,17 +89,17 @@ class Recorder(Part):
     # -- from the hook (autograd's thread and the backend's)
 
     def norms_due(self) -> bool:
-        """Whether this optimizer step's squared norms are to be measured. The same on all ranks in steps that count."""
+        """Whether to measure squared norms in this optimizer step. In measured steps it is the same on all ranks."""
         return self.steps % NORMS_EVERY == 0 and not self.muted
 
     def add(self, name: str, value: Value, *, part: int = 0, weight: float = 1.0) -> None:
-        """One 0-dim value of this optimizer step; squares add up over parts (buckets), others are averaged by weight.
+        """Add one 0-dim value of this step. Squares add up over parts (buckets); other values are averaged by weight.
 
-        Squares of a part may come once for each reduction of the step; `_squares` says what is made of them.
+        A part's squares may come once per reduction of the step; `_squares` combines them.
         """
         if not self.muted:
             with self._lock:
-                # Plain floats where reading costs nothing: torch's own arithmetic on scalars is 20 times slower.
+                # Plain floats if reading is free: torch's arithmetic on scalars is 20 times slower.
                 if isinstance(value, Tensor):
                     value = value.detach() if value.is_cuda else value.item()
                 self._open.setdefault(name, []).append((part, value, weight))
@@ -107,11 +107,11 @@ class Recorder(Part):
     # -- from Controller.step
 
     def observe(self, loss: Any, logits: Any, target: Any, *, samples: float = 1.0, over: float = 1.0) -> None:
-        """Statistics of one batch of `samples`, left on its device. Takes whatever a loop has; see `Reader`.
+        """Add the statistics of a batch of `samples`, left on its device. Accepts what a loop has; see `Reader`.
 
-        over   what the loss is over the mean over the samples
+        over   factor by which the loss exceeds the mean over the samples
         """
-        # A number on the CPU is nearly always what comes.
+        # The usual case is a scalar tensor on the CPU.
         plain = type(loss) is Tensor and loss.is_cpu and not loss.dim() and loss.is_floating_point()
         value = loss if plain else self.reader.loss(loss)
         if value is not None:
@@ -124,9 +124,9 @@ class Recorder(Part):
             self.add("accuracy", accuracy, weight=samples)
 
     def step_done(self, *, keep: bool, first_of_epoch: bool, dealt: tuple[float, float] | None = None) -> None:
-        """Close one optimizer step. `keep` False: it belongs to no window (a tail, or the allocation is switching).
+        """End one optimizer step. `keep` False: it belongs to no window (a tail, or sizes are changing).
 
-        dealt   samples of this rank's share and what they cost, in samples of mean cost, where that is known
+        dealt   samples of this rank's share, and their cost in samples of mean cost, if costs are known
         """
         self.timer.step_done((first_of_epoch, *(dealt or _NOT_KNOWN)) if keep else None)
         with self._lock:
@@ -148,11 +148,11 @@ class Recorder(Part):
     def row(
         self, *, issued: int, count: float, weight: float, epoch: int = 0, crossed: int = 0, held: Sequence[float] = ()
     ) -> Floats:
-        """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step.
+        """Close the window. Returns this rank's row, length len(ROW) + steps kept; the tail is comm seconds by step.
 
-        count, weight    this rank's samples and part of a round; where costs are known, of the mean round instead
-        epoch, crossed   of the window's last round, and backward passes that have crossed ranks so far: alike on all
-        held             the fields of `HELD`; none where there are no other ranks
+        count, weight    this rank's samples and part of a round; if costs are known, of the mean round instead
+        epoch, crossed   the last round's epoch, and backward passes that have crossed ranks so far: equal on all ranks
+        held             the fields of `HELD`; none for a single rank
         """
         self.times.read(self.timer)
         of_steps = self.times.close()
@@ -183,7 +183,7 @@ class Recorder(Part):
         return np.array([*[known.get(name, math.nan) for name in ROW], *comm])
 
     def _newest(self, of_window: dict[str, float]) -> tuple[dict[str, list[Any]], dict[str, float]]:
-        """Statistics of the window that closes, and what is known of it; on CUDA of the newest that have arrived."""
+        """The closing window's statistics and what is known about it; on CUDA those of the newest that have arrived."""
         if self.device.type != "cuda":
             return self._kept, of_window
         lengths = {name: len(series) for name, series in self._kept.items()}
@@ -195,7 +195,7 @@ class Recorder(Part):
         return {name: list(islice(each, length)) for name, length in lengths.items()}, sent_with
 
     def reset(self) -> None:
-        """Forget the open window."""
+        """Discard the open window."""
         self.steps, self._kept = 0, {}
         self.timer.take(discard=True)
         self.times.forget()
@@ -204,11 +204,11 @@ class Recorder(Part):
         before, self._before[name] = self._before.get(name), (mean, std)
         if before is None:
             return float("nan")
-        pooled = math.hypot(std, before[1]) / math.sqrt(2)  # a state that was loaded may hold figures of any size
+        pooled = math.hypot(std, before[1]) / math.sqrt(2)  # a loaded state may hold values of any size
         return float((mean - before[0]) / pooled) if pooled > 0 else float("nan")
 
     def state_dict(self) -> dict[str, Any]:
-        """The statistics of the open window and of the last one; times are not worth saving."""
+        """The statistics of the open and the last window; times are not saved."""
         series = {name: [float(value) for value in series] for name, series in self._kept.items()}
         before = {name: list(pair) for name, pair in self._before.items()}
         return {"steps": self.steps, "series": series, "before": before}
@@ -231,9 +231,9 @@ class Recorder(Part):
 
 
 class WindowTimes:
-    """The times of the window now open, and of the last steps before it, since those tell a pause.
+    """The times of the open window, and of the last steps before it, with which pauses are detected.
 
-    pauses   steps that were left out so far: this worker, or one that it had to wait for, paused in them
+    pauses   steps left out so far because this worker, or one that it waited for, paused in them
     """
 
     def __init__(self) -> None:
@@ -243,24 +243,24 @@ class WindowTimes:
         self._sees_communication = True
 
     def see_no_communication(self) -> None:
-        """Waits hide in what is measured as `compute`, which is then not known."""
+        """Waiting is measured as part of `compute`, so `compute` is unknown from now on."""
         self._sees_communication = False
 
     def read(self, timer: StepTimer) -> None:
-        """Take what `timer` has of steps that are kept: those of which it was told something.
+        """Take from `timer` the steps to keep: those with a note (see `Recorder.step_done`).
 
-        That is whether the step is the first of its epoch, since starting a loader's iterator is not waiting for data;
-        and samples of this rank's share, and what they cost in samples of mean cost, NaN where that is not known.
+        The note holds whether the step is its epoch's first, because starting a loader's iterator is not waiting for
+        data; this rank's samples, and their cost in samples of mean cost, NaN if costs are unknown.
         """
         self._steps.extend([times for times in timer.take() if times.told is not None])
 
     def forget(self) -> None:
-        """The open window is not measured."""
+        """Discard the times of the open window."""
         self._steps.clear()
 
     def close(self) -> dict[str, list[float]]:
-        """End the window: the seconds of each step, by name, and what was dealt; all NaN in a step with a pause."""
-        whole_s: list[float] = []  # everything in them that is training
+        """End the window. Returns each step's seconds and dealt samples, by name; all NaN in a step with a pause."""
+        whole_s: list[float] = []  # all training time of a step
         found: dict[str, list[float]] = {name: [] for name in ("compute", "comm", "data", "samples", "work")}
         for times in self._steps:
             first, samples, work = times.told
@@ -281,18 +281,18 @@ class WindowTimes:
 
 @dataclass
 class Newest:
-    """The newest values of a device that are on the host, for which nobody waits; with what is to be known of them.
+    """The newest values of a device that have arrived on the host, with a description of them. Never waits.
 
-    One copy from a CUDA device is under way at a time; the values of a CPU are here at once.
+    From a CUDA device one copy runs at a time; values of a CPU are available at once.
 
-    here   both; before any have arrived, what is to be known then
+    here   values and description; before any have arrived, the initial ones
     """
 
     here: tuple[list[float], Any]
     _under_way: tuple[Tensor, torch.cuda.Event, Any] | None = field(default=None, init=False)
 
     def send(self, values: list[Tensor], about: Any) -> None:
-        """Take what has arrived. If nothing is under way then, `values`, 0-dim, are the newest once they are there."""
+        """Take a finished copy. If none runs then, copy the 0-dim `values`; on a CPU they are available at once."""
         if self._under_way is not None and self._under_way[1].query():
             host, _, of_host = self._under_way
             self.here, self._under_way = (host.tolist(), of_host), None
@@ -310,15 +310,15 @@ class Newest:
 
 
 class Probes:
-    """The probes of this machine and `device`, and what they said last."""
+    """The probes of this machine and `device`, and their last readings."""
 
     def __init__(self, device: torch.device) -> None:
         self.asked = [] if device.type == "meta" else probes_here(device)
         self._said: dict[str, float] = {}
-        self._again_s = 0.0  # on the clock `time.monotonic`
+        self._again_s = 0.0  # time of the next reading, on the clock `time.monotonic`
 
     def sample(self) -> dict[str, float]:
-        """The figures that they say, or said just before; one that raises is warned of, and not asked again."""
+        """Their readings, at most `PROBE_EVERY_S` old. A probe that raises gets a warning, and is not read again."""
         if time.monotonic() < self._again_s:
             return self._said
         self._said, self._again_s = {}, time.monotonic() + PROBE_EVERY_S
@@ -333,17 +333,17 @@ class Probes:
 
 
 def _by_part(measured: list[tuple[int, Value, float]]) -> dict[int, list[Value]]:
-    """Values by part, in order: reductions end in any order, and a sum must not depend on it."""
+    """Values by part, in order: reductions end in any order, but a sum must not depend on it."""
     return {part: [value for of, value, _ in measured if of == part] for part in sorted({of for of, *_ in measured})}
 
 
 def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> dict[str, Value]:
-    """|g_i|^2 and |g|^2 of an optimizer step, from squares of what went into and came out of its reductions, by bucket.
+    """|g_i|^2 and |g|^2 of an optimizer step, from the squares of its reductions' inputs and outputs, by bucket.
 
-    Under DDP the k-th reduction takes x_k = R_{k-1} + l_k, what all ranks have reduced so far and this rank's new
-    gradient, and gives R_k. The last R is g. The ranks' scatter is that of the x, so |g_i|^2 is estimated without bias
-    by |R_last|^2 + (reductions / those seen) * sum (|x_k|^2 - |R_k|^2); with one reduction it is |x_1|^2 itself. If the
-    loss carries the weight, only x_1 tells l, since R has another weight; `local` then holds it alone.
+    Under DDP the k-th reduction takes x_k = R_{k-1} + l_k, what was reduced so far plus this rank's new gradient, and
+    returns R_k. The last R is g. The scatter between ranks is that of the x, so |R_last|^2 + (reductions / those
+    measured) * sum (|x_k|^2 - |R_k|^2) is an unbiased estimate of |g_i|^2; with one reduction it is |x_1|^2. If the
+    loss carries the weight, R has another weight, so only x_1 shows l; `local` then holds only x_1.
     """
     of_step: dict[str, Value] = {}
     if reduced:
@@ -363,13 +363,13 @@ def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> 
 def _mean(measured: list[tuple[int, Value, float]]) -> Value:
     values: list[Value] = [value for _, value, _ in measured]
     weights = [weight for *_, weight in measured]
-    if len({*weights}) == 1:  # so that a single value stays what it is
+    if len({*weights}) == 1:  # a single value stays exactly as it is
         return sum(values) / len(values)
     return sum([value * weight for _, value, weight in measured]) / sum(weights)
 
 
 def _mean_std(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample deviation of what is finite. A window is a few steps: plain Python is ten times faster there."""
+    """Mean and sample deviation of the finite values. For a window's few steps plain Python is ten times faster."""
     known = [v for v in values if math.isfinite(v)]
     if not known:
         return _NOT_KNOWN

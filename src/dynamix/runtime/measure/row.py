@@ -1,4 +1,4 @@
-"""A rank's report of a window: the row that it sends, and how the rows of W ranks become a `Window`."""
+"""A rank's report of a window: the row that it sends, and how W ranks' rows become a `Window`."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from dynamix.probes.timing import attribute_wait
 from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.window import PER_WORKER, Floats, Window
 
-ELEMENTS = 24  # of the parameters, in every row
+ELEMENTS = 24  # elements of the parameters in every row
 _MEASURED = (
     *("issued", "count", "weight", "epoch", "crossed", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
-    *(name for name in PER_WORKER if name not in ("wait", "communication")),  # known only when all rows are together
+    *(name for name in PER_WORKER if name not in ("wait", "communication")),  # these two follow from all rows
 )
 _BESIDE = ("beside_at", "beside", "beside_first", "beside_last")
 HELD = ("digest", "late_digest", "sampled_at", "drawn", *_BESIDE, *(f"element_{n}" for n in range(ELEMENTS)))
@@ -21,17 +21,17 @@ ROW = (*_MEASURED, *HELD)
 def assemble(
     rows: Floats, *, noise_scale: NoiseScale, sizes: Any, tells_noise: bool = True, **cluster: float
 ) -> Window:
-    """The `Window` of W rows, shape (W, len(ROW) + steps); updates `noise_scale` with what the window tells of it."""
+    """The `Window` of W rows, shape (W, len(ROW) + steps). Updates `noise_scale` with the window's estimate."""
     columns = {name: rows[:, i] for i, name in enumerate(_MEASURED)}
     wait, transfer = attribute_wait(rows[:, len(ROW) :].T)
     global_seen = columns["global_norm_sq"][np.isfinite(columns["global_norm_sq"])]
     global_sq = float(global_seen.mean()) if global_seen.size else float("nan")
     alone = np.isfinite(columns["pair_noise"]) & np.isfinite(columns["pair_signal"])
-    if alone.any():  # from gradients of one worker each
+    if alone.any():  # estimated by each worker from its own gradients
         noise, signal = (float(columns[name][alone].mean()) for name in ("pair_noise", "pair_signal"))
     else:
-        # The weight is this rank's part of the mean gradient, n_i/N, whichever side applied it.
-        # On CUDA ranks may hold statistics of different windows; those do not go together.
+        # The weight is this rank's part of the mean gradient, n_i/N, whether the hook or the loss applied it. On CUDA
+        # ranks may report statistics of different windows; these must not be combined.
         together = columns["measured_in"] == columns["measured_in"][0]
         usable = (columns["count"] > 0) & together.all()
         local = np.where(usable, columns["gradient_norm_sq"], np.nan)

@@ -1,4 +1,4 @@
-"""Batches of any make as far as they are sized: tensors with samples first, in what may hold them."""
+"""Sizes of batches of any structure: tensors with samples first, inside the usual containers."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ from dynamix.errors import UsageError
 
 
 def length(batch: Any) -> int:
-    """Samples of a batch: the first dimension of its first tensor. Raises `UsageError` when it has none.
+    """Samples of a batch: the first dimension of its first tensor. Raises `UsageError` if it has none.
 
     Tensors are found in tuples, lists, mappings, data classes, classes of attrs, and attributes of other objects.
 
@@ -28,7 +28,7 @@ def length(batch: Any) -> int:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """A batch of `size` samples made of this one's, over and over.
+    """A batch of `size` samples: those of `batch`, repeated as needed.
 
     >>> resized(torch.tensor([[1], [2]]), 5).flatten().tolist()
     [1, 2, 1, 2, 1]
@@ -67,7 +67,7 @@ def _repeated(batch: Any, samples: int, size: int) -> Any:
 
 
 def _attributes(batch: Any) -> dict[str, Any]:
-    """The values that an object holds, by name: all fields of one that is made of fields, tensors of any other."""
+    """The values in an object, by name: all fields of a class with declared fields, else only tensors."""
     if isinstance(batch, type):
         return {}
     if dataclasses.is_dataclass(batch):

@@ -1,4 +1,4 @@
-"""The message of an out-of-memory error in the user's own loop, before the job ends: nothing is tried again there."""
+"""The message of an out-of-memory error in the user's own loop, which ends the job: the pass is not retried."""
 
 import weakref
 from collections.abc import Callable
@@ -16,12 +16,12 @@ _ADVICE = (
 
 
 class ExitNote:
-    """As long as it lives, an out-of-memory error that nobody catches gets a note, and ends all ranks with its words.
+    """While it lives, an uncaught out-of-memory error gets a note, and ends all ranks with that message.
 
-    samples   what this rank was given in the step under way; None between steps
-    tell      tells the other ranks, which may be waiting for this one
+    samples   number of samples that this rank got for the current step; None between steps
+    tell      informs the other ranks, which may be waiting for this one
 
-    Both are methods of an owner that is not kept alive for it.
+    Both are methods of an owner to which this object keeps only weak references.
     """
 
     def __init__(self, rank: int, samples: Callable[[], int | None], tell: Callable[[MemoryLimitError], None]) -> None:
@@ -30,7 +30,7 @@ class ExitNote:
         tell_of_uncaught(self.uncaught)
 
     def uncaught(self, error: BaseException) -> None:
-        """Add the note and tell the others, if it is such an error; once."""
+        """If it is such an error, add the note and inform the other ranks; once."""
         ask, tell = self._samples(), self._tell()
         if self._told or ask is None or tell is None or not is_out_of_memory(error) or not (samples := ask()):
             return

@@ -1,7 +1,7 @@
-"""How much memory a batch takes and how much there is, where running out of it raises no error.
+"""How much memory batches take and how much is free, if running out of it raises no error.
 
-A CUDA allocator that has no more raises, and so does the CPU's under `ulimit -v`. A control group or a full machine
-kills the process instead: there what a batch takes must be foreseen from smaller ones.
+A CUDA allocator raises an error, and so does the CPU's under `ulimit -v`. A full control group or machine kills the
+process instead: there the memory of a batch must be predicted from smaller ones.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ from dynamix.window import Ints
 
 _CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _TEXTS = (*_CPU, "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED", "Cannot allocate memory")
-# What stays free: other processes of the group grow too, and page tables are not counted to any batch.
+# Memory to leave free: other processes of the group grow, too, and page tables are not counted for any batch.
 RESERVE, LEAST_RESERVE_BYTES = 0.05, 16 * 2**20
-# On growth, foreseen or measured: the same batch takes up to a third more another time, as the C library's heap has
-# holes or not (it serves blocks of up to 32 MiB once some were freed). `tests/memory` was killed at 1.1.
+# Factor on predicted or measured growth: the same batch may take up to a third more at another time, depending on holes
+# in the C library's heap (it serves blocks of up to 32 MiB once some were freed). `tests/memory` was killed at 1.1.
 _CAUTION = 1.4
 _LOST = "a rank was lost while all look what fits. If it ran out of memory, its own output says so"
 
@@ -49,7 +49,7 @@ def all_of(value: int, ranks: Ranks) -> Ints:
 
 
 def release() -> None:
-    """Give back what is free: to the device, and to the system what the C library still holds."""
+    """Free unused memory: the device's cache, and what the C library holds."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -58,17 +58,17 @@ def release() -> None:
 
 
 class Gauge:
-    """Memory that batches of different sizes took, and how large a batch there is room for."""
+    """Memory that batches of different sizes took, and whether a batch of a given size fits."""
 
     def __init__(self, device: torch.device, *, cgroups: Cgroups | None = None) -> None:
         self._cgroups = Cgroups.find() if cgroups is None else cgroups
-        # Whether running over the limit kills, and how many processes of this job share what is left of it.
+        # Whether exceeding the limit kills the process, and how many processes of this job share the limit.
         self.watched, self.sharers = device.type == "cpu" and Path("/proc/self/statm").exists(), 1
-        # (samples, bytes of growth), newest last: the peak of resident memory less what was held before.
+        # (samples, bytes of growth), newest last: peak resident memory less the resident memory before.
         self.points: list[tuple[int, float]] = []
 
     def identity(self) -> int:
-        """The same number for processes under the same limit, another for others (positive, below 2^62)."""
+        """A number that is equal for processes under the same limit, and differs for others (positive, below 2^62)."""
         try:
             machine = Path("/proc/sys/kernel/random/boot_id").read_text()
         except OSError:
@@ -79,15 +79,15 @@ class Gauge:
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
     def share(self, ranks: Ranks) -> None:
-        """Count the ranks under this rank's limit. A collective call."""
+        """Count the ranks that share this rank's limit. A collective call."""
         mine = self.identity()
         self.sharers = int((all_of(mine, ranks) == mine).sum())
 
     def headroom_bytes(self) -> float:
-        """Bytes until the control group or the machine is full, whichever is first, less the reserve."""
+        """Bytes until the control group or the machine is full, whichever comes first, less the reserve."""
         if not self.watched:
             return math.inf
-        import psutil  # on first use: it is slow to import
+        import psutil  # here, because it is slow to import
 
         used, limit = self._cgroups.memory_bytes()
         machine = psutil.virtual_memory()
@@ -97,25 +97,25 @@ class Gauge:
         return float(min(rooms))
 
     def growth_bytes(self, size: int) -> float:
-        """The memory that a batch of `size` is expected to take beyond what is held now; NaN before any was seen."""
+        """Predicted memory of a batch of `size`, in addition to that held now; NaN before any measurement."""
         if not self.points:
             return math.nan
         last, taken = self.points[-1]
-        # Two like sizes tell a slope badly; from one alone growth in proportion is the safe guess upwards.
+        # Two similar sizes give a poor slope. With only one size, growth in proportion is the safe assumption.
         others = [p for p in self.points if not 2 / 3 < p[0] / last < 3 / 2]
         before, less = others[-1] if others else (0, 0.0)
         slope = min(max((taken - less) / (last - before), 0.25 * taken / last), taken / last)
         return _CAUTION * max(taken + slope * (size - last), 0.0)
 
     def allows(self, size: int, headroom_bytes: float) -> bool:
-        """Whether a batch of `size` is expected to fit; True before anything was seen."""
+        """Whether a batch of `size` is predicted to fit; True before any measurement."""
         return not self.watched or not self.points or self.growth_bytes(size) <= headroom_bytes / self.sharers
 
     @contextmanager
     def measure(self, size: int) -> Iterator[None]:
-        """Remember what a batch of `size` takes inside, if it ends well. Slow.
+        """Measure the memory that a batch of `size` takes inside, unless an error is raised. Slow.
 
-        Inside, no module begins its forward pass beyond the limit: `MemoryError` instead of being killed.
+        Inside, a module's forward pass raises `MemoryError` if memory is nearly full, before the process is killed.
         """
         if not self.watched:
             yield
@@ -145,7 +145,7 @@ def _resident_bytes() -> float:
 
 
 def _reset_peak() -> None:
-    # Where it is forbidden the peak is that of the process's life: more than it was, so the safe way round.
+    # If this is forbidden, the peak is that of the whole process: higher, so it is safe.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits each rank's memory, found before training: doubling, then halving the gap."""
+"""Finds each rank's largest micro-batch that fits in memory, before training: doubling, then bisection."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ from dynamix.window import Bounds, Ints
 
 
 class Search:
-    """Which size to try next between `low` and `high`, and what is known to fit.
+    """Chooses the next size to try between `low` and `high`, and records what fits.
 
     >>> search = Search(8, 1000, quantum=1)
     >>> tried = []
@@ -40,13 +40,13 @@ class Search:
 
     @property
     def done(self) -> bool:
-        """Whether the largest that fits is known, to 1/32 of it; `size` is then that one. 0: not even `low` does."""
+        """Whether the largest fitting size is known to 1/32; `size` is then that size, or 0 if not even `low` fits."""
         if self.fits:
             return self.fails - self.fits <= max(self.quantum, self.fits // 32)
         return self.fails <= self.low
 
     def tell(self, *, fitted: bool) -> None:
-        """Whether `size` fitted. If a size that fitted before does not, memory is shared."""
+        """Record whether `size` fitted. If a size that fitted before fails now, memory is shared."""
         if fitted:
             self.fits = max(self.fits, self.size)
         else:
@@ -65,12 +65,12 @@ class Search:
 
 
 class Memory:
-    """A controller's care for memory, for the model that was connected first. Its methods are collective.
+    """A job's limits of memory, for the model that was connected first. Its methods are collective.
 
-    To find what fits, ranks try in step and those that are done try their largest again, so that ranks which share a
-    device or a control group find what fits beside the others. Gradients, buffers and random state are put back.
+    In a search all ranks try sizes in step, and finished ranks repeat their largest. So ranks that share a device or a
+    control group find what fits simultaneously. Gradients, buffers and random state are restored.
 
-    note     what is said where training itself runs out
+    note     the message if training itself runs out of memory
     """
 
     def __init__(self, first: Sync, ranks: Ranks, note: ExitNote) -> None:
@@ -79,11 +79,11 @@ class Memory:
         self._gauge = Gauge(first.recorder.device)
 
     def add(self, model: Sync, optimizer: Optimizer) -> None:
-        """Passes may go through `model`; `optimizer` is the first of it."""
+        """Add a model that passes may use; `optimizer` is its first one."""
         self._models.append((model, optimizer))
 
     def check(self, margin: float) -> None:
-        """Raises what `find` would raise on this rank before it talks to others."""
+        """Raise what `find` would raise on this rank before it communicates."""
         if not 0 <= margin < 1:
             raise ConfigError("margin", margin, "0 to below 1", "use 0.1")
         if self._ranks.workers == 1:
@@ -97,21 +97,21 @@ class Memory:
     def find(self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float) -> Ints:
         """`Controller.find_limits`, after `check`: caps (W,) within `bounds`.
 
-        A cap is the largest that ran, less `margin`; `bounds.high` where everything did. Raises `ConfigError` on every
-        rank when the smallest allowed batch does not fit somewhere.
+        A cap is the largest size that ran, less `margin`; `bounds.high` if every size ran. Raises `ConfigError` on
+        every rank if the smallest allowed batch does not fit on one.
         """
         q = bounds.quantum
         high = int(bounds.high[self._ranks.rank])
-        # A batch of one has no variance for batch normalisation, and no step of an epoch has less than two.
+        # A batch of one has no variance for batch normalisation; an epoch's steps have at least two samples.
         low = min(max(int(bounds.low[self._ranks.rank]), -(-2 // q) * q), high)
         search = Search(low, high, quantum=q)
         self._gauge.share(self._ranks)
-        release()  # what the C library holds from before would look taken
+        release()  # otherwise memory that the C library holds from before would count as used
         with self._apart():
             self._run(search, step_fn, example)
         largest = search.fits
         if 0 < largest < high:
-            # The gap to the size that failed is part of the margin already.
+            # The gap to the failing size is already part of the margin.
             largest = max(int(largest * (1 - margin)) // q * q, low)
         found = all_of(largest, self._ranks)
         if (found == 0).any():
@@ -122,10 +122,10 @@ class Memory:
         return found
 
     def _run(self, search: Search, step_fn: Callable[[Any], Any], example: Any) -> None:
-        first = True  # a process's first pass takes memory once that no later one does, so it is not counted
+        first = True  # ignore a process's first pass: it takes memory that later passes do not
         while all_of(not search.done, self._ranks).any():
             headroom, fitted, error = self._gauge.headroom_bytes(), False, None
-            all_of(0, self._ranks)  # nobody grows while another still looks how much is left
+            all_of(0, self._ranks)  # wait until all ranks have read their headroom, before any grows
             if search.size:
                 fitted, error = self._try(step_fn, example, search.size, headroom)
             failed = all_of(error is not None, self._ranks)
@@ -142,7 +142,7 @@ class Memory:
     def _try(
         self, step_fn: Callable[[Any], Any], example: Any, size: int, headroom: float
     ) -> tuple[bool, Exception | None]:
-        """Whether `size` fits; and what else went wrong."""
+        """Whether `size` fits; and any error other than running out of memory."""
         if not self._gauge.allows(size, headroom):
             return False, None
         try:
@@ -153,11 +153,11 @@ class Memory:
         finally:
             for parameter in itertools.chain(*(attached.model.parameters() for attached, _ in self._models)):
                 parameter.grad = None
-        return self._gauge.allows(size, headroom), None  # once it went well; it is to go well every time
+        return self._gauge.allows(size, headroom), None  # it ran once; it must fit every time
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """No pass inside reaches another rank or leaves a trace; what the optimizers will make is set aside."""
+        """Passes inside do not communicate and are undone; memory for optimizer states to come is reserved."""
         saved, copies = random_state.capture(), list[Tensor]()
         with ExitStack() as stack:
             stack.callback(random_state.restore, saved)
@@ -172,7 +172,7 @@ class Memory:
 
 
 def _states_to_come(optimizer: Optimizer) -> int:
-    """Values per parameter that the optimizer will keep and has not made yet: 2 like Adam, unless known better."""
+    """Values per parameter that the optimizer will keep but has not made yet: 2, as with Adam, if unknown."""
     if optimizer.state:
         return 0
     if isinstance(optimizer, SGD):
@@ -183,9 +183,9 @@ def _states_to_come(optimizer: Optimizer) -> int:
 def within(bounds: Bounds, caps: Ints, *, may_fall: bool = False) -> Bounds:
     """`bounds` with no worker above its cap (W,), samples per round.
 
-    may_fall   nobody said how small the global batch may be: then it is what fits, if that is less than at the start
+    may_fall   the user set no minimum of the global batch: lower it to what fits, if that is less than at the start
 
-    Raises `ConfigError` when the global batch cannot be reached any more.
+    Raises `ConfigError` if the global batch can no longer be reached.
     """
     high = np.minimum(bounds.high, caps)
     if may_fall:

@@ -1,4 +1,4 @@
-"""How much a job is to learn, and when it has."""
+"""How much a job is to learn, and whether it has."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dynamix.runtime.limits import check_counts
 
 
 class Budget:
-    """So many samples of the rounds that a job begins with, or what teaches as much.
+    """A number of samples in rounds of the size at the start, or more samples that teach as much.
 
-    A sample of a larger round teaches less, by the measured noise of gradients: AdaScale SGD counts a step of s times
-    the samples as `gain` steps (Johnson et al., arXiv 2007.05105). So a job whose global batch grows trains on more
-    samples, and ends sooner if these take less time. It is the same on all ranks after every round.
+    By the measured gradient noise a sample of a larger round teaches less: AdaScale SGD counts a step of s times the
+    samples as `gain` steps (Johnson et al., arXiv 2007.05105). So a job whose global batch grows trains on more
+    samples, but ends sooner if these take less time. The budget is the same on all ranks after every round.
 
-    Iterated, it numbers epochs of `source` until it is spent, or the loop is to be left.
+    Iterating yields epoch numbers of `source` until the budget is spent, or `leaves` is true.
 
-    samples, epochs   one of them: of the data set, as the rounds that the job begins with would train on them
-    count             "progress": what samples teach; "samples": samples as they are
-    leaves            whether the loop is to be left for another reason
+    samples, epochs   one of them: samples or epochs of the data set, trained in rounds of the size at the start
+    count             "progress": what samples teach; "samples": the number of samples
+    leaves            whether to leave the loop for another reason
 
-    Raises `ConfigError` for impossible values, and while it is iterated `UsageError` if an epoch trains nothing.
+    Raises `ConfigError` for impossible values, and `UsageError` while iterating if an epoch trains nothing.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """The samples of the budget that are spent so far."""
+        """The samples of the budget that are spent."""
         return self._progress.learned if self.count == "progress" else float(self._progress.samples)
 
     def within(self, taught: float, *, spent: bool) -> float:
-        """The part of what a round `taught` that the budget has left: a cosine rises again past its end."""
+        """The part of what a round `taught` that the budget still covers: past its end a cosine would rise again."""
         return min(taught, max(self.samples - self.spent + taught * spent, 0.0))
 
     @property
     def part(self) -> float:
-        """The spent part of it, 0 to 1."""
+        """The fraction of the budget that is spent, 0 to 1."""
         return min(self.spent / self.samples, 1.0)
 
     @property
     def done(self) -> bool:
-        """Whether it is spent."""
+        """Whether the budget is spent."""
         return self.spent >= self.samples * (1 - 1e-9)
 
 

@@ -20,9 +20,9 @@ from dynamix.runtime.rules import AUTO, efficiency
 class Rates(Part):
     """The learning rates of all optimizers of a controller.
 
-    lr_rule, rate_for   as of `Controller`
-    budget    how much the job is to learn; None: nobody said
-    watched   whether a scheduler counts steps; None: they are a measure
+    lr_rule, rate_for   as in `Controller`
+    budget    how much the job is to learn; None: not set
+    watched   detects a scheduler that counts steps; None: counting steps is correct
     """
 
     def __init__(
@@ -30,26 +30,26 @@ class Rates(Part):
     ) -> None:
         self.job, self.allocations, self.progress = job, allocations, progress
         self._rate_for = rate_for
-        # A global batch that stays as it is asks for no other rate, but its pieces may be of several sizes.
+        # A fixed global batch needs no other rate, unless local steps have pieces of several sizes.
         stays = job.fixed and not job.sync_schedule.steps_apart and rate_for is None
         self.lr_rule = "none" if lr_rule == AUTO and stays else lr_rule
         self.budget: Budget | None = None
         self.optimizers: list[Optimizer] = []
-        self.learning_rates: list[LearningRate] = []  # theirs, if they may move
+        self.learning_rates: list[LearningRate] = []  # of the optimizers, if a rule applies
         self.schedules: list[SampleSchedule] = []
         self.watched: SchedulerWatch | None = None
-        self._whole: list[float] = []  # factors of a whole piece's step, where workers step apart
+        self._whole: list[float] = []  # factors for a step of a whole piece, with local steps
         self._total = job.at_once
-        self._within: float = 0  # samples of the round under way for which schedules have gone on
+        self._within: float = 0  # samples of the current round for which schedules have advanced
 
     def add(self, optimizer: Optimizer) -> None:
-        """Let the learning rate of `optimizer` follow the batch, if a rule says how."""
+        """Scale the learning rate of `optimizer` with the batch, if a rule applies."""
         self.optimizers.append(optimizer)
         if self.lr_rule != "none":
             self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Warn of a scheduler of `optimizer` that counts steps where these are no measure: see `SchedulerWatch`."""
+        """Warn if a scheduler of `optimizer` counts steps, but steps are not comparable: see `SchedulerWatch`."""
         if (apart := self.job.sync_schedule.steps_apart) or not self.job.fixed:
             self.watched = SchedulerWatch(optimizer, self.job.base_batch, apart=apart)
 
@@ -59,25 +59,25 @@ class Rates(Part):
         return self.schedules[-1]
 
     def spend(self, source: BatchSampler | Stream, samples: int | None, **how: Any) -> Budget:
-        """`Controller.budget`, of epochs of `source`."""
+        """`Controller.budget`, with epochs of `source`."""
         self.budget = Budget(self.progress, source, samples, **how)
         return self.budget
 
     def alike(self) -> dict[str, Any]:
-        """Facts that every rank must hold alike, by name."""
+        """State that must be equal on all ranks, by name."""
         budget = None if self.budget is None else (self.budget.samples, self.budget.count)
         nominal = [schedule.nominal_batch_size for schedule in self.schedules]
         return {"schedules": nominal, "budget": budget, **settings_of(self.optimizers)}
 
     def efficiency(self, done: Round) -> float:
-        """The learning of a sample of a round, over one at the start; an epoch's tail counts as the steps before."""
+        """What a round's sample teaches, relative to the start; an epoch's tail counts like the steps before."""
         if done.piece or done.regular:
             self._total = done.at_once if done.piece else done.samples
         return efficiency(self._total, self.job.at_once, *self.progress.noise_at(done.index))
 
     @property
     def move(self) -> bool:
-        """Whether passes or rounds change a rate, or a scheduler is watched."""
+        """Whether passes or rounds change a learning rate, or a scheduler is watched."""
         return bool(self.learning_rates or self.schedules or self.watched)
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
@@ -86,10 +86,10 @@ class Rates(Part):
         self.follow(piece.round, piece.samples)
 
     def follow(self, coming: Round, samples: int = 0) -> None:
-        """Let the rates fit the global batch of a round; an epoch's tail has that of the steps before.
+        """Set the rates for a round's global batch; an epoch's tail uses that of the steps before.
 
-        If workers step apart, rates follow the steps that are taken at the same time, and the `samples` of this
-        worker's: those of a part of a piece are a smaller step.
+        With local steps, rates follow the steps that workers take simultaneously, and this worker's `samples`: a part
+        of a piece is a smaller step.
         """
         if self.watched is not None:
             self.watched.look()
@@ -103,7 +103,7 @@ class Rates(Part):
             self._follow(sizes, *self.progress.noise_at(coming.index))
 
     def _follow(self, samples: int, noise: float, signal: float) -> None:
-        """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
+        """Set the rates for a round of `samples`; the noise scale is the one that all ranks agreed on."""
         base, steps = self._rate_for or self.job.at_once, self.progress.samples / self.job.at_once
         if samples == base:
             self._whole = [1.0] * len(self.learning_rates)
@@ -114,14 +114,14 @@ class Rates(Part):
             learning_rate.set_factor(factor)
 
     def follow_piece(self, scale: float) -> None:
-        """Let the rates fit a step of a piece that is `scale` of a whole one."""
+        """Set the rates for a local step whose piece is `scale` of a whole one."""
         whole = self._whole or [1.0] * len(self.learning_rates)
         for learning_rate, factor in zip(self.learning_rates, whole, strict=True):
             part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
             learning_rate.set_factor(factor * part)
 
     def part_done(self, coming: Round, part: float) -> None:
-        """So much of its share of a round, 0 to 1, a worker has trained: schedules go on between two meetings, too."""
+        """A worker has trained `part` (0 to 1) of its share of a round. Schedules advance between averagings, too."""
         self._advance(part * self._counted(coming))
 
     def round_done(self, done: Round) -> None:
@@ -134,20 +134,20 @@ class Rates(Part):
             self.watched.round_done(done)
 
     def _counted(self, of: Round, *, spent: bool = False) -> float:
-        """The samples that schedules count of a round; `spent`: the budget has counted it already."""
+        """The samples of a round that schedules count; `spent`: the budget has counted the round already."""
         if self.budget is None:
             return of.samples
         in_progress = self.budget.count == "progress" and not self.job.fixed
         return self.budget.within(of.samples * (self.efficiency(of) if in_progress else 1.0), spent=spent)
 
     def _advance(self, to: float) -> None:
-        """Let schedules go on to so many samples of the round under way."""
+        """Advance schedules to `to` samples of the current round."""
         more, self._within = max(to - self._within, 0), to
         advanced = [schedule.advance(more) for schedule in self.schedules]
         if self.watched is not None and any(advanced):
             self.watched.advanced()
 
     def job_ends(self) -> None:
-        """Take every hook off the optimizers."""
+        """Remove every hook from the optimizers."""
         for learning_rate in self.learning_rates:
             learning_rate.remove()

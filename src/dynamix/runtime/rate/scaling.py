@@ -1,7 +1,7 @@
-"""How the learning rate follows the global batch, and a schedule that counts samples instead of steps.
+"""Scales the learning rate with the global batch, and drives schedules by samples instead of steps.
 
-The user's learning rate is for the base batch B0. While an optimizer step runs it is multiplied by a factor; before and
-after, and in all code of the user's, it reads as the user set it.
+The user's learning rate applies to the base batch B0. During an optimizer step it is multiplied by a factor. Before and
+after, and in all of the user's code, it has the user's value.
 """
 
 import functools
@@ -20,16 +20,16 @@ from dynamix.data import Round
 from dynamix.errors import ConfigError
 from dynamix.runtime.rules import rule_of
 
-_ROUNDED = 1e-9  # of a step, by which sums of what rounds taught may be off
+_ROUNDED = 1e-9  # of a step: tolerance for sums of what rounds taught
 
 
 class LearningRate:
-    """Multiplies an optimizer's learning rates by `factor`, during its steps only.
+    """Multiplies an optimizer's learning rates by `factor`, only during its steps.
 
-    Closures, schedules stepped in a later hook, and `state_dict()` see the user's rates; so does all code after a step
-    that raised (torch then runs no post-hook, so `step` is wrapped on this one object as well). Tensor rates are
-    changed in place: captured graphs keep working. GradScaler and schedulers may be made before or after. Raises
-    `ConfigError` for an unknown `rule` or a factor that is not positive and finite.
+    Closures, schedules stepped in a later hook, and `state_dict()` see the user's rates. So does all code after a step
+    that raised: torch then runs no post-hook, so `step` of this object is wrapped, too. Tensor rates are changed in
+    place, so captured graphs keep working. GradScaler and schedulers may be made before or after. Raises `ConfigError`
+    for an unknown `rule`, or a factor that is not positive and finite.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1)); weight.grad = torch.ones(1)
@@ -43,11 +43,11 @@ class LearningRate:
 
     def __init__(self, optimizer: Optimizer, rule: str) -> None:
         self.optimizer, self.rule = optimizer, rule_of(rule, optimizer)
-        self.factor = 1.0  # what the rates are multiplied by in the next steps
-        # (group, rate as the user set it, tensor changed in place or None); empty unless a step is running
+        self.factor = 1.0  # multiplies the rates in the next steps
+        # (group, the user's rate, tensor changed in place or None); empty unless a step is running
         self._users: list[tuple[dict[str, Any], Any, Tensor | None]] = []
         post = optimizer.register_step_post_hook(self._restore)
-        # Before the user's own hooks; torch offers no `prepend` here.
+        # Run before the user's own hooks; torch has no `prepend` here.
         if (hooks := getattr(optimizer, "_optimizer_step_post_hooks", None)) is not None:
             hooks.move_to_end(post.id, last=False)
         self._handles = [post, optimizer.register_step_pre_hook(self._before)]
@@ -61,12 +61,12 @@ class LearningRate:
         self.factor = float(value)
 
     def remove(self) -> None:
-        """Take every hook off; the optimizer is as it was before."""
+        """Remove every hook; the optimizer is as it was before."""
         self._restore()
         for handle in self._handles:
             handle.remove()
         own = vars(self.optimizer)
-        if own.get("step") is self._wrapped:  # else somebody wrapped ours, which now does nothing
+        if own.get("step") is self._wrapped:  # otherwise other code wrapped ours, which now does nothing
             del own["step"]
             if self._own_step is not None:
                 own["step"] = self._own_step
@@ -75,7 +75,7 @@ class LearningRate:
         optimizer, inner = self.optimizer, self.optimizer.step
         self._own_step: Any = vars(optimizer).get("step")
 
-        # A scheduler made later unwraps `step.__func__`, so ours must be a bound method; one made earlier left marks on
+        # A scheduler made later unwraps `step.__func__`, so ours must be a bound method. One made earlier left marks on
         # the function, which `wraps` copies.
         @functools.wraps(getattr(inner, "__func__", inner))
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ class LearningRate:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if self._users:
-            self._restore()  # what a step that raised left behind, if it was called past our wrapper
+            self._restore()  # from a step that raised and was called past our wrapper
         if self.factor != 1.0:
             self._apply()
         if callable(kwargs.get("closure")):
@@ -104,11 +104,11 @@ class LearningRate:
         for group in self.optimizer.param_groups:
             rate = group.get("lr")
             if isinstance(rate, Tensor):
-                if id(rate) not in known:  # groups may share one
+                if id(rate) not in known:  # groups may share one tensor
                     known[id(rate)] = rate.clone()
                     rate.mul_(self.factor)
                 self._users.append((group, known[id(rate)], rate))
-            elif rate is not None:  # some optimizers find their own
+            elif rate is not None:  # some optimizers compute their own
                 self._users.append((group, rate, None))
                 group["lr"] = rate * self.factor
 
@@ -121,7 +121,7 @@ class LearningRate:
                 tensor.copy_(rate)
 
     def _outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """The user's closure, run under the user's rates."""
+        """The user's closure, run with the user's rates."""
 
         @functools.wraps(closure)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -143,10 +143,9 @@ class LearningRate:
 class SampleSchedule:
     """Drives a torch learning-rate scheduler by samples: one `scheduler.step()` per `nominal_batch_size` of them.
 
-    A schedule written for steps of a fixed global batch then keeps its meaning. A schedule with an end (OneCycleLR)
-    stays at its last rate instead of raising. Restore the optimizer's own state beside it: as in torch, the current
-    rates are saved there. Raises `ConfigError` for a nominal batch below 1, negative samples, and a scheduler that
-    needs a metric.
+    So a schedule written for steps of a fixed global batch keeps its meaning. A schedule with an end (OneCycleLR) stays
+    at its last rate instead of raising. Restore the optimizer's own state, too: as in torch, it holds the current
+    rates. Raises `ConfigError` for a nominal batch below 1, negative samples, and a scheduler that needs a metric.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -169,7 +168,7 @@ class SampleSchedule:
         self._carry: float = 0
 
     def advance(self, samples: float) -> int:
-        """Count global samples just trained on, or what they taught; returns how often the scheduler was stepped."""
+        """Add global samples just trained on, or what they taught. Returns how often the scheduler was stepped."""
         if samples < 0:
             raise ConfigError("samples", samples, "0 or more", "pass the samples of this optimizer step")
         self.samples += samples
@@ -180,14 +179,14 @@ class SampleSchedule:
             if _at_end(self.scheduler):
                 return step
             with warnings.catch_warnings():
-                # Their advice is about a loop of steps; here GradScaler may well have skipped the first ones.
+                # torch's advice is for a loop of steps; here GradScaler may have skipped the first ones.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step|Seems like `optimizer.step")
                 self.scheduler.step()
         return due
 
     @property
     def whose(self) -> str:
-        """The kind of the user's object that holds most of the state."""
+        """The class of the user's object that holds most of the state."""
         return type(self.scheduler).__name__
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,14 +199,14 @@ class SampleSchedule:
 
 
 class SchedulerWatch:
-    """Warns once where a torch scheduler counts optimizer steps although the global batch moves.
+    """Warns once if a torch scheduler counts optimizer steps although the global batch changes.
 
-    Under a moving batch an epoch has another number of steps than the schedule was sized for, so it ends too early or
-    too late. A scheduler shows by `initial_lr` in the optimizer's groups, and that it is stepped by steps by rates that
-    differ within an epoch. Rates on another device are left out: reading one would wait for it.
+    If the batch changes, an epoch has another number of steps than the schedule was made for, so it ends too early or
+    too late. A scheduler sets `initial_lr` in the optimizer's groups; rates that differ within an epoch show that it is
+    stepped by steps. Rates on another device are ignored: reading one would wait for it.
 
-    base_batch   samples per optimizer step that the schedule was sized for
-    apart        every worker steps for itself, and the faster ones more often: then their schedules run ahead
+    base_batch   samples per optimizer step for which the schedule was made
+    apart        local steps: faster workers take more of them, so their schedules advance further
     """
 
     def __init__(self, optimizer: Optimizer, base_batch: int, *, apart: bool = False) -> None:
@@ -216,7 +215,7 @@ class SchedulerWatch:
         self._rate: Any = None
 
     def look(self) -> None:
-        """Compare the learning rate with the one last seen. Call it between optimizer steps, as often as you like."""
+        """Compare the learning rate with the last one seen. Call it between optimizer steps, as often as you like."""
         if self._done:
             return
         group = self._optimizer.param_groups[0]
@@ -226,17 +225,17 @@ class SchedulerWatch:
         self._rate, self._seen = rate, True
 
     def advanced(self) -> None:
-        """A schedule by samples has gone on: the rate is what it is for a reason."""
+        """A schedule by samples has advanced: its change of the rate is intended."""
         self._seen = False
         self.look()
 
     def round_done(self, done: Round) -> None:
-        """A round is over."""
-        if done.last:  # so has what changes before the next look: an epoch ends, and many schedules count epochs
+        """A round is done."""
+        if done.last:  # a change at the end of an epoch is correct: many schedules count epochs
             self._seen = False
         usual = done.samples == self.base_batch and not self.apart
         if self._done or self._changes < 2 or usual or not done.regular:
-            return  # one change may be a state that was loaded, or somebody's own decision
+            return  # one change may be a loaded state, or the user's own decision
         self._done = True
         do = "let it follow samples: scheduler = controller.scheduler(scheduler), without scheduler.step() in the loop"
         problem = "a learning-rate scheduler counts optimizer steps"
@@ -250,7 +249,7 @@ class SchedulerWatch:
 
 
 def rate_of(group: dict[str, Any]) -> Any:
-    """The learning rate of an optimizer's group; None where it has none, and where reading it would wait for a device.
+    """The learning rate of an optimizer's group; None if it has none, or if reading it would wait for a device.
 
     >>> rate_of({"lr": 0.5}), rate_of({})
     (0.5, None)
@@ -262,9 +261,9 @@ def rate_of(group: dict[str, Any]) -> Any:
 
 
 def _at_end(scheduler: Any) -> bool:
-    """Whether one more step would lead past a schedule's declared end, also inside torch's composed schedulers."""
+    """Whether one more step would exceed a schedule's declared end, also inside torch's composed schedulers."""
     total = getattr(scheduler, "total_steps", None)
-    # With N steps in total the rates number 0 to N - 1.
+    # N steps in total have the rates 0 to N - 1.
     if total is not None and scheduler.last_epoch >= total - 1:
         return True
     parts = getattr(scheduler, "_schedulers", [])
@@ -272,6 +271,6 @@ def _at_end(scheduler: Any) -> bool:
     if milestones is not None:
         next_epoch = scheduler.last_epoch + 1
         if next_epoch in milestones:
-            return False  # a part about to begin
+            return False  # the next part is about to begin
         parts = parts[bisect_right(milestones, next_epoch) :][:1]
     return any(_at_end(part) for part in parts)
