@@ -1,1 +1,1 @@
-"""The ranks of a job and their view of each other: groups, errors, who is alive, whether all are alike."""
+"""Communication between a job's ranks: groups, errors, liveness, and comparisons of their state."""

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same: one digest is compared, and where it differs the fields are, by name."""
+"""Checks that all ranks hold equal values: one digest is compared; if it differs, the fields are, by name."""
 
 import hashlib
 import itertools
@@ -18,9 +18,9 @@ _COMPARING = "the ranks could not compare what they hold"
 VERSION = "version of dynamix"
 PLACE = ("optimizer steps", "samples trained", "position in the data")
 GROUPS = "number of parameters of each parameter group"
-MOST_FIELDS = 5  # that one message names
+MOST_FIELDS = 5  # in one message
 SKETCHED = "parameters: "  # begins a parameter's name; its value is (sum of every second entry, of the others, norm)
-NEAR = 1e-3  # of the norm: so far apart may those sums be. Devices that are not alike differ in last bits
+NEAR = 1e-3  # tolerance of those sums, relative to the norm: unlike devices differ in last bits
 LONGEST_VALUE = 80  # characters of a value in a message
 _SAMPLER = "Write controller.batch_sampler(dataset, seed=0) with the same data set, seed and options on every rank"
 _LOAD = "Load the checkpoint of one step on every rank: controller.load_state_dict(state) with one and the same file"
@@ -43,7 +43,7 @@ _OF_POWERSGD = (
     *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback", "warm_start"),
     "batch_tensors_with_same_shape",
 )
-# Of an optimizer's arguments: how it computes, which devices that are not alike may have to do in different ways.
+# Arguments of an optimizer that say how it computes; unlike devices may need different values.
 HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -54,12 +54,12 @@ def require_same(
     fixes: Mapping[str, str],
     near: Mapping[str, float] | None = None,
 ) -> None:
-    """Raise `UsageError` on every rank where `facts` (plain values by field) differ. A collective call.
+    """Raise `UsageError` on every rank if `facts` (plain values by field) differ. A collective call.
 
-    rows   gathers every rank's row of numbers, (W, n), for what it is told in words; see `Ranks.rows`
-    what   begins the message
-    fixes  by field, the line to write; the one under "" for fields without
-    near   by field, the relative difference up to which numbers in it count as the same
+    rows   gathers every rank's row of numbers, (W, n); the second argument names the purpose; see `Ranks.rows`
+    what   start of the message
+    fixes  by field, what to write; the entry under "" serves fields without their own
+    near   by field, the relative difference up to which its numbers count as equal
     """
     texts = {name: json.dumps(value, sort_keys=True, default=plain) for name, value in facts.items()}
     whole = json.dumps(texts)
@@ -76,7 +76,7 @@ def require_same(
     differing = [name for name in fields if _differs(name, [of_rank.get(name) for of_rank in told], near.get(name))]
     if not differing:
         return
-    before = (VERSION, "error", GROUPS)  # the rest follows from these
+    before = (VERSION, "error", GROUPS)  # differences that explain all others
     differing = next(([name] for name in before if name in differing), differing)
     said = [f"{name} is {by_rank([of_rank.get(name, 'missing') for of_rank in told])}" for name in differing]
     more = f" (and {len(said) - MOST_FIELDS} more)" if len(said) > MOST_FIELDS else ""
@@ -102,7 +102,7 @@ def _close(one: Any, other: Any, near: float) -> bool:
 
 
 def by_rank(values: list[str]) -> str:
-    """Which ranks have which value.
+    """Which ranks have which value, as text.
 
     >>> by_rank(["0", "0", "0", "7"])
     '0 on ranks 0-2, 7 on rank 3'
@@ -129,7 +129,7 @@ def _spans(ranks: list[int]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A form that JSON can write: arrays as lists, anything else as its text."""
+    """A value that JSON can write: arrays as lists, anything else as text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic | torch.Tensor) else str(value)
 
 
@@ -146,7 +146,7 @@ def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
 
 
 def _argument(value: Any) -> Any:
-    """Plain; of a device that would have to be asked, nothing."""
+    """A plain value; None if reading it needs a device."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.device.type == "cpu" else None
     return value if isinstance(value, bool | int | float | str | tuple | list | None) else None
@@ -154,7 +154,7 @@ def _argument(value: Any) -> Any:
 
 @torch.no_grad()
 def sketches_of(model: DistributedDataParallel, number: int) -> dict[str, list[float]]:
-    """Sketches that tell models apart by their parameters' names, for those that DDP sends to all ranks. Asks the
+    """Sketches of the parameters that DDP sends to all ranks, by name, to detect models that differ. Reads from the
     device.
 
     number   of the model, from 0
@@ -167,23 +167,23 @@ def sketches_of(model: DistributedDataParallel, number: int) -> dict[str, list[f
 
 
 def sketch(value: torch.Tensor) -> torch.Tensor:
-    """(sum of every second entry, of the others, norm) of a tensor that `sums`, on the CPU. Asks the device."""
+    """(sum of entries 0, 2, ..., sum of entries 1, 3, ..., norm) of a tensor, on the CPU. Reads from the device."""
     own = value.to_local() if hasattr(value, "to_local") else value
     flat = (torch.view_as_real(own) if own.is_complex() else own).reshape(-1)
-    wide = map(torch.Tensor.double, flat.split(2**20))  # or a job's peak of memory could be a whole copy
+    wide = map(torch.Tensor.double, flat.split(2**20))  # in parts, or peak memory could grow by a whole copy
     each = [torch.stack([part[0::2].sum(), part[1::2].sum(), part.square().sum()]) for part in wide]
     even, odd, square = torch.stack(each).sum(0)
     return torch.stack([even, odd, square.sqrt()]).cpu()
 
 
 def sums(parameter: torch.Tensor) -> bool:
-    """Whether it has entries that can be added up."""
+    """Whether the tensor has entries that torch can add up."""
     kind = parameter.dtype
     return parameter.numel() > 0 and (kind.is_complex or (kind.is_floating_point and kind.itemsize > 1))
 
 
 def hook_settings(state: Any) -> dict[str, Any]:
-    """The settings of PowerSGD, plain values by name; states of other hooks may well differ by rank."""
+    """PowerSGD's settings, plain values by name; states of other hooks may differ by rank."""
     if not all(hasattr(state, name) for name in (*_OF_POWERSGD, "rng")):
         return {}
     return {name: getattr(state, name) for name in _OF_POWERSGD} | {"random_seed": int(state.rng.get_state()[1][0])}

@@ -1,4 +1,4 @@
-"""How an error of one rank ends the job on all of them, and how ranks that wait for unlike things are found out."""
+"""Ends the job on all ranks after an error of one, and detects ranks that wait in different calls."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from dynamix.errors import DynamixError, MemoryLimitError, StateError, UsageError
 
-FIRST_PASS = "a comparison before the first forward pass"  # since the start, a load, or a loop that was left early
+FIRST_PASS = "a comparison before the first forward pass"  # since the start, a load, or a loop left early
 ALIKE = "make a call that waits for all ranks on every rank, after the same optimizer step"
 _KINDS: dict[str, type[DynamixError]] = {kind.__name__: kind for kind in (StateError, MemoryLimitError)}
 
 
 class JobErrors:
-    """Tells other ranks of this one's errors and of what it waits for, and holds what they told.
+    """Sends this rank's errors and what it waits for to the other ranks, and keeps what they sent.
 
-    ended        what ends the job, once this rank knows
-    all_know     whether all ranks do
-    agreements   collective calls of the controller in which this rank was
+    ended        the error that ends the job, once this rank knows it
+    all_know     whether all ranks know it
+    agreements   number of the controller's collective calls that this rank has entered
     """
 
     def __init__(self, rank: int) -> None:
@@ -25,41 +25,41 @@ class JobErrors:
         self.ended: DynamixError | None = None
         self.all_know = False
         self.agreements, self._agreement = 0, ""
-        self._own: dict[str, Any] | None = None  # this rank's error, which ends the job
+        self._own: dict[str, Any] | None = None  # this rank's error that ends the job
         self._setup_errors = 0
-        self._setup_error: dict[str, Any] | None = None  # raised before training, and the caller has not gone on
+        self._setup_error: dict[str, Any] | None = None  # raised before training; None once the caller continues
         self._heard: dict[str, Any] = {"end": None, "agree": [0, []], "setup": [0, None]}
 
     # ------------------------------------------------------------ of this rank
 
     def end(self, error: DynamixError) -> None:
-        """This rank raises `error`, and the job ends with it."""
+        """This rank raises `error`, which ends the job."""
         self.ended, self._own = error, self._words(error)
 
     def agreeing(self, what: str) -> None:
-        """All ranks are about to wait for each other in `what`: say so, for those that never come."""
+        """All ranks are about to wait for each other in `what`: record it, for ranks that never enter it."""
         self.setup_goes_on()
         self._agreement, self.agreements = what, self.agreements + 1
 
     def setup_failed(self, error: Exception) -> None:
-        """This rank raises `error` before training. Those who wait for it meanwhile end, unless it goes on."""
+        """This rank raises `error` before training. Ranks that wait for it end, unless it continues."""
         self._setup_errors, self._setup_error = self._setup_errors + 1, self._words(error)
 
     def setup_goes_on(self) -> None:
-        """The caller has dealt with the error that it was given, if there was one."""
+        """The caller has handled an earlier error, if there was one, and continues."""
         self._setup_error = None
 
     # ------------------------------------------------------------ of others
 
     @property
     def setup_error(self) -> DynamixError | None:
-        """An error before training of a rank that has not gone on, and had more of them than this."""
+        """The error before training of a rank that has not continued, and has had more such errors than this rank."""
         number, told = self._heard["setup"]
         return ended_by(told) if told and number > self._setup_errors else None
 
     @property
     def unlike(self) -> str | None:
-        """Why what this rank waits for is not what others wait for."""
+        """The message if other ranks wait in another call than this rank; None if they do not."""
         number, whats = self._heard["agree"]
         others = [what for what in whats if what != self._agreement] if number == self.agreements else []
         if not others:
@@ -68,7 +68,7 @@ class JobErrors:
 
     @property
     def beside(self) -> str | None:
-        """The message if another rank goes on waiting for what this one has not come to; None if all is well."""
+        """The message if another rank waits in a call that this rank has not entered; None if none does."""
         number, whats = self._heard["agree"]
         if number <= self.agreements:
             return None
@@ -86,7 +86,7 @@ class JobErrors:
         return {"end": self._own, "knows": self.ended is not None, "agree": agree, "setup": setup}
 
     def lead(self, beats: Mapping[int, Mapping[str, Any]], here: set[int]) -> dict[str, Any]:
-        """The first rank's message to all, from the `beats` of those that have begun; `here` are those that live."""
+        """The first rank's message to all, from the `beats` of ranks that have begun; `here` are those alive."""
         ends = [self._heard["end"], *(beat["end"] for beat in beats.values())]
         most = max(beat["agree"][0] for beat in beats.values())
         setups = [beat["setup"] for beat in beats.values() if beat["setup"][1]]
@@ -98,7 +98,7 @@ class JobErrors:
         }
 
     def follow(self, told: dict[str, Any]) -> None:
-        """The first rank tells this."""
+        """Process the first rank's message."""
         self._heard = told
         if self.ended is None and told["end"]:
             self.ended = ended_by(told["end"])
@@ -109,5 +109,5 @@ class JobErrors:
 
 
 def ended_by(told: Mapping[str, Any]) -> DynamixError:
-    """The error that a rank raises for one of another."""
+    """The error to raise on this rank for an error of another."""
     return _KINDS.get(told["kind"], UsageError)(f"rank {told['rank']} ended the job: {told['message']}")

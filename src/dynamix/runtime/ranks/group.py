@@ -1,8 +1,8 @@
-"""The controller's own groups: small messages between ranks, for which no training step waits.
+"""The controller's own groups: small messages between ranks; no training step waits for them.
 
-Up to `FLAT_UP_TO` ranks it is one gloo group, in which every rank has a socket to every other. Beyond, the ranks sit in
-rooms of about sqrt(W), and the first of each room, its head, meets the other heads: 62 sockets in place of 1,023 at W =
-1,024. A message then takes two hops each way. All ranks get the same from an agreement.
+Up to `FLAT_UP_TO` ranks use one gloo group, in which every rank has a socket to every other. With more, ranks form
+subgroups ("rooms") of about sqrt(W), and the first rank of each, its head, also joins a group of heads: 62 sockets
+instead of 1,023 at W = 1,024. A message then takes two hops each way. All ranks get the same result.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dynamix.errors import ConfigError
 from dynamix.runtime.ranks.process_groups import keep, new_gloo_group
 
 FLAT_UP_TO = 256
-SPARE = 64  # descriptors for the loader, files and whatever else the job opens later
-Work = Future[Any]  # what is under way: done with a result of nobody's, or with an error
+SPARE = 64  # descriptors for the loader, files and anything else the job opens later
+Work = Future[Any]  # a running operation: completes without a result, or with an error
 P = ParamSpec("P")
 
 
 def chained(steps: Callable[P, Iterator[Work]]) -> Callable[P, Work]:
-    """Work of several steps, each begun on the thread that ends the one before. An error of one ends it.
+    """Several operations as one; each starts on the thread that completes the one before. Any error ends it.
 
     >>> @chained
     ... def both(one: Work, other: Work) -> Iterator[Work]:
@@ -53,7 +53,7 @@ def chained(steps: Callable[P, Iterator[Work]]) -> Callable[P, Work]:
                 if before is not None:
                     before.wait()
                 work = next(coming, None)
-            except Exception as error:  # raised again from `wait`, on the thread that asks
+            except Exception as error:  # `wait` raises it on the thread that waits
                 whole.set_exception(error)
                 return
             if work is None:
@@ -68,7 +68,7 @@ def chained(steps: Callable[P, Iterator[Work]]) -> Callable[P, Work]:
 
 
 def _begun(work: Any) -> Work:
-    """A handle of an asynchronous collective. Its tensors live as long as it takes."""
+    """The future of an asynchronous collective. Its tensors live until it completes."""
     future: Work = work.get_future()
     return future
 
@@ -76,43 +76,43 @@ def _begun(work: Any) -> Work:
 class ControlGroup:
     """Messages to the first rank and back, over a gloo group of the ranks with these global numbers, in order.
 
-    After `send` or `collect` nothing else may begin until their answer has ended. All tensors are on the CPU. The
-    handle that a method returns raises from `wait` when a rank is lost, at the latest after the group's timeout;
-    `Ranks.wait` gives it up if another rank ends the job.
+    After `send` or `collect`, start nothing else until the answer is complete. All tensors are on the CPU. If a rank is
+    lost, `wait` of the returned future raises, at the latest after the group's timeout. `Ranks.wait` stops waiting if
+    another rank ends the job.
     """
 
     def __init__(self, ranks: list[int], timeout: Any = None) -> None:
         self.rank, self.workers, self._root = ranks.index(dist.get_rank()), len(ranks), ranks[0]
         self._group = new_gloo_group(ranks, timeout)
-        self._keeps = weakref.finalize(self, keep, self._group)  # where nobody releases it, a message may be under way
+        self._keeps = weakref.finalize(self, keep, self._group)  # if never released, a message may be under way
         self._sending: tuple[Any, Tensor] | None = None
 
     def send(self, row: Tensor, answer: Tensor) -> Work:
-        """Not on the first rank: give it `row`; done when its `answer` is here."""
+        """Not on the first rank: send it `row`; complete when its `answer` has arrived."""
         self._sending = dist.gather(row, dst=self._root, group=self._group, async_op=True), row
         return _begun(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
 
     def collect(self, row: Tensor, rows: Tensor) -> Work:
-        """On the first rank: its own `row` (n,) and everyone's into `rows` (W, n)."""
+        """On the first rank: gather its own `row` (n,) and all others into `rows` (W, n)."""
         every = list(rows.unbind())
         return _begun(dist.gather(row, every, dst=self._root, group=self._group, async_op=True))
 
     def answer(self, answer: Tensor) -> Work:
-        """On the first rank: to all, once what they sent was collected."""
+        """On the first rank: send `answer` to all, after their rows were collected."""
         return _begun(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
 
     def all_gather(self, row: Tensor, rows: Tensor) -> Work:
-        """Everyone's `row` (n,) into `rows` (W, n), on every rank."""
+        """Gather every rank's `row` (n,) into `rows` (W, n), on every rank."""
         return _begun(dist.all_gather(list(rows.unbind()), row, group=self._group, async_op=True))
 
     def all_sum(self, row: Tensor, total: Tensor) -> Work:
-        """The sum of everyone's `row` (n,) into `total` (n,), on every rank."""
+        """Sum every rank's `row` (n,) into `total` (n,), on every rank."""
         total.copy_(row)
         return _begun(dist.all_reduce(total, group=self._group, async_op=True))
 
     @chained
     def broadcast(self, values: Tensor) -> Iterator[Work]:
-        """The first rank's `values`, on every rank."""
+        """Copy the first rank's `values` to every rank."""
         row = torch.zeros(1)
         if self.rank:
             yield self.send(row, values)
@@ -121,7 +121,7 @@ class ControlGroup:
             yield self.answer(values)
 
     def release(self) -> list[dist.ProcessGroup]:
-        """The process groups behind it, which are the caller's now."""
+        """The process groups behind it; the caller owns them from now on."""
         group = self._group
         del self._group
         self._keeps.detach()
@@ -130,11 +130,11 @@ class ControlGroup:
 
 
 class HierarchicalGroup(ControlGroup):
-    """The same over two levels: a room of this rank and its neighbours, and the first of every room, its head."""
+    """The same on two levels: a subgroup ("room") of neighbouring ranks, and a group of their first ranks ("heads")."""
 
     def __init__(self, ranks: list[int], timeout: Any = None) -> None:
         self.rank, self.workers = ranks.index(dist.get_rank()), len(ranks)
-        self._seats = seats = math.ceil(math.sqrt(self.workers))  # of a full room
+        self._seats = seats = math.ceil(math.sqrt(self.workers))  # ranks of a full room
         require_descriptors(2 * seats, self.workers)
         head = self.rank - self.rank % seats
         self._room = ControlGroup(ranks[head : head + seats], timeout)
@@ -162,7 +162,7 @@ class HierarchicalGroup(ControlGroup):
     @chained
     def answer(self, answer: Tensor) -> Iterator[Work]:
         assert self._heads is not None
-        yield from [self._heads.answer(answer), self._room.answer(answer)]  # both are begun at once
+        yield from [self._heads.answer(answer), self._room.answer(answer)]  # both start at once
 
     @chained
     def all_gather(self, row: Tensor, rows: Tensor) -> Iterator[Work]:
@@ -186,14 +186,14 @@ class HierarchicalGroup(ControlGroup):
         return self._room.release() + (self._heads.release() if self._heads is not None else [])
 
     def _neighbours(self, row: Tensor) -> Tensor:
-        """The slots of this room's rows, (seats, n); those of empty seats stay 0."""
+        """Memory for this room's rows, (seats, n); empty seats stay 0."""
         return row.new_zeros(self._seats, len(row))
 
 
 def open_control(ranks: list[int], timeout: Any = None) -> ControlGroup:
-    """For the ranks with these global numbers, this one among them. A collective call of those ranks alone.
+    """The control group of the ranks with these global numbers, this one included. A collective call of only those.
 
-    Raises `ConfigError` if this process may not open as many sockets as that takes.
+    Raises `ConfigError` if this process may not open enough sockets.
     """
     if len(ranks) > FLAT_UP_TO:
         return HierarchicalGroup(ranks, timeout)
@@ -202,7 +202,7 @@ def open_control(ranks: list[int], timeout: Any = None) -> ControlGroup:
 
 
 def require_descriptors(sockets: int, workers: int) -> None:
-    """Raise `ConfigError` unless this process may open `sockets` more; the soft limit is raised where it may be."""
+    """Raise `ConfigError` unless this process may open `sockets` more; raises the soft limit if allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _open_now() + sockets + SPARE
     if soft == resource.RLIM_INFINITY or wanted <= soft:

@@ -1,6 +1,6 @@
-"""Which worker is on which host: what is known of a worker's speed goes with the host, not with the rank's number.
+"""Identifies workers by host, so that measured shares survive a change of rank numbers.
 
-A job that is started again deals ranks anew, and after a change of members there are more or fewer of them.
+A restarted job numbers its ranks anew, and after a change of members it has more or fewer ranks.
 """
 
 import itertools
@@ -21,12 +21,12 @@ MOST_AWAY = 1024
 
 
 def own_host() -> str:
-    """This worker's host."""
+    """The name of this worker's host."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
 def workers_of(hosts: Sequence[str]) -> list[str]:
-    """A name for each worker: its host, and which of the host's workers it is.
+    """A name for each worker: its host, and its number among the host's workers.
 
     >>> workers_of(["b", "a", "a"])
     ['b/0', 'a/0', 'a/1']
@@ -36,11 +36,11 @@ def workers_of(hosts: Sequence[str]) -> list[str]:
 
 
 def remembered(known: Mapping[str, float], workers: Sequence[str], sizes: Ints) -> dict[str, float]:
-    """Shares by worker, of those that are here and of those that were: relative, on one scale.
+    """Relative shares by worker, of those here now and of earlier ones, on one scale.
 
-    sizes   (W,) of the workers that are here now
+    sizes   (W,) of the workers here now
 
-    The newest `MOST_AWAY` of those that are away are kept.
+    Of absent workers the newest `MOST_AWAY` are kept.
 
     >>> remembered({"a/0": 1.0, "b/0": 3.0}, ["a/0", "c/0"], np.array([20, 20]))
     {'b/0': 60.0, 'a/0': 20.0, 'c/0': 20.0}
@@ -53,7 +53,7 @@ def remembered(known: Mapping[str, float], workers: Sequence[str], sizes: Ints) 
 
 
 def shares_of(known: Mapping[str, float], workers: Sequence[str]) -> Floats:
-    """Relative shares (W,) to begin with: those that are known, and their mean for workers that are new.
+    """Relative shares (W,) to start with: known ones, and for new workers the mean of those.
 
     >>> shares_of({"a/0": 20.0, "b/0": 60.0}, ["b/0", "c/0", "a/0"]).tolist()
     [60.0, 40.0, 20.0]

@@ -1,7 +1,7 @@
-"""Which ranks are alive, and why one is not.
+"""Detects which ranks are alive, and why one is not.
 
-Silence is counted by who listens, only as far as that one was awake itself: no clocks are compared, and a rank that was
-stopped accuses nobody.
+The listener counts silence, and only while it was itself awake. So no clocks are compared, and a rank that was stopped
+does not report others as silent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from dynamix.errors import DynamixError, WorkerLostError
 
 BEAT_S = 1.0
-QUIET_S = 1.5  # of silence: what the rank said of what it waits for is no longer known
-SUSPECT_S = 3.5  # of silence: a failed collective then names the rank
-LATE_S = 6.0  # of silence, of a rank that has yet to begin
-SILENT_S = 5.0  # of silence: the log says it then, and again after twice as long
-STORE = -1  # in place of a rank
+QUIET_S = 1.5  # of silence: what the rank said it waits for is outdated
+SUSPECT_S = 3.5  # of silence: an error of a collective then names the rank
+LATE_S = 6.0  # of silence, for a rank that has not begun
+SILENT_S = 5.0  # of silence: logged now, and again after each doubling
+STORE = -1  # stands for the store, in place of a rank
 _COLLECTIVE = re.compile(
     r"gloo|NCCL|[Cc]onnection (was )?(closed|reset|refused)|[Tt]imed out|timeout|Broken pipe|recvValue|sendBytes"
 )
@@ -31,7 +31,7 @@ _log = logging.getLogger("dynamix")
 
 
 def failed_collective(error: BaseException) -> bool:
-    """Whether `error` is what torch raises where ranks could not reach each other.
+    """Whether `error` is one that torch raises if ranks could not reach each other.
 
     >>> failed_collective(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1"))
     True
@@ -44,7 +44,7 @@ def failed_collective(error: BaseException) -> bool:
 
 
 class Silence:
-    """Seconds since a value last changed, as far as the listener itself was awake.
+    """Seconds since a value last changed, counted only while the listener was awake.
 
     >>> silence = Silence()
     >>> [silence.after(now, value, most=2.0) for now, value in ((0, "a"), (1, "a"), (2, "a"), (60, "a"), (61, "b"))]
@@ -56,47 +56,47 @@ class Silence:
         self._seconds, self._then = 0.0, 0.0
 
     def after(self, now: float, value: Any, *, most: float) -> float:
-        """The silence at `now`, where `value` was read; a gap of more than `most` seconds was the listener's own."""
+        """The silence at `now`, when `value` was read. In a gap of over `most` seconds the listener slept."""
         self._seconds = 0.0 if value != self._value else self._seconds + min(now - self._then, most)
         self._value, self._then = value, now
         return self._seconds
 
 
 class Liveness:
-    """Tells other ranks that this one lives, and holds what they told.
+    """Sends this rank's signs of life to other ranks, and keeps theirs.
 
-    beats  of this rank so far
-    word   this rank's last one
-    left   last words of others
-    news   number of the newest view of the first rank
+    beats  number of this rank's signs of life
+    word   this rank's last message
+    left   last messages of other ranks
+    news   number of the first rank's newest view
     """
 
     def __init__(self, rank: int, workers: int) -> None:
         self.rank, self.workers = rank, workers
         self.word, self.left, self.news = "", dict[int, str](), 0
-        self.here = {rank}  # ranks that the first one hears
-        self.quiet = set[int]()  # of these, those that have missed a beat
-        self.unaware = set(range(1, workers))  # of these, who has not read the first rank's last word
-        self._others: dict[int, float] = {}  # seconds of silence, of ranks that the first one hears
-        self._first: dict[int, float] = {}  # the same of the first, or of the store
+        self.here = {rank}  # ranks from which the first rank hears
+        self.quiet = set[int]()  # those of them that have missed a beat
+        self.unaware = set(range(1, workers))  # those of them that have not read the first rank's last message
+        self._others: dict[int, float] = {}  # seconds of silence by rank, counted by the first rank
+        self._first: dict[int, float] = {}  # the same for the first rank, or the store
         self._hosts = dict[int, str]()
-        self._said: dict[int, float] = {}  # silence at which the log says it next
+        self._said: dict[int, float] = {}  # silence at which the next line is logged
         self._heard: dict[int, Silence] = {}
         self._listened, self.beats = Silence(), 0
 
     def leave(self, word: str) -> None:
-        """This rank's last word is `word`."""
+        """Set `word` as this rank's last message."""
         self.word = word
 
     @property
     def silent(self) -> dict[int, float]:
-        """Ranks of which nothing was heard for `SUSPECT_S`, and for how many seconds."""
+        """Ranks that have been silent for `SUSPECT_S` or longer, with their seconds of silence."""
         return self._others | self._first
 
     def lost(self, error: BaseException, what: str) -> WorkerLostError:
-        """The error to raise if a collective, which was for `what`, has failed with `error`."""
+        """The error to raise if a collective for the purpose `what` has failed with `error`."""
         silent, left = self.silent, dict(self.left)
-        # Who ended because of another is no news, where that one is known.
+        # Ranks that ended because of another rank matter only if that one is unknown.
         left = {r: word for r, word in left.items() if not word.startswith("WorkerLostError")} or left
         said = [f"{self._name(rank)} has been silent for {s:.0f} s" for rank, s in sorted(silent.items())]
         if not silent:
@@ -115,7 +115,7 @@ class Liveness:
         return {"n": self.beats, "host": self._hosts[self.rank], "left": self.word, "aware": 0 in self.left}
 
     def lead(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> dict[str, Any]:
-        """The first rank's message to all, from the `beats` of those that have begun."""
+        """The first rank's message to all, from the `beats` of ranks that have begun."""
         numbers = {rank: beats[rank]["n"] if rank in beats else 0 for rank in range(self.workers)}
         heard = {
             rank: self._heard.setdefault(rank, Silence()).after(now, n, most=2 * BEAT_S) for rank, n in numbers.items()
@@ -131,7 +131,7 @@ class Liveness:
         return {"n": self.beats, "silent": silent, "left": left, "hosts": hosts}
 
     def follow(self, told: Mapping[str, Any]) -> None:
-        """The first rank tells this."""
+        """Process the first rank's message."""
         self.news = told["n"]
         self._hosts |= {int(rank): host for rank, host in told["hosts"].items()}
         self.left |= {int(rank): word for rank, word in told["left"].items() if int(rank) != self.rank}
@@ -139,14 +139,14 @@ class Liveness:
         self._say(self._others)
 
     def listen(self, now: float) -> None:
-        """Count how long the first rank, or for that one the store, has been silent."""
+        """Count the silence of the first rank; on the first rank, of the store."""
         about = 0 if self.rank else STORE
         seconds = self._listened.after(now, self.news, most=BEAT_S)
         self._first = {about: seconds} if seconds >= SUSPECT_S else {}
         self._say(self._first, about)
 
     def _say(self, silent: Mapping[int, float], *about: int) -> None:
-        """The log's lines, for those in `silent` and those that were and answer again (`about`: of these ranks)."""
+        """Log ranks that are silent, and ranks that answer again (of the ranks `about`, if given)."""
         for rank, seconds in silent.items():
             if seconds >= self._said.get(rank, SILENT_S):
                 self._said[rank] = 2 * seconds
@@ -165,13 +165,13 @@ class Liveness:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line, without the place in torch's sources that raised it."""
+    """The first line, without the position in torch's sources."""
     line = re.sub(r"^.*?\[/\S+\] ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
     return line.split(". This is typically")[0][:200]
 
 
 def own_host() -> str:
-    """Name, and the address by which it reaches the job's first rank."""
+    """This host's name, and the address with which it reaches the job's first rank."""
     name, master = socket.gethostname(), os.environ.get("MASTER_ADDR", "")
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))  # sends nothing

@@ -1,4 +1,4 @@
-"""How the ranks of a job come together: they meet, make a group of their own, and compare what they were given."""
+"""Connects the ranks of a job: rendezvous, a process group of their own, and a comparison of their arguments."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from dynamix.runtime.ranks.rendezvous import beside, meet, refuse
 from dynamix.runtime.ranks.store import job_store
 from dynamix.runtime.ranks.watch import AbortableWait, RankWatch
 
-_opened: Counter[str] = Counter()  # controllers of this process, by the name of their group
+_opened: Counter[str] = Counter()  # controllers of this process, by name of their group
 
 
 class Same(dict[str, Any]):
-    """Plain values by name, and once they were compared the ranks that hold the same."""
+    """Plain values by name, and after the comparison the ranks that hold equal values."""
 
     ranks: Ranks
 
     def compare(self, group: dist.ProcessGroup | None) -> Ranks:
-        """The `ranks` of `group`, which hold the same. A collective call: see `open_ranks`."""
+        """Connect the `ranks` of `group`, and check that values are equal. A collective call: see `open_ranks`."""
         self.ranks = Alone() if group is None else open_ranks(group, self)
         return self.ranks
 
 
 @contextmanager
 def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
-    """The object that is put in must be the same on all ranks of `group`, and an error inside is raised on all of them.
+    """The values put into the object must be equal on all ranks of `group`; an error inside is raised on all ranks.
 
-    A collective call; leaves those ranks in the answer's `ranks`. Raises `UsageError` on every rank when values differ
-    or only some ranks failed, the error itself where all failed alike.
+    A collective call; stores the ranks in the object's `ranks`. Raises `UsageError` on every rank if values differ or
+    only some ranks failed, and the error itself if all failed alike.
     """
     same, error = Same(error=None), None
     try:
@@ -57,10 +57,10 @@ def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
 
 
 def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
-    """Those of `group`, who were all `given` the same: plain values by name. A collective call.
+    """Connect the ranks of `group`, which must all pass equal values `given`, plain values by name. A collective call.
 
-    Raises `UsageError` on every rank if they were not, or wait for each other to make different groups, and
-    `WorkerLostError` in seconds where one is lost meanwhile.
+    Raises `UsageError` on every rank if values differ, or if ranks wait for each other to make different groups, and
+    `WorkerLostError` within seconds if a rank is lost meanwhile.
     """
     members, timeout, name = dist.get_process_group_ranks(group), timeout_of(group), str(group.group_name)
     meet(group, timeout_s=1800.0 if timeout is None else timeout.total_seconds())
@@ -78,12 +78,12 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
         watch.leave_with(error)
         raise
     watch.all_have_come()
-    weakref.finalize(ranks, watch.leave_unclosed)  # where the constructor that they are for fails
+    weakref.finalize(ranks, watch.leave_unclosed)  # in case the calling constructor fails
     return ranks
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
-    """This rank's number in `group`, 0 without one. Raises `UsageError` if it is not a member."""
+    """This rank's number in `group`, 0 without a group. Raises `UsageError` if it is not a member."""
     rank = 0 if group is None else dist.get_rank(group)
     if rank < 0:
         fix = "pass the group that this rank trains in, or make a Controller only on the ranks of that group"
@@ -94,9 +94,9 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 
 
 def require_no_launcher() -> None:
-    """Raise `UsageError` in one of several processes of a job whose process group does not exist yet.
+    """Raise `UsageError` if this is one of several processes of a job that has no process group yet.
 
-    torchrun and its like say how many they started in WORLD_SIZE.
+    torchrun and similar launchers set WORLD_SIZE to the number of processes.
     """
     started = os.environ.get("WORLD_SIZE", "")
     if started.isdigit() and int(started) > 1:
@@ -107,7 +107,7 @@ def require_no_launcher() -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> Any:
-    """The timeout of `group`, None where it has none to read."""
+    """The timeout of `group`; None if it cannot be read."""
     for device in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device)).options._timeout

@@ -1,4 +1,4 @@
-"""The other ranks of a job, as its parts know them: waits that can be given up, comparisons, errors that reach all."""
+"""Access to the other ranks of a job: waits that can be aborted, comparisons, errors that reach all ranks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _PARTED = {
 
 
 class Ranks:
-    """Those of a controller's own `group`. `rank` is this one's number among `workers`.
+    """The ranks of a controller's own `group`. `rank` is this rank's number among `workers`.
 
-    agreed   whether they have compared what they hold, since the start or the last load
+    agreed   whether they have compared their state since the start or the last load
     """
 
     group: ControlGroup | None
@@ -43,20 +43,20 @@ class Ranks:
 
     @property
     def lost(self) -> WorkerLostError | None:
-        """The error that was raised for a lost rank."""
+        """The error raised for a lost rank, if any."""
         return self._watch.lost
 
     # ------------------------------------------------------------ waits
 
     def wait(self, work: Any, what: str = "") -> None:
-        """`work.wait()` of a collective, or of the future of one, given up where another rank ends the job.
+        """`work.wait()` for a collective or its future. The wait ends if another rank ends the job.
 
-        what   it is for, in words: where it fails, a `WorkerLostError` then names the rank
+        what   its purpose, in words: if it fails, a `WorkerLostError` then names the rank
         """
-        future = isinstance(work, torch._C.Future)  # what a hook returns need be no `torch.futures.Future`
+        future = isinstance(work, torch._C.Future)  # a hook may return another type than `torch.futures.Future`
         if not (work.done() if future else work.is_completed()):
             arrived = threading.Event()
-            # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
+            # On CUDA it completes at once, like `work.wait()`: neither waits for the device.
             (work if future else work.get_future()).add_done_callback(lambda _: arrived.set())
             wait = None
             while not arrived.wait(LOOK_EVERY_S):
@@ -71,7 +71,7 @@ class Ranks:
                 raise told from error
 
     def wait_here(self, work: Any, what: str = "") -> None:
-        """`wait` for a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
+        """`wait` for a collective on CPUs; meanwhile no other thread of this process needs the GIL."""
         wait = None
         while True:
             try:
@@ -79,7 +79,7 @@ class Ranks:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    break  # meanwhile, or with an error of its own
+                    break  # completed meanwhile, or failed with its own error
             wait = wait or AbortableWait(self._watch)
             wait.look()
         self.wait(work, what)
@@ -88,7 +88,7 @@ class Ranks:
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
-        """Inside, a failed collective becomes a `WorkerLostError` that names the rank: `what` it was for, in words."""
+        """Inside, a failed collective raises a `WorkerLostError` that names the rank; `what`: its purpose, in words."""
         try:
             yield
         except RuntimeError as error:
@@ -97,13 +97,13 @@ class Ranks:
             raise
 
     def explain(self, error: BaseException, what: str) -> WorkerLostError:
-        """The error to raise if a collective, which was for `what`, has failed with `error`."""
+        """The error to raise if a collective for the purpose `what` has failed with `error`."""
         return self._watch.explain(error, what)
 
     # ------------------------------------------------------------ what all call
 
     def rows(self, mine: Tensor, what: str) -> Any:
-        """Every rank's row `mine` (n,), as an array (W, n). A collective call."""
+        """Gather every rank's row `mine` (n,) into an array (W, n). A collective call."""
         every = mine.new_zeros(self.workers, len(mine))
         self.wait(self._control.all_gather(mine, every), what)
         return every.numpy()
@@ -114,14 +114,14 @@ class Ranks:
         return self.of_all(value)
 
     def of_all(self, value: Any) -> list[Any]:
-        """`gather` in a collective call to which all ranks have come."""
+        """`gather` within a collective call that all ranks have already entered."""
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = self.rows(torch.tensor([len(packed)]), "")[:, 0]
         rows = self.rows(pad(packed, (0, int(lengths.max()) - len(packed))), "")
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def of_first(self, value: Any) -> Any:
-        """The first rank's `value`, a plain object, as `of_all`."""
+        """The first rank's `value`, a plain object, under the conditions of `of_all`."""
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         length = torch.tensor([len(packed)])
         self.wait(self._control.broadcast(length))
@@ -130,30 +130,30 @@ class Ranks:
         return pickle.loads(packed.numpy().tobytes())
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Compare `facts`, plain values by name. A collective call.
+        """Check that `facts`, plain values by name, are equal on all ranks. A collective call.
 
-        Raises `UsageError` on every rank, naming what differs, by rank.
+        Raises `UsageError` on every rank, which names what differs and on which ranks.
         """
         self.agreed = True
         self._watch.errors.agreeing(FIRST_PASS)
         require_same(facts, self.rows, "The ranks do not begin training with the same settings", FIXES)
 
     def forget_agreement(self) -> None:
-        """The ranks may hold unlike things from now on, until they `agree` again; nobody is asked after the end."""
+        """The ranks' state may differ until they `agree` again. After the end no agreement is needed."""
         self.agreed = self.group is None
 
     def compare(self, facts: Mapping[str, Any], near: Mapping[str, float]) -> None:
-        """Compare `facts`, whose digests were not alike. A collective call; raises as `agree`, which says the rest."""
+        """Compare `facts` whose digests differed. A collective call; raises like `agree`, which compares all else."""
         self._watch.errors.agreeing("a comparison of settings and of the place in the data, which now differ")
         require_same(facts, self.rows, "The ranks no longer agree during training", _PARTED, near)
 
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks are in the collective call `what`.
 
-        Raises `UsageError` on every rank if some wait for something else instead: a later collective would not end.
+        Raises `UsageError` on every rank if some wait in another call: a later collective would never complete.
         """
         self._watch.errors.agreeing(what)
-        # As long as the first row of `require_same`: what the others are in may be that comparison.
+        # As long as the first row of `require_same`, because other ranks may be in that comparison.
         mine = torch.tensor([zlib.crc32(what.encode()), -1])
         if not bool((self.rows(mine, f"not all ranks came to {what}") == mine.numpy()).all()):
             raise self.end(UsageError(f"this rank waits in {what}, another one in something else: {ALIKE}"))
@@ -162,7 +162,7 @@ class Ranks:
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
-        """An error inside ends the ranks that then wait for this one, unless it goes on."""
+        """An error inside ends ranks that then wait for this one, unless this rank continues."""
         self._watch.errors.setup_goes_on()
         try:
             yield
@@ -174,41 +174,41 @@ class Ranks:
         """The loop begins an epoch."""
 
     def end(self, error: DynamixError) -> DynamixError:
-        """Tell the other ranks of `error`, which ends the job, stay until they know, and return it, to be raised."""
+        """Send `error`, which ends the job, to the other ranks, wait until they know, and return it to be raised."""
         return self._watch.end(error)
 
     def also_look(self, look: Look) -> None:
-        """Call `look` about once a second, in another thread."""
+        """Call `look` in another thread, about once a second."""
         self._watch.also_look(look)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop after the same step, soon."""
+        """Ask all ranks to stop soon, after the same step."""
         self._watch.request_stop()
 
     def stop_after(self, steps: int) -> bool:
-        """An optimizer step is over, `steps` in all: whether the job stops after it."""
+        """An optimizer step is done, number `steps`. Returns whether the job stops after it."""
         return self._watch.stopping.reached(steps, self._watch.require_alive)
 
     def release(self) -> list[dist.ProcessGroup]:
-        """The process groups behind the control group, which are the caller's now."""
+        """The process groups behind the control group; the caller owns them from now on."""
         group, self.group, self.agreed = self.group, None, True
         return [] if group is None else group.release()
 
     def leave(self, word: str = CLOSED) -> None:
-        """Say goodbye to the other ranks with `word`, and let go of the store; safe to call twice."""
+        """Send `word` as the last message to the other ranks, and release the store; safe to call twice."""
         self._watch.leave(word)
 
     def leave_with(self, error: BaseException) -> None:
-        """Tell the other ranks of `error`, with which this process is about to end."""
+        """Send `error`, with which this process is about to end, to the other ranks."""
         self._watch.leave_with(error)
 
     def leave_unclosed(self) -> None:
-        """Nobody has closed the controller, and it is collected or its process ends: perhaps with an error."""
+        """The controller was never closed, and is collected or its process ends, possibly with an error."""
         self._watch.leave_unclosed()
 
 
 class Alone(Ranks):
-    """Nobody else is there; whatever is asked of the others is answered at once."""
+    """A job with a single process; every request to other ranks returns at once."""
 
     def __init__(self) -> None:
         self.group, self.rank, self.workers, self.agreed = None, 0, 1, True
@@ -219,7 +219,7 @@ class Alone(Ranks):
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
-        """Raises `UsageError` if there are others by now."""
+        """Raises `UsageError` if there are other ranks by now."""
         require_alone()
         yield
 

@@ -1,8 +1,7 @@
-"""Rendezvous of ranks that are about to make one process group: they compare, in the job's store, which group each is
-about to make.
+"""Rendezvous before creating a process group: ranks compare, in the job's store, which group each is about to create.
 
-Making a group blocks until all of its ranks come to make the same one. Otherwise, if one of them made another group,
-they would wait for the timeout, half an hour, without a word why.
+Creating a group blocks until all of its ranks create the same one. Without a rendezvous, if one rank created another
+group, all would wait for the timeout, half an hour, without any message.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from dynamix.runtime.ranks.store import LINGER_S, held_here, job_store, own_conn
 
 Result = TypeVar("Result")
 
-LOOK_AFTER_S = 2.0  # of waiting, and between looks at where others are
-ELSEWHERE_S = 5.0  # another rank has said that it waits for another group, or cannot make its own
-WITHOUT_US_S = 20.0  # another rank has made a group without this one, and has not come since: the log says so
-LOOKED_AT = 32  # ranks at a time
-_KNOW = "dynamix/place/know"  # counts the ranks that were refused, or have read of one that was
-_meetings: Counter[tuple[int, ...]] = Counter()  # of this process, by the ranks that meet
+LOOK_AFTER_S = 2.0  # of waiting, and between checks of where others are
+ELSEWHERE_S = 5.0  # since another rank said that it waits for another group, or cannot create its own
+WITHOUT_US_S = 20.0  # since another rank created a group without this one and has not come: logged then
+LOOKED_AT = 32  # ranks per check
+_KNOW = "dynamix/place/know"  # counts ranks that were refused, or have read that another was
+_meetings: Counter[tuple[int, ...]] = Counter()  # of this process, by their ranks
 _FIX = "pass the same process_group to Controller(...) on all of its ranks"
 _log = logging.getLogger("dynamix")
 
 
 def meet(group: dist.ProcessGroup, *, timeout_s: float) -> None:
-    """Wait until all ranks of `group` are here to make another of them. A collective call of these.
+    """Wait until all ranks of `group` are about to create another group of them. A collective call of these ranks.
 
-    Raises `UsageError` if ranks wait for each other to make different groups, or one could not make any, and
-    `WorkerLostError` naming those that have ended, or did not come within `timeout_s`, and where the store does not
-    answer. A rank that is at work with others may come later; the log says which one is waited for.
+    Raises `UsageError` if ranks wait for each other to create different groups, or if one could not create any. Raises
+    `WorkerLostError`, which names the ranks, if some have ended or did not come within `timeout_s`, and if the store
+    does not answer. A rank that works with others may come later; the log says which rank is missing.
     """
     meeting, silence = Rendezvous(group), Silence()
 
@@ -57,16 +56,16 @@ def meet(group: dist.ProcessGroup, *, timeout_s: float) -> None:
 
 
 def beside(call: Callable[[], Result], look: Callable[[], None]) -> Result:
-    """`call()` in a thread of its own, which is left behind where `look`, called now and then, raises.
+    """`call()` in its own thread. `look` is called now and then; if it raises, the thread is abandoned.
 
-    A connection of its own to the store: torch's own calls wait without a timeout that anybody could set.
+    `call` needs its own connection to the store, because torch's calls wait without a timeout that could be set.
     """
     result = Future[Result]()
 
     def run() -> None:
         try:
             result.set_result(call())
-        except BaseException as error:  # raised again by who waits for it
+        except BaseException as error:  # raised again in the waiting thread
             result.set_exception(error)
 
     threading.Thread(target=run, name="dynamix-open", daemon=True).start()
@@ -76,13 +75,13 @@ def beside(call: Callable[[], Result], look: Callable[[], None]) -> Result:
 
 
 def refuse(why: str, *, store: Any = None, lost: int = 0) -> None:
-    """Tell those that wait for this rank that it will not come.
+    """Inform ranks that wait for this one that it will not come.
 
-    If the store ends with this process, it waits for them to read that, except for `lost` ranks, `LINGER_S` at most.
+    If the store ends with this process, wait until they have read that, except for `lost` ranks, `LINGER_S` at most.
     """
     store = store if store is not None else job_store()
     deadline = time.monotonic() + (LINGER_S if held_here(store) else 0.0)
-    with contextlib.suppress(RuntimeError):  # of a store that is gone
+    with contextlib.suppress(RuntimeError):  # the store is gone
         store.set(_place(dist.get_rank()), json.dumps({"error": why}))
         store.add(_KNOW, 1)
         while time.monotonic() < deadline and store.add(_KNOW, 0) < dist.get_world_size() - lost:
@@ -90,9 +89,9 @@ def refuse(why: str, *, store: Any = None, lost: int = 0) -> None:
 
 
 def require_alone() -> None:
-    """Raise `UsageError` where there is a process group, which there was not when this process's controller was made.
+    """Raise `UsageError` if a process group now exists, although this process's controller was made without one.
 
-    Launchers that set no WORLD_SIZE give no sign before.
+    Launchers that set no WORLD_SIZE allow no earlier check.
     """
     if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
         late = f"this controller was made before the process group of {ranks} ranks, so every rank would train alone"
@@ -107,9 +106,9 @@ def _place(rank: int) -> str:
 
 
 class Rendezvous:
-    """One rank's part in one meeting.
+    """One rank's part in one rendezvous.
 
-    answers   of the store so far
+    answers   number of the store's answers
     """
 
     store: Any
@@ -120,21 +119,21 @@ class Rendezvous:
         _meetings[tuple(self.ranks)] += 1
         whom = f"{self.ranks} {_meetings[tuple(self.ranks)]}"
         self.key = f"dynamix/meeting/{hashlib.sha256(whom.encode()).hexdigest()[:16]}"
-        self.seen: dict[int, tuple[dict[str, Any], float]] = {}  # what others said of where they are, and since when
-        self.told = set[int]()  # ranks of which the log has said that they are elsewhere
+        self.seen: dict[int, tuple[dict[str, Any], float]] = {}  # where other ranks said they are, and since when
+        self.told = set[int]()  # ranks that were logged as elsewhere
 
     def wait(self, timeout_s: float) -> None:
-        """Until all are here."""
+        """Wait until all are here."""
         self.store = own_connection(job_store())
         try:
             self._wait(timeout_s)
         except DynamixError as error:
-            with contextlib.suppress(RuntimeError):  # of a store that is gone meanwhile
+            with contextlib.suppress(RuntimeError):  # the store may be gone by now
                 self.store.add(self.key, -1)
             _meetings[tuple(self.ranks)] -= 1
             refuse(str(error), store=self.store, lost=len(error.ranks) if isinstance(error, WorkerLostError) else 0)
             raise
-        except RuntimeError:  # the store is gone: perhaps with a rank that has said why
+        except RuntimeError:  # the store is gone, perhaps with a rank that has said why
             for rank, (said, _) in self.seen.items():
                 if "error" in said:
                     self._judge(rank, said, math.inf)
@@ -160,17 +159,17 @@ class Rendezvous:
         self.store.set(_place(self.me), json.dumps({"ranks": self.ranks, "over": over}))
 
     def _look(self, now: float) -> None:
-        """Raise `UsageError` if a rank has been elsewhere for so long that it will not come."""
+        """Raise `UsageError` if a rank has been elsewhere so long that it will not come."""
         others = [rank for rank in self.ranks if rank != self.me]
         if len(others) > LOOKED_AT:
-            others = random.Random(now).sample(others, LOOKED_AT)  # their own randomness: the job's stays as it is
+            others = random.Random(now).sample(others, LOOKED_AT)  # not the job's generator
         for rank in others:
             said = self._said(rank)
             if said != self.seen.get(rank, ({}, now))[0]:
                 self.seen[rank] = said, now
                 if "error" in said:
                     self.store.add(_KNOW, 1)
-            if said:  # it has begun to make one
+            if said:  # it has begun to create a group
                 self._judge(rank, said, now - self.seen[rank][1])
             elif has_ended(rank, self.group):
                 told = f"rank {rank} has ended before it made a Controller. Its error is in its own log"
@@ -194,7 +193,7 @@ class Rendezvous:
         if "error" in place or place["ranks"] == self.ranks:
             return
         theirs = f"rank {rank} makes its Controller over ranks {place['ranks']}"
-        if since_s > ELSEWHERE_S and self._waits_for_me(rank) and self._waits_for_me(rank):  # a second look at all
+        if since_s > ELSEWHERE_S and self._waits_for_me(rank) and self._waits_for_me(rank):  # check all of it twice
             raise UsageError(f"{theirs}, rank {self.me} over ranks {self.ranks}: {_FIX}")
         if since_s > WITHOUT_US_S and rank not in self.told:
             self.told.add(rank)
@@ -202,8 +201,8 @@ class Rendezvous:
             _log.warning("%s, and %s. If it never does, %s", theirs, waits, _FIX)
 
     def _waits_for_me(self, rank: int) -> bool:
-        """Whether `rank` cannot go on before this one does: it waits for a group for which this rank, or another that
-        cannot go on before it, would have to come."""
+        """Whether `rank` cannot continue before this rank does: its group needs this rank, or another rank that cannot
+        continue before this one."""
         asked, known = [rank], {rank}
         while asked:
             said = self._said(asked.pop())

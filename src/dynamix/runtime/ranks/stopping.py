@@ -1,8 +1,8 @@
-"""How ranks agree on the step after which all of them stop: proposed, answered, settled, off the step path.
+"""Ranks agree on the step after which all stop: it is proposed, answered and settled outside the training step.
 
-The first rank proposes a step that nobody should have reached, every rank answers whether it was still before it, and
-when all were, the step is sure. One that was not makes it propose a later one. A rank that has said yes and arrives
-there before it is sure waits; nobody else ever does.
+The first rank proposes a step that probably no rank has reached, and every rank answers whether it is still before it.
+If all are, the step is settled; otherwise the first rank proposes a later one. A rank that has agreed and reaches the
+step before it is settled waits there; no other rank ever waits.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-AHEAD_S = 2.5  # how far ahead the first proposal is, by the speed of the moment: an answer takes less
+AHEAD_S = 2.5  # time to the first proposal, at the current speed; an answer takes less
 _POLL_S = 0.02
 
 
 class Stopping:
-    """One rank's part; the first rank also calls `lead`.
+    """One rank's part. The first rank also calls `lead`.
 
-    alone    there are no others, and a wish is enough
-    wanted   set by this rank: stop soon
-    steps    optimizer steps this rank has done
+    alone    the only rank: a request is enough
+    wanted   this rank requests to stop soon
+    steps    optimizer steps that this rank has done
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -32,16 +32,16 @@ class Stopping:
         self._steps_per_s, self._retries = 0.0, 0
 
     def want(self) -> None:
-        """Stop soon."""
+        """Request to stop soon."""
         self.wanted = True
 
     @property
     def under_way(self) -> bool:
-        """Whether something is still to be settled."""
+        """Whether a step is still to be settled."""
         return (self.wanted or self._at is not None) and not self._sure
 
     def reached(self, steps: int, check: Callable[[], None]) -> bool:
-        """A step is over, `steps` in all: whether to stop. `check` raises where waiting has become useless."""
+        """A step is done, number `steps`: whether to stop. `check` raises if waiting has become useless."""
         self.steps = steps
         if self.alone:
             return self.wanted
@@ -61,14 +61,14 @@ class Stopping:
         return self._round, self._at, self._sure
 
     def follow(self, proposal: Sequence[Any]) -> None:
-        """Answer what the first rank proposes."""
+        """Answer the first rank's proposal."""
         number, at, sure = proposal
         if number != self._round:
             self._take(number, at)
         self._sure = self._sure or (sure and self._at is not None)
 
     def lead(self, beats: Sequence[Mapping[str, Any]], now: float) -> None:
-        """On the first rank, with everybody's beat, its own included: propose, or settle."""
+        """On the first rank, with the beats of all ranks including its own: propose or settle."""
         if self._seen is not None and now > self._seen[1]:
             self._steps_per_s = max(0.0, (self.steps - self._seen[0]) / (now - self._seen[1]))
         self._seen = self.steps, now
@@ -85,7 +85,7 @@ class Stopping:
         self._take(self._round + 1, max(self.steps, *(beat["steps"] for beat in beats)) + ahead)
 
     def _take(self, number: int, at: int | None) -> None:
-        self._at = at  # before `steps` is read: `reached` writes that first, so one of the two sees the other
+        self._at = at  # before reading `steps`: `reached` writes that first, so one of the two sees the other
         before = at is not None and self.steps < at
         self._round, self._answer = number, [number, before]
         if not before:

@@ -1,7 +1,7 @@
-"""The job's key-value store, in which its ranks meet, and whether it is still there.
+"""The job's key-value store, which all its ranks use, and checks that it still exists.
 
-torchrun keeps it in a process of its own. Under srun, mpirun and mp.spawn it is in rank 0's process, and ends with it.
-A process that then makes another connection to it would try that for the store's timeout, half an hour.
+torchrun keeps it in a separate process. Under srun, mpirun and mp.spawn it is in rank 0's process, and ends with it.
+Another process that opens a connection then would retry for the store's timeout, half an hour.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch.distributed as dist
 
 from dynamix.errors import DynamixError, WorkerLostError
 
-CONNECT_S = 8.0  # for another connection: a host that is busy answers late, one without the store refuses at once
-LINGER_S = 10.0  # how long at most a rank that fails stays for the others to read why: it may hold the store
+CONNECT_S = 8.0  # for a new connection: a busy host answers late; one without the store refuses at once
+LINGER_S = 10.0  # longest that a failing rank stays so that others can read why: it may hold the store
 
 
 def job_store() -> Any:
-    """The key-value store through which the ranks of this job met."""
+    """The key-value store of this job's default process group."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
 
 
 def own_connection(store: Any, connect_s: float = CONNECT_S) -> Any:
-    """Another connection to `store`, behind which nobody else waits; `store` itself where there is no such thing.
+    """A separate connection to `store`, which no other thread uses; `store` itself if it cannot be cloned.
 
-    Raises `OSError` if nobody listens any more: `clone()` would try on, and fill the log with that.
+    Raises `OSError` if no process listens any more: `clone()` would retry, and fill the log.
     """
     if not hasattr(store, "clone"):
         return store
@@ -39,20 +39,20 @@ def own_connection(store: Any, connect_s: float = CONNECT_S) -> Any:
 
 
 def require_reachable(store: Any, connect_s: float = CONNECT_S) -> None:
-    """Raise `OSError` where nobody listens for the clients of `store` any more."""
+    """Raise `OSError` if no process listens for the clients of `store` any more."""
     if (address := _address(store)) is not None:
         socket.create_connection(address, timeout=connect_s).close()
 
 
 def held_here(store: Any) -> bool:
-    """Whether `store`, the job's, ends with this process."""
+    """Whether the job's `store` ends with this process."""
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return dist.get_rank() == 0 and not of_launcher and _address(store) is not None
 
 
 @contextmanager
 def store_is_there() -> Iterator[None]:
-    """An error inside that the loss of the job's store has led to is raised as `WorkerLostError`, which says so."""
+    """If the loss of the job's store caused an error inside, raise it as `WorkerLostError`, which says so."""
     try:
         yield
     except (RuntimeError, OSError) as error:

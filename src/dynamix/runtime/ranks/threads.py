@@ -1,6 +1,6 @@
-"""W ranks as threads of one process: a job whose decisions, windows and states are followed without processes.
+"""W ranks as threads of one process, to test a job's decisions, windows and states without processes.
 
-They meet over a wire in memory, and who waits there beats for all. All else is what ranks in processes run.
+They communicate in memory, and a waiting rank beats for all. Everything else is what ranks in processes run.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dynamix.runtime.ranks.liveness import BEAT_S
 from dynamix.runtime.ranks.ranks import Ranks
 from dynamix.runtime.ranks.watch import CLOSED, RankWatch
 
-STACK_BYTES = 512 * 1024  # of a rank's thread, of which there may be 1,024
+STACK_BYTES = 512 * 1024  # of a rank's thread; there may be 1,024
 T = TypeVar("T")
 
 
 class Call:
-    """A call of all ranks, `over` once the first `sources` of them have given their parts.
+    """A call of all ranks; `over` completes once the first `sources` of them have given their parts.
 
     parts    by rank
-    missing  ranks that have yet to give
-    came     ranks so far, with or without a part
+    missing  ranks that have not given their part
+    came     number of ranks that have come, with or without a part
     """
 
     def __init__(self, sources: int) -> None:
@@ -46,7 +46,7 @@ class Call:
             self.missing.remove(rank)
 
     def settle(self, left: set[int]) -> None:
-        """Let it end if nothing is missing, or a part of those who have `left`."""
+        """Complete it if nothing is missing; fail it if a missing part is one of the ranks that have `left`."""
         if self.over.done():
             return
         if lost := self.missing & left:
@@ -56,14 +56,14 @@ class Call:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Parts that are rows (n,) of one length, (W, n)."""
+        """The parts as one tensor (W, n), if they are rows (n,) of one length."""
         return torch.stack(self.parts)
 
 
 class ThreadWire:
-    """The memory that the ranks of one process share in place of sockets and a store.
+    """The memory that the ranks of one process share, instead of sockets and a store.
 
-    Calls of a kind are matched by order, as gloo's are. One that needs a rank which has left fails, also where it comes
+    Calls of a kind are matched by order, as in gloo. A call that needs a rank which has left fails, even if it comes
     later.
     """
 
@@ -72,18 +72,18 @@ class ThreadWire:
         self.beating = threading.RLock()
         self._watches = [ThreadWatch(self, rank) for rank in range(workers)]
         self._beaten = -math.inf
-        self._lock = threading.RLock()  # what waits for a call goes on inside, and may make the next one
+        self._lock = threading.RLock()  # reentrant: callbacks run inside, and may make the next call
         self._open: dict[tuple[str, int], Call] = {}
         self._left = set[int]()
 
     def ranks(self) -> list[Ranks]:
-        """Each to be handed to a thread, which calls `leave` or `leave_with` at its end."""
+        """One object per rank; its thread calls `leave` or `leave_with` at the end."""
         return [Ranks(ThreadGroup(self, watch), watch) for watch in self._watches]
 
     # ------------------------------------------------------------ in place of sockets
 
     def join(self, kind: str, number: int, sources: int, rank: int, part: Any) -> Call:
-        """Take what `rank` gives (None: nothing) to the call of this kind with this `number`."""
+        """Add the part of `rank` (None: nothing) to the call of this kind with this `number`."""
         with self._lock:
             call = self._open.setdefault((kind, number), Call(sources))
             call.come(rank, part)
@@ -93,7 +93,7 @@ class ThreadWire:
         return call
 
     def leave(self, rank: int) -> None:
-        """It gives nothing more."""
+        """`rank` gives nothing more."""
         with self._lock:
             self._left.add(rank)
             for call in list(self._open.values()):
@@ -102,7 +102,7 @@ class ThreadWire:
     # ------------------------------------------------------------ in place of a thread for each rank's watch
 
     def beat(self, every_s: float = 0.0) -> None:
-        """Tell all others what each rank has to tell; not again within `every_s`."""
+        """Send every rank's messages to all others; not again within `every_s`."""
         with self.beating:
             if time.monotonic() < self._beaten + every_s:
                 return
@@ -113,7 +113,7 @@ class ThreadWire:
             self._beaten = time.monotonic()
 
     def beat_until(self, known: Callable[[], bool]) -> None:
-        """Ends at the latest when all were told and have answered."""
+        """Beat until `known()`, at most until all ranks have received the messages and answered."""
         for _ in range(3):
             with self.beating:
                 if known():
@@ -122,7 +122,7 @@ class ThreadWire:
 
 
 class ThreadWatch(RankWatch):
-    """The watch of one of those ranks. No thread beats for it: who waits beats for all."""
+    """The watch of one of those ranks. It has no beating thread: a waiting rank beats for all."""
 
     def __init__(self, wire: ThreadWire, rank: int) -> None:
         super().__init__(wire.store, rank, wire.workers, threads=False)
@@ -140,7 +140,7 @@ class ThreadWatch(RankWatch):
         self._until(lambda: not self.stopping.under_way)
 
     def told(self) -> DynamixError | None:
-        """A rank that ends the job, or fails before training, goes on only once all know."""
+        """Like a rank that ends the job or fails before training: that one continues only once all know."""
         return self.errors.ended or self.errors.setup_error
 
     def leave(self, word: str = CLOSED, *, linger: bool = False) -> None:
@@ -181,14 +181,14 @@ class ThreadGroup(ControlGroup):
         return self._join("sum", row.clone(), lambda call: _copy(total, call.rows.sum(0)))
 
     def release(self) -> list[dist.ProcessGroup]:
-        """There is no process group behind it."""
+        """It has no process groups."""
         return []
 
     @chained
     def _join(
         self, kind: str, part: Any, take: Callable[[Call], None] | None = None, *, sources: int | None = None
     ) -> Iterator[Work]:
-        """`take` is called with the call once it is done; without it, this rank waits for nothing."""
+        """`take` gets the call once it is complete; without it, this rank does not wait."""
         with self._lock:
             number, self._calls = self._calls, self._calls + 1
         call = self._wire.join(kind, number, sources or self.workers, self.rank, part)
@@ -198,16 +198,16 @@ class ThreadGroup(ControlGroup):
 
 
 def _copy(to: Tensor, value: Tensor) -> None:
-    """Shapes must be alike: nothing is broadcast."""
+    """Copy a tensor of the same shape; nothing is broadcast."""
     if to.shape != value.shape:
         raise RuntimeError(f"ranks gave {tuple(value.shape)} numbers, and this one waits for {tuple(to.shape)}")
     to.copy_(value)
 
 
 def in_threads(main: Callable[[Ranks], T], workers: int) -> list[T]:
-    """The values that `main(ranks)` returns on each rank, by rank; every rank has a thread of its own.
+    """What `main(ranks)` returns on each rank, by rank; every rank has its own thread.
 
-    Raises what was raised first, once all threads have ended: the others then wait for nothing.
+    Raises the first error once all threads have ended; after an error the others no longer wait.
 
     >>> def main(ranks: Ranks) -> list[int]:
     ...     return ranks.gather(ranks.rank**2, "squares")

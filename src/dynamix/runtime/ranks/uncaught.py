@@ -11,9 +11,9 @@ _before: list[Callable[[type[BaseException], BaseException, TracebackType | None
 
 
 def tell_of_uncaught(listener: Listener) -> None:
-    """As long as the owner of this method lives, call it before an error that nobody caught is printed.
+    """While the owner of this method lives, call the method before an uncaught error is printed.
 
-    The hook that came last is called first.
+    Listeners that were added last are called first.
     """
     _listeners.append(weakref.WeakMethod(listener, _listeners.remove))
     if not _before:

@@ -1,10 +1,10 @@
-"""The watch of a job's ranks: a beat a second through the job's store, never on the step path.
+"""Watches a job's ranks: one beat a second through the job's store, outside the training step.
 
-Every rank writes one key: that it lives, whether it ends the job and why, what it waits for, whether it wishes to stop,
-its last word. The first rank reads them all and writes one view, which the others read: three requests a second and
-rank, whatever the world size. A rank that waits for others looks at what was read, never at the store.
+Every rank writes one key: that it lives, whether it ends the job and why, what it waits for, whether it requests to
+stop, its last message. The first rank reads all keys and writes one view, which the others read: three requests a
+second and rank for any number of ranks. A rank that waits for others looks at what was read, never at the store.
 
-One thread talks to the store. Another counts what it hears, because a store on a host that hangs never answers, and its
+One thread talks to the store. Another measures the silence, because a store on a host that hangs never answers, and its
 clients have no timeout.
 """
 
@@ -26,21 +26,21 @@ from dynamix.runtime.ranks.stopping import Stopping
 from dynamix.runtime.ranks.store import LINGER_S, own_connection
 from dynamix.runtime.ranks.uncaught import tell_of_uncaught
 
-HASTE_S = 0.2  # between beats while ranks wait for a word
-GONE_S = 15.0  # of silence: nobody waits any longer for the rank's word on when to stop
-VERDICT_S = 7.0  # longest time that a failed collective waits to learn which rank it was
-NAMED_S = 1.2  # rank 0, which hears all, stays so long for the others to read which rank was lost
-KNOWN_S = 3.0  # how long a rank that ends the job stays for the others to read why: it may hold the store
-ANSWER_S = 1.0  # longest wait for others' word on why a collective has failed, and for this rank's own to be written
-LEAVE_S = 2.0  # for the last word
-CONNECT_S = 1.0  # for another connection to a store that did not answer
+HASTE_S = 0.2  # between beats while ranks wait for a message
+GONE_S = 15.0  # of silence: no rank waits any longer for this one's answer on when to stop
+VERDICT_S = 7.0  # longest that a failed collective waits to find out which rank failed
+NAMED_S = 1.2  # rank 0, which hears from all, stays so long that others can read which rank was lost
+KNOWN_S = 3.0  # a rank that ends the job stays so long for others to read why: it may hold the store
+ANSWER_S = 1.0  # longest wait for others' message on why a collective failed, and for this rank's to be written
+LEAVE_S = 2.0  # for the last message
+CONNECT_S = 1.0  # for a new connection to a store that did not answer
 GIVE_UP_S = 60.0  # without an answer: the store is gone
 LOOK_EVERY_S = 0.25
 LOOK_EVERY = timedelta(seconds=LOOK_EVERY_S)
-BESIDE_S = 5.0  # in one wait, while another rank waits for an agreement that this one does not know of: a deadlock
-SETUP_ERROR_S = 8.0  # in one wait, while another rank has raised an error before training and not gone on
+BESIDE_S = 5.0  # of one wait, while another rank waits in an agreement that this one has not entered: a deadlock
+SETUP_ERROR_S = 8.0  # of one wait, while another rank has raised an error before training and not continued
 CLOSED = "its controller was closed"
-# What a rank does: it waits for nobody; for others, where their errors reach it; in a collective of its loop.
+# The state of a rank: it waits for no other; it waits, and others' errors reach it; it is in a collective of its loop.
 RUNS, WAITS, INSIDE = "012"
 Look = Callable[[str], tuple[bool, DynamixError | None]]
 """Gets the place of every rank, a character each; says whether this one is INSIDE, and an error that ends the job."""
@@ -48,10 +48,10 @@ _log = logging.getLogger("dynamix")
 
 
 class RankWatch:
-    """One rank's part, of `workers` that meet in `store` under `prefix`. It begins at once; `leave` ends it.
+    """One rank's watch, of `workers` ranks that use keys under `prefix` in `store`. It starts at once; `leave` ends it.
 
-    clock     seconds, as `time.monotonic`
-    threads   False: somebody calls `beat` and `listen` now and then
+    clock     seconds, like `time.monotonic`
+    threads   False: the caller runs `beat` and `listen` now and then
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RankWatch:
         self._viewed = Silence()
         self._setting_up = True
         self._source: Any = store
-        self._store: Any = None  # a connection of the thread's own
+        self._store: Any = None  # a connection that only the thread uses
         self._begun = {rank}
         self._haste_until = -math.inf
         self._wake, self._end = threading.Event(), threading.Event()
@@ -85,7 +85,7 @@ class RankWatch:
     # ------------------------------------------------------------ in the loop
 
     def require_alive(self) -> None:
-        """Raise `WorkerLostError` where a rank whose word on when to stop is waited for has ended, or is silent."""
+        """Raise `WorkerLostError` if a rank whose answer on when to stop is needed has ended, or is silent."""
         if self.alive.left or self._silent_s() > GONE_S:
             raise self.explain(RuntimeError("no answer"), "the ranks could not agree on the step to stop after")
 
@@ -93,24 +93,24 @@ class RankWatch:
         return max(self.alive.silent.values(), default=0.0)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop after the same step, soon. A handler of a signal may call it: it takes no lock."""
+        """Ask all ranks to stop soon, after the same step. A signal handler may call it: it takes no lock."""
         self.stopping.want()
 
     # ------------------------------------------------------------ while this rank waits for others
 
     def hurry(self, seconds: float = 2 * HASTE_S) -> None:
-        """Beat more often, for so long: this rank waits for a word."""
+        """Beat more often for `seconds`, because this rank waits for a message."""
         if self.clock() >= self._haste_until:
             self._wake.set()
         self._haste_until = max(self._haste_until, self.clock() + seconds)
 
     def require_all_come(self) -> None:
-        """Raise `WorkerLostError` while controllers are made, if a rank, or the store, has not been heard for long."""
+        """Raise `WorkerLostError` if a rank, or the store, has long been silent while controllers are made."""
         if self._setting_up and self._silent_s() > LATE_S:
             raise self.explain(RuntimeError("no answer"), "not all ranks have made a Controller")
 
     def all_have_come(self) -> None:
-        """All ranks have made their controllers: from now on one may be silent for a while."""
+        """All ranks have made their controllers: from now on a rank may be silent for a while."""
         self._setting_up = False
 
     def told(self) -> DynamixError | None:
@@ -126,7 +126,7 @@ class RankWatch:
         self._looks.append(look)
 
     def end(self, error: DynamixError) -> DynamixError:
-        """Tell the other ranks of `error`, stay until they know or `KNOWN_S` are over, and return it, to be raised."""
+        """Send `error` to the other ranks, wait until they know, at most `KNOWN_S`, and return it to be raised."""
         if self.errors.ended is None:
             self.errors.end(error)
             self._until(lambda: self.errors.all_know, KNOWN_S)
@@ -139,9 +139,9 @@ class RankWatch:
         self._until(lambda: self.alive.beats > said + 1, ANSWER_S)
 
     def explain(self, error: BaseException, what: str) -> WorkerLostError:
-        """The error to raise if a collective has failed with `error`: as soon as it is known which rank it was.
+        """The error to raise if a collective has failed with `error`, once it is known which rank failed.
 
-        Waits for that `VERDICT_S` at most; what cannot be known is not said.
+        Waits for that at most `VERDICT_S`; what is still unknown then is left out.
         """
         if self.lost is None:
             alive = self.alive
@@ -153,7 +153,7 @@ class RankWatch:
         return self.lost
 
     def uncaught(self, error: BaseException) -> None:
-        """This process ends with `error`: say which rank it was, if another, and tell the others."""
+        """This process ends with `error`: note which other rank caused it, if one did, and inform the others."""
         if self.errors.ended is not None and self.errors.ended is not error:
             error.add_note(f"dynamix: {self.errors.ended}")
         elif failed_collective(error):
@@ -163,13 +163,13 @@ class RankWatch:
     # ------------------------------------------------------------ the end
 
     def leave_with(self, error: BaseException) -> None:
-        """Tell the other ranks of `error`, with which this process is about to end."""
+        """Send `error`, with which this process is about to end, to the other ranks."""
         self.leave(f"{type(error).__name__}: {first_line(error)}", linger=True)
 
     def leave(self, word: str = CLOSED, *, linger: bool = False) -> None:
-        """Say goodbye with `word`, end the threads and let go of the store; safe to call twice.
+        """Send `word` as the last message, end the threads and release the store; safe to call twice.
 
-        linger   rank 0, whose process may hold the store, stays until the others have read that, or live no more
+        linger   rank 0, whose process may hold the store, stays until the others have read it or are no longer alive
         """
         if self._end.is_set():
             return
@@ -185,10 +185,10 @@ class RankWatch:
             self._store = self._source = None
 
     def leave_unclosed(self) -> None:
-        """Nobody has closed the controller, and it is collected or its process ends: perhaps with an error."""
+        """The controller was never closed, and is collected or its process ends, possibly with an error."""
         word = "its process ended"
         if self.rank == 0 and threading.main_thread().is_alive():
-            # Who collects it does not wait, but a process that ends does, for this thread.
+            # A garbage collection must not wait; a process that ends does wait for this thread.
             threading.Thread(target=self.leave, args=(word,), kwargs={"linger": True}, name="dynamix-leave").start()
         else:
             self.leave(word, linger=True)
@@ -196,12 +196,12 @@ class RankWatch:
     # ------------------------------------------------------------ the two threads
 
     def beat(self) -> None:
-        """Tell the store of this rank, and read there of the others."""
+        """Write this rank's state to the store, and read the others'."""
         if self._store is None:
             self._store = own_connection(self._source)
         store, key = self._store, f"{self._prefix}/view"
         place = WAITS if self.clock() < self._haste_until else RUNS
-        # A rank that stands still, the first one too, may have gone on since it waited.
+        # A rank that was stopped, even the first, may have an outdated view: others may have continued.
         stale = self._viewed.after(self.clock(), self.alive.news, most=2 * BEAT_S) >= QUIET_S
         for look in self._looks:
             inside, wrong = look(RUNS * len(self._places) if stale else self._places)
@@ -256,7 +256,7 @@ class RankWatch:
                 failed_since = None
                 if ends:
                     return
-            except Exception as error:  # a store's client raises many things; its silence is what counts
+            except Exception as error:  # a store's client raises many types; only its silence counts
                 _log.debug("the job's store did not answer: %s", error)
                 failed_since = failed_since or time.monotonic()
                 if self._end.is_set() or time.monotonic() - failed_since > GIVE_UP_S:
@@ -265,7 +265,7 @@ class RankWatch:
             self._wake.clear()
 
     def _pause_s(self, failed_since: float | None) -> float:
-        """Until the next beat: from one failure to the next twice as long."""
+        """Seconds until the next beat; after failures the pause doubles each time."""
         if self._end.is_set():
             return 0.0
         if failed_since is not None:
@@ -274,9 +274,9 @@ class RankWatch:
         return HASTE_S if hurry or self._setting_up or self.stopping.under_way else BEAT_S
 
     def _connect_again(self) -> None:
-        """After a failed call: a store's client does not mend a connection that broke."""
+        """After a failed call: a store's client does not repair a broken connection."""
         if self._store is not None and hasattr(self._store, "clone"):
-            self._store.set_timeout(timedelta(seconds=CONNECT_S))  # the clone's too, so that `leave` need not wait long
+            self._store.set_timeout(timedelta(seconds=CONNECT_S))  # the clone's, too, so that `leave` is not delayed
             self._store = own_connection(self._store, CONNECT_S)
 
     def _listen(self) -> None:
@@ -284,7 +284,7 @@ class RankWatch:
             self.listen()
 
     def _until(self, known: Callable[[], bool], most_s: float) -> None:
-        """Wait, in haste, until it is `known`, or `most_s` are over; not after the end."""
+        """Wait, with frequent beats, until `known()`, at most `most_s`; not after the end."""
         deadline = time.monotonic() + most_s
         self.hurry(most_s)
         self._wake.set()
@@ -294,17 +294,17 @@ class RankWatch:
 
 
 class AbortableWait:
-    """One wait of this rank for others, in Python: it is given up where another rank ends the job."""
+    """One wait of this rank for others, in Python. It ends if another rank ends the job."""
 
     def __init__(self, watch: RankWatch) -> None:
         self.watch = watch
         self._looked = watch.clock()
-        # Seconds of this wait, as far as this rank was awake: that another one waits for an agreement, or is in an
-        # error that it raised before training.
+        # Seconds of this wait, counted only while this rank was awake, in which another rank waits in an agreement, or
+        # has an error that it raised before training.
         self._beside_s = self._error_s = 0.0
 
     def look(self) -> None:
-        """Raise what another rank has ended the job with, if one did. To be called now and then while waiting."""
+        """Raise the error with which another rank has ended the job, if one has. Call it now and then while waiting."""
         watch, errors = self.watch, self.watch.errors
         watch.hurry()
         beside, error, now = errors.beside, errors.setup_error, watch.clock()
