@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, how they are packed, checked as a whole, and loaded."""
+"""Checkpoints: contents, packing, a check of the whole state, and loading."""

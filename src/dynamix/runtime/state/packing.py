@@ -1,8 +1,8 @@
-"""Parts of a checkpoint whose structure varies, as one value: text, tensors, and what is neither.
+"""Packs parts of a checkpoint whose structure varies into one value: text, tensors, and other objects.
 
-A framework that flattens a state (`torch.distributed.checkpoint`) wants the same keys in every one, and
-`torch.load(weights_only=True)` plain types. So a part is a tuple `(text, tensors, objects)`: JSON in which long lists
-of numbers, arrays and tensors are names of `tensors`, and what JSON does not know is a name of `objects`.
+A framework that flattens a state (`torch.distributed.checkpoint`) requires the same keys in every state, and
+`torch.load(weights_only=True)` plain types. So a part is a tuple `(text, tensors, objects)`. The text is JSON. Long
+lists of numbers, arrays and tensors in it are references into `tensors`, other values into `objects`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from dynamix.runtime.part import FIX
 
 Packed = tuple[str, tuple[Tensor, ...], tuple[Any, ...]]
 
-DEEPEST = 40  # containers in each other
-LONG = 16  # numbers from which a list is stored as a tensor
-_MARK = "$"  # begins the only key of a dict that stands for something else
+DEEPEST = 40  # nested containers
+LONG = 16  # length from which a list of numbers is stored as a tensor
+_MARK = "$"  # first character of a reference: the only key of its dict
 _marked, _form = methodcaller("startswith", _MARK), attrgetter("dtype", "shape")
-_KNOWN = {type(None), bool, int, str}  # to JSON, whatever the value is
+_KNOWN = {type(None), bool, int, str}  # types that JSON represents, whatever the value
 
 
 def pack(value: Any) -> Packed:
-    """`value` as one part: a copy, which training on does not change.
+    """Pack `value` as one part: a copy, which later training does not change.
 
-    Raises `StateError` for containers that are nested too deeply.
+    Raises `StateError` if containers are nested too deeply.
     """
     text, tensors, objects = _written(value)
     return text, tuple(map(Tensor.clone, tensors)), tuple(map(_copied, objects))
 
 
 def unpack(packed: Any, name: str = "part") -> Any:
-    """The inverse of `pack`. Raises `StateError`, naming the part, for what `pack` did not write."""
+    """The inverse of `pack`. Raises `StateError`, which names the part, for a value that `pack` did not write."""
     try:
         text, tensors, objects = packed
         if (type(packed), type(text), type(tensors), type(objects)) != (tuple, str, tuple, tuple):
@@ -66,14 +66,14 @@ def _written(value: Any) -> Packed:
 
 
 class _Kept(NamedTuple):
-    """Values beside the text, not copied."""
+    """The values that the text refers to, not copied."""
 
     tensors: list[Tensor]
     objects: list[Any]
 
 
 def _plain(value: Any, kept: _Kept, deep: int) -> Any:
-    """The part of `value` that JSON can hold; the rest goes into `kept`."""
+    """The part of `value` that JSON can represent; the rest goes into `kept`."""
     if type(value) in _KNOWN or isinstance(value, str):
         return value
     if isinstance(value, (float, np.floating)):
@@ -99,7 +99,7 @@ def _plain(value: Any, kept: _Kept, deep: int) -> Any:
 
 
 def _items(values: Iterable[Any], kept: _Kept, deep: int) -> list[Any]:
-    """All `values` of a container. Most of them JSON knows."""
+    """All `values` of a container. JSON represents most of them directly."""
     return [
         value if type(value) in _KNOWN or (type(value) is float and isfinite(value)) else _plain(value, kept, deep - 1)
         for value in values
@@ -112,7 +112,7 @@ def _name(mark: str, among: list[Any], value: Any) -> dict[str, int]:
 
 
 def _value(tensors: tuple[Tensor, ...], objects: tuple[Any, ...], found: dict[str, Any]) -> Any:
-    """A dict of the text, or what its mark stands for. The dicts in it come first."""
+    """A dict of the text, or the value that it refers to. Inner dicts are converted first."""
     if not any(map(_marked, found)):
         return found
     ((mark, of),) = found.items()
@@ -136,12 +136,12 @@ def _value(tensors: tuple[Tensor, ...], objects: tuple[Any, ...], found: dict[st
 def _copied(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
-    except Exception:  # of any kind: what a hook of the user's holds, and pickle may take nevertheless
+    except Exception:  # any error: a user's hook may hold objects that cannot be copied, yet can be pickled
         return value
 
 
 def _numbers(value: list[Any]) -> np.ndarray[Any, Any] | None:
-    """A long list of floats, or of whole numbers, or a regular one of such lists, as an array; None for others."""
+    """A long list of floats or of integers, or a regular list of such lists, as an array; None for any other list."""
     flat: Any = value
     while isinstance(flat, list) and flat and type(flat[0]) is list:
         if set(map(type, flat)) != {list} or len(set(map(len, flat))) != 1:
@@ -157,19 +157,19 @@ def _numbers(value: list[Any]) -> np.ndarray[Any, Any] | None:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two values would be written alike."""
+    """Whether two values would be written as the same text and tensors."""
     return checksum({"": _written(one)}) == checksum({"": _written(other)})
 
 
 def checksum(state: dict[str, Any]) -> str:
-    """SHA-256, 64 hex digits, of everything in a state but its `checksum`; of objects only the type counts.
+    """SHA-256, 64 hex digits, of a whole state except its `checksum`; of objects only the type counts.
 
     >>> checksum({"a": 1, "checksum": "of something else"}) == checksum({"a": 1})
     True
     """
     digest = hashlib.sha256()
     whole = {key: value for key, value in state.items() if key != "checksum"}
-    todo: list[tuple[str, Any, int]] = [("", whole, DEEPEST)]  # what is written before a value, and it; the last first
+    todo: list[tuple[str, Any, int]] = [("", whole, DEEPEST)]  # (text before, value, depth left); last first
     while todo:
         before, value, deep = todo.pop()
         if deep <= 0:

@@ -1,5 +1,4 @@
-"""The position of a job, and how another job goes on from there: its place in the data, and its division among
-workers."""
+"""A job's position in the data and its division among workers, and how another job resumes from them."""
 
 from __future__ import annotations
 
@@ -19,19 +18,19 @@ from dynamix.runtime.ranks.hosts import remembered, shares_of, workers_of
 from dynamix.runtime.state.packing import alike
 
 MOST_WORKERS = 2**20
-ORDER = ("dataset_size", "seed", "shuffle", "partition", "sharded")  # what must be the same in a job that goes on
-CHECKSUMS = ("lengths", "order", *SELECTED)  # of what the sampler was given, and its order's name; empty where usual
+ORDER = ("dataset_size", "seed", "shuffle", "partition", "sharded")  # must be equal in a job that resumes
+CHECKSUMS = ("lengths", "order", *SELECTED)  # of the sampler's arguments, and its order's name; empty by default
 PLACE = {"epoch": int, "position": int, "rounds": int, "finished": bool, "taken": list}
 _STREAM = {**PLACE, **dict.fromkeys((*ORDER, "kind", "cuts", "regions", "iterable"), object), "sharded": bool}
 _SAMPLER = {**_STREAM, "dataset_size": int, "shuffle": bool}
 
 
 class SourceState(Part):
-    """Keeps what was loaded until there is a sampler or stream, which goes on from it.
+    """Keeps a loaded state until there is a sampler or stream to resume from it.
 
-    Its state holds `kind` (none, sampler, stream), `PLACE` and `ORDER`, `cuts` and `regions` of the epoch, and the
-    `iterable`'s own state, which is this rank's. `CHECKSUMS` that are not empty are beside the cuts, so that a state
-    without them is as it ever was.
+    Its state holds `kind` (none, sampler, stream), `PLACE` and `ORDER`, `cuts` and `regions` of the epoch, and this
+    rank's own state of the `iterable`. Nonempty `CHECKSUMS` are stored with the cuts, so a state without them has the
+    same form as earlier ones.
     """
 
     name = "source"
@@ -42,7 +41,7 @@ class SourceState(Part):
         self._waiting: dict[str, Any] | None = None
 
     def feed(self, source: BatchSampler | Stream) -> None:
-        """Let `source` deal the samples from now on. It goes on where a loaded state was."""
+        """Take samples from `source` from now on. It resumes from a loaded state."""
         if self._waiting is not None:
             source.check_state(self._waiting)
             source.go_on(self._waiting)
@@ -85,7 +84,7 @@ class SourceState(Part):
             self._source.go_on(own)
 
     def _own(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """The sampler's or stream's own state; None: there was none yet."""
+        """The sampler's or stream's own state; None if there was no sampler or stream."""
         if state["kind"] == "none":
             return None
         given = state["cuts"] if isinstance(state["cuts"], dict) else {"cuts": state["cuts"]}
@@ -94,7 +93,7 @@ class SourceState(Part):
 
 
 def _require_place(state: Any) -> None:
-    """Raise `StateError` for what no `SourceState` wrote, and for a place in which no sampler and no stream can be."""
+    """Raise `StateError` for a state that no `SourceState` wrote, or a position that is impossible."""
     kind = state.get("kind")
     if kind == "none":
         if not alike(state, SourceState(len(wholes("source.taken", state.get("taken"))), 1).state_dict()):
@@ -116,7 +115,7 @@ def _require_place(state: Any) -> None:
 
 
 def _require_cuts(state: dict[str, Any], cuts: Any, taken: int) -> None:
-    """Refuse cuts of the epoch's order that leave the data set, or that were not taken as far as said."""
+    """Raise `StateError` for cuts of the epoch's order that exceed the data set or contradict `taken`."""
     size, position, regions = state["dataset_size"], state["position"], state["regions"]
     if not size > 0 or position > size or state["finished"] != (position == size):
         said = f"position={position}, finished={state['finished']}"
@@ -139,12 +138,12 @@ def _require_cuts(state: dict[str, Any], cuts: Any, taken: int) -> None:
 
 
 class Resumed(NamedTuple):
-    """The values that a job goes on with.
+    """The values from which a job resumes.
 
-    same     the workers are those that saved the state, as far as that is known: each has its own measurements
-    opens    the round from which measurements count
-    ledger   a state of `Allocations`: from which rounds on how many samples per round, (W,), hold, and how many a
-             worker's own step has (0: workers do not step apart)
+    same     whether the workers are known to be those that saved the state: then each keeps its own measurements
+    opens    the first round whose measurements count
+    ledger   a state of `Allocations`: the round from which each entry applies, its samples per round, (W,), and the
+             samples of a local step (0: no local steps)
     """
 
     same: bool
@@ -153,14 +152,14 @@ class Resumed(NamedTuple):
 
 
 class Division(Part):
-    """The facts of a job and its ledger: what the states of all other parts depend on.
+    """The job's facts and allocations, on which the states of all other parts depend.
 
-    world_size, rank       of the job that saved a state, and whose `state_dict()` it is
-    hosts                  `names` of its ranks' hosts, or none where they are not known; `shares`, relative, of all
-                           workers that ever were there, by `hosts.workers_of`
-    accumulate, base_batch pieces of a round, and samples per round of all workers at the start (B0)
-    ledger_rounds, ledger_sizes   which samples per round hold from which round on; a row has one number more, the
-                           samples of a worker's own step, where workers step apart
+    world_size, rank       of the job that saved the state; `rank` is the rank whose `state_dict()` it is
+    hosts                  `names` of its ranks' hosts, empty if unknown; relative `shares` of all workers that were
+                           ever in the job, by `hosts.workers_of`
+    accumulate, base_batch micro-batches per round, and samples per round of all workers at the start (B0)
+    ledger_rounds, ledger_sizes   the round from which each row of samples per round applies; with local steps a row has
+                                  one number more, the samples of a local step
     """
 
     KEYS = ("world_size", "rank", "hosts", "accumulate", "base_batch", "ledger_rounds", "ledger_sizes")
@@ -201,11 +200,11 @@ class Division(Part):
                 wrong("ledger_sizes", row, f"multiples of accumulate={accumulate}, at least one above 0")
 
     def resumed(self, saved: Mapping[str, Any]) -> Resumed:
-        """How this job goes on from a `saved` state. Raises `ConfigError` if a fixed global batch is out of bounds.
+        """How this job resumes from a `saved` state. Raises `ConfigError` if a fixed global batch is out of bounds.
 
-        It has the saved ledger, within the bounds of today. With other workers the global batch is kept: workers whose
-        hosts were there before have the shares that they had, new ones the mean of these. If workers step apart, the
-        samples that they train at the same time are kept too.
+        It uses the saved allocations, within today's bounds. With other workers the global batch is kept: workers on
+        earlier hosts keep their shares, and new workers get the mean of these. With local steps, the samples that
+        workers train simultaneously are kept, too.
         """
         job, workers, before = self.job, self.workers, saved["world_size"]
         bounds, names = job.bounds_from(saved["base_batch"]), saved["hosts"]["names"]
@@ -229,13 +228,13 @@ class Division(Part):
         return Resumed(same, now, {"steps": [now], "sizes": [within], "pieces": [piece]})
 
     def go_on(self, saved: Mapping[str, Any], resumed: Resumed) -> None:
-        """Go on so from a `saved` state."""
+        """Apply a `saved` state in this way."""
         progress = saved["progress"]
         self.job.resume(saved["base_batch"], progress["steps"], progress["samples"], saved["hosts"]["shares"])
         self.allocations.load_state_dict(resumed.ledger)
 
     def warn_of_batch(self, saved: Mapping[str, Any]) -> None:
-        """Warn if the state brings another global batch than the script asks for; other workers share the saved one."""
+        """Warn if the state sets another global batch than the script; with other workers the saved one is kept."""
         here, workers, accumulate = self.job.base_batch, self.workers, self.job.accumulate
         began, theirs = saved["base_batch"], saved["accumulate"]
         if self.rank != 0 or saved["world_size"] != workers or began == here:

@@ -1,8 +1,8 @@
-"""The one schema of a controller's state: how it is written, checked as a whole, and loaded.
+"""The only schema of a controller's state: written, checked as a whole, and loaded here.
 
-Everything counts rounds and samples per round. Keys are the same in every state, whatever the job is made of; parts
-whose structure varies are packed (`packing`): `ranks` holds, by rank, what is a rank's own. A gathered state has
-`policy` too, if every rank decides for itself. A state is checked completely before any of it is applied.
+All counts are of rounds and samples per round. Every state has the same keys, for any job. Parts whose structure varies
+are packed (`packing`); `ranks` holds, by rank, each rank's own parts. If every rank decides for itself, a gathered
+state also holds each rank's `policy`. A state is checked completely before any of it is applied.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from dynamix.runtime.state.resume import Division, SourceState
 from dynamix.runtime.state.users import InOrder, PolicyState, Remembered, load_atomically
 
 STATE_SCHEMA = 2
-RANDOM_UP_TO = 64  # ranks whose random state a gathered state holds: 10 kB each
+RANDOM_UP_TO = 64  # most ranks whose random state a gathered state holds: 10 kB each
 _HEAD = ("schema", "version", "checksum")
-# Packed is all the rest: `torch.distributed.checkpoint` wants the same keys in every state.
+# All other keys are packed: `torch.distributed.checkpoint` requires the same keys in every state.
 _PLAIN = {*Division.KEYS, "progress", "source", "noise_scale"} - {"hosts"}
-_OF_SOURCE = ("cuts", "regions")  # packed in it
-_NEAR = 8  # frames between `torch.distributed.checkpoint` and here, at most
+_OF_SOURCE = ("cuts", "regions")  # packed separately within `source`
+_NEAR = 8  # most frames between `torch.distributed.checkpoint` and this function
 
 
 def asked_by_distributed_checkpoint() -> bool:
-    """Whether `torch.distributed.checkpoint` is asking all ranks for their states.
+    """Whether `torch.distributed.checkpoint` is calling for the states of all ranks.
 
-    If several ranks have a value under one name, it keeps that of any of them, a different one for each value. So what
-    it is given must be the same on all ranks. It passes nothing on that says so, and a rank that goes on must know all
-    names: the parts of ranks cannot have names of their own, of which more ranks would look for more.
+    If several ranks have a value under one name, it keeps one rank's, perhaps another rank's for each value. So all
+    ranks must return equal states. It passes no argument that says so. A rank that resumes must know all names, so
+    ranks' parts cannot have names of their own: more ranks would look for more names.
     """
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
     asks = [frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint") for frame in frames[:_NEAR]]
@@ -48,12 +48,12 @@ def asked_by_distributed_checkpoint() -> bool:
 
 
 class JobState:
-    """All of a rank's job that is saved. A new piece of state is a `Part` that is added to `parts`.
+    """Everything of a rank's job that is saved. To save something new, add a `Part` to `parts`.
 
-    parts              by name, in the order in which they load: all are checked before any is loaded
-    hooks, schedules   of the user's, which are added as the loop makes them
-    place              is told of the sampler or stream
-    random             is told when the loader's iterators are made
+    parts              by name, in the order of loading; all are checked before any is loaded
+    hooks, schedules   the user's, added as the loop makes them
+    place              gets the sampler or stream
+    random             is called when the loader's iterators are made
     peers              every rank decides for itself
     """
 
@@ -71,7 +71,7 @@ class JobState:
     def save(self, gather: Callable[[Any], list[Any]] | None = None) -> dict[str, Any]:
         """`Controller.state_dict`.
 
-        gather   by rank, what every rank gives it: each rank's own part is then in the state. A collective call
+        gather   returns every rank's argument, by rank: then the state holds each rank's own part. A collective call
         """
         states = {name: part.state_dict() for name, part in self.parts.items()}
         own: dict[str, Any] = {name: states.pop(name) for name, part in self.parts.items() if part.own}
@@ -86,7 +86,7 @@ class JobState:
     def load(self, state: Any, *, policy: bool = True) -> None:
         """`Controller.load_state_dict`.
 
-        Nothing of the job is changed where this raises, also where a policy or a hook's state of the user's does.
+        If it raises, the job is unchanged, even if a user's policy or hook's state raised.
         """
         division, own = self._division, [name for name, part in self.parts.items() if part.own]
         shared = [name for name in self.parts if name not in own]
@@ -102,7 +102,7 @@ class JobState:
         states["progress"] = {**saved["progress"], "opens": resumed.opens}
         states |= {name: mine[name] for name in own if resumed.same or name != "recorder"}
         if policy:
-            # Where every rank decides for itself, each goes on with what it remembers of itself.
+            # If every rank decides for itself, each resumes with its own memory.
             known = (resumed.same and mine.get("policy")) or saved["policy"]
             owner, its, of_turns = self._users[0].policy, known, {"compared", "turns"}
             if isinstance(known, dict) and (getattr(owner, "begins_anew", False) or of_turns <= known.keys()):
@@ -118,7 +118,7 @@ class JobState:
         division.go_on(saved, resumed)
 
     def _check(self, states: Mapping[str, Any]) -> None:
-        """Raise `StateError` for the first state that its part could not take."""
+        """Raise `StateError` for the first state that its part cannot load."""
         for name, state in states.items():
             self.parts[name].check(state)
 
@@ -140,18 +140,18 @@ class JobState:
 
 
 def _mine(division: Division, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's own of what was saved, by name: as far as it can be had from another rank's, if its own was not."""
+    """This rank's own saved parts, by name; if they are missing, what can be taken from another rank's."""
     of_saver = saved["ranks"][saved["rank"]]
     if saved["world_size"] == division.workers and division.rank in saved["ranks"]:
         return dict(saved["ranks"][division.rank])
-    # Others' figures are not this rank's; how many steps the open window has, all ranks must agree on.
+    # Other ranks' measurements are not this rank's, but all ranks must agree on the open window's number of steps.
     recorder = {**of_saver["recorder"], "series": {}, "before": {}}
     iterable = None if saved["source"].get("sharded") else of_saver["iterable"]
     return {**dict.fromkeys(of_saver), "recorder": recorder, "iterable": iterable}
 
 
 def _read(state: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The values that `_written` gave, unpacked. Raises `StateError` for what it did not give."""
+    """The values that `_written` got, unpacked. Raises `StateError` for anything that it did not return."""
     if not isinstance(state, Mapping):
         raise StateError(f"the controller's state is {type(state).__name__}, not a dict. {FIX}")
     _require_schema(state)
@@ -166,7 +166,7 @@ def _read(state: Any, names: Iterable[str]) -> dict[str, Any]:
     if not isinstance(source, dict) or not source.keys() >= {*_OF_SOURCE}:
         wrong("source", source, f"a dict with {' and '.join(_OF_SOURCE)}")
     source = source | {name: unpack(source[name], name) for name in _OF_SOURCE}
-    if any(unused := wholes("source.unused", source.pop("unused", []))):  # of 0.2
+    if any(unused := wholes("source.unused", source.pop("unused", []))):  # from 0.2
         when = f"this state was saved between two meetings of workers that met early: source.unused={shown(unused)}"
         fix = "write a state at the end of an epoch with dynamix 0.2, or begin a new job from the model's weights"
         raise StateError(f"{when}. Averaging(early=True) was removed in 0.3: {fix}")
@@ -189,7 +189,7 @@ def _require_schema(state: Mapping[str, Any]) -> None:
 
 
 def _require_together(saved: Mapping[str, Any]) -> None:
-    """Raise `StateError` for parts that are each right, and cannot be of one job."""
+    """Raise `StateError` for parts that are each valid, but cannot be from one job."""
     source, samples = saved["source"], saved["progress"]["samples"]
     wholes("source.taken", source["taken"], saved["world_size"])
     if source["kind"] != "none":

@@ -1,6 +1,6 @@
-"""The part of a checkpoint that holds the user's objects: a policy, hooks' states, schedules.
+"""The part of a checkpoint with the user's objects: a policy, hooks' states, schedules.
 
-They may raise while they load. Then all of them are put back. A policy's state is tried on a copy before it gets it.
+They may raise while they load; then all of them are restored. A policy's state is tried on a copy first.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dynamix.runtime.part import Part, of_type
 from dynamix.runtime.state.packing import Packed, alike, pack, unpack
 from dynamix.window import Bounds, Ints, Window
 
-Taking = tuple[Any, Callable[[], None]]  # an object with a state, and what loads it
-_OUR_PACKAGES = {"dynamix", "dynamix_lab"}  # a policy of the lab's arrives by entry point, and is held to the same
+Taking = tuple[Any, Callable[[], None]]  # an object with a state, and the call that loads it
+_OUR_PACKAGES = {"dynamix", "dynamix_lab"}  # the laboratory's policies come by entry point; they are checked, too
 
 
 class InOrder(Part):
-    """Objects of one kind, known by the order in which the loop makes them. A state may be loaded before its object.
+    """Objects of one kind, identified by the order in which the loop makes them. A state may load before its object.
 
     >>> class Hook:
     ...     def state_dict(self): return {"calls": 1}
@@ -41,7 +41,7 @@ class InOrder(Part):
     >>> hooks.add(Hook())
     {'calls': 5}
 
-    varies   keys whose values are the user's own affair
+    varies   keys whose values only the user's code checks
     """
 
     def __init__(self, name: str, varies: tuple[str, ...] = ()) -> None:
@@ -49,7 +49,7 @@ class InOrder(Part):
         self._objects, self._waiting = list[Any](), dict[int, Any]()
 
     def add(self, made: Any) -> None:
-        """Save this object, too. It loads the state that waits for it."""
+        """Save this object, too. It loads its state if one was loaded before."""
         self._objects.append(made)
         if (state := self._waiting.pop(len(self._objects) - 1, None)) is not None:
             load_atomically([(made, lambda: made.load_state_dict(state))])
@@ -69,11 +69,11 @@ class InOrder(Part):
         return [(made, functools.partial(made.load_state_dict, one)) for made, one in both]
 
     def load_state_dict(self, state: Any) -> None:
-        """Keep what waits for objects to come."""
+        """Keep the states of objects that do not exist yet."""
         self._waiting = dict(list(enumerate(state))[len(self._objects) :])
 
     def _require_alike(self, name: str, saved: Any, mine: Any) -> None:
-        """Raise `StateError` unless both have the same keys, and values of one kind."""
+        """Raise `StateError` unless both have the same keys, with values of the same types."""
         if not isinstance(saved, dict) or saved.keys() != mine.keys():
             fix = "make the objects that the saved job had, and load it after that"
             raise StateError(f"the controller's state has {name} for an object of another kind: {fix}")
@@ -87,22 +87,22 @@ class InOrder(Part):
 
 
 def _kind(value: Any) -> type:
-    """The type of a value; one for all numbers."""
+    """The type of a value, the same for all numbers."""
     return float if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value)
 
 
 def load_atomically(takings: Sequence[Taking]) -> None:
-    """Let each load its part, in order. If one raises, all are put back as they were.
+    """Let each object load its part, in order. If one raises, restore all.
 
-    Raises `StateError`, which names the one that raised.
+    Raises `StateError`, which names the object that raised.
     """
     before: list[tuple[Any, Packed]] = []
     owner: Any = None
     try:
         for owner, load in takings:
-            before.append((owner, pack(owner.state_dict())))  # a copy: loading may write into what is returned
+            before.append((owner, pack(owner.state_dict())))  # a copy: loading may write into the returned state
             load()
-    except Exception as error:  # of any kind: it is the user's code
+    except Exception as error:  # any error, because this is the user's code
         lost = [_whose(one) for one, packed in reversed(before) if not _put_back(one, packed)]
         if isinstance(error, StateError) and not lost:
             raise
@@ -114,9 +114,9 @@ def load_atomically(takings: Sequence[Taking]) -> None:
 
 
 def _put_back(owner: Any, packed: Packed) -> bool:
-    """Whether `owner` has the state again that it had."""
+    """Load the earlier state; returns whether `owner` has it again."""
     try:
-        with contextlib.suppress(Exception):  # of any kind: one that always fails may have changed nothing
+        with contextlib.suppress(Exception):  # any error: an object that always raises may be unchanged
             owner.load_state_dict(unpack(packed))
         return alike(owner.state_dict(), unpack(packed))
     except Exception:
@@ -124,20 +124,20 @@ def _put_back(owner: Any, packed: Packed) -> bool:
 
 
 def _whose(owner: Any) -> str:
-    """The kind of the object whose code `owner` runs to load its part."""
+    """The class of the object whose code runs when `owner` loads its part."""
     while type(owner).__module__.startswith("dynamix.") and getattr(owner, "policy", None) is not None:
         owner = owner.policy
     return str(getattr(owner, "whose", type(owner).__name__))
 
 
 class Remembered(NamedTuple):
-    """The memory of a policy; `here`: of these workers, so that it may go on with all of it."""
+    """A policy's saved state; `here`: it is from the same workers, so the policy may load all of it."""
 
     state: Any
     here: bool
 
     def give(self, policy: Policy) -> None:
-        """Let `policy` take it; of other workers it takes nothing. Raises `StateError` if it is not of this policy."""
+        """Load it into `policy`; other workers' state is not loaded. Raises `StateError` if it is not this policy's."""
         if self.here:
             load_policy(policy, self.state)
         else:
@@ -145,7 +145,7 @@ class Remembered(NamedTuple):
 
 
 class PolicyState(Part):
-    """The state of a job's policy; `load_state_dict` and `check` get it as `Remembered`."""
+    """The state of a job's policy. `load_state_dict` and `check` take a `Remembered`."""
 
     name = "policy"
 
@@ -156,13 +156,13 @@ class PolicyState(Part):
         return self.policy.state_dict()
 
     def check(self, state: Any) -> None:
-        """Raise `StateError` unless a copy of the policy takes it, and one of ours decides.
+        """Raise `StateError` unless a copy of the policy can load it, and, if it is one of ours, can then decide.
 
         A policy that cannot be copied is not tried.
         """
         try:
             trial = copy.deepcopy(self.policy)
-        except Exception:  # of any kind: locks, sockets, what a user's policy holds
+        except Exception:  # any error: a user's policy may hold locks or sockets
             return
         before = random_state.capture()
         try:
@@ -176,7 +176,7 @@ class PolicyState(Part):
                     _decide(layers, self.allocations.at(self.allocations.begin), self.job.bounds)
         except StateError:
             raise
-        except Exception as error:  # a damaged state fails anywhere
+        except Exception as error:  # a damaged state may fail anywhere
             raise unfit(self.policy, state.state, error) from error
         finally:
             random_state.restore(before)
@@ -186,7 +186,7 @@ class PolicyState(Part):
 
 
 def _layers(policy: Any) -> list[Any]:
-    """A policy, the one that it has under it, and so on."""
+    """A policy, the policy that it wraps, and so on."""
     layers = [policy]
     while (policy := getattr(policy, "policy", None)) is not None:
         layers.append(policy)
@@ -194,14 +194,14 @@ def _layers(policy: Any) -> list[Any]:
 
 
 def _differ(mine: Any, saved: Any) -> bool:
-    """Whether two states of the same kind of policy differ."""
+    """Whether two states of one kind of policy differ."""
     if not isinstance(saved, dict) or mine.keys() != saved.keys():
         return isinstance(saved, dict) and not {"guarded", "paced"} & (mine.keys() ^ saved.keys())
     return not (alike(mine, saved) or alike(mine, as_written_now(saved)))
 
 
 def _decide(layers: list[Any], sizes: Ints, bounds: Bounds) -> None:
-    """Two windows, as a job might see them next; also of what a guard has under it."""
+    """Decide on two plausible windows, with the policy and all that it wraps."""
     share = np.maximum(sizes, 1) / max(float(sizes.mean()), 1.0)
     known: dict[str, Any] = {"compute": 0.1 * share, "compute_std": 0.01 * share, "wait": 0.01, "communication": 0.05}
     norms = {"noise": 100.0, "signal": 1.0, "global_norm_sq": 1.0, "gradient_norm_sq": 2.0}
