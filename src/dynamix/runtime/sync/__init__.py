@@ -1,1 +1,1 @@
-"""How the workers' work becomes one: gradients, sharded gradients, weights in the loss, parameters averaged."""
+"""Synchronises the workers: gradients, sharded gradients, weights in the loss, averaged parameters."""

@@ -1,4 +1,4 @@
-"""Workers that trained apart: whether they hold the same, their means by samples, and of what has none the largest."""
+"""Collectives of workers after local steps: comparison of states, means by samples, and maxima where no mean exists."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dynamix.runtime.ranks.ranks import ALONE, Ranks
 
 _TOP = torch.iinfo(torch.int64).min
 _ON_ALL = "freeze, unfreeze and add parameters, give optimizers and scalers, at the same step on every rank"
-BUCKET = 2**23  # elements of a payload: what is packed next travels while the one before does
+BUCKET = 2**23  # elements per payload: one is packed while the previous one is sent
 
 
 @torch.no_grad()
 def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup | None = None) -> None:
     """Replace parameters and floating buffers by their mean over workers, weighted by `count`: model averaging.
 
-    A collective call, for loops of your own; `Controller(meet="parameters")` does it at every meeting, and more.
-    `count` is the number of samples this worker has trained on since the last averaging (H steps); a worker with 0
-    contributes nothing and receives the average. With H = 1 and plain SGD this equals the weighted gradient (DBS,
-    arXiv 2007.11831). Integer buffers become the largest. Raises `ConfigError` for a negative count, `UsageError` when
-    no worker has a sample, or as `require_sums`.
+    A collective call, for loops of your own; `Controller(meet="parameters")` does this and more at the end of every
+    round. `count` is the number of samples that this worker has trained on since the last averaging (H steps). A worker
+    with 0 contributes nothing and receives the average. With H = 1 and plain SGD this equals the weighted gradient
+    (DBS, arXiv 2007.11831). Integer buffers become the maximum. Raises `ConfigError` for a negative count, and
+    `UsageError` if no worker has a sample, or like `require_sums`.
     """
     if not count >= 0:
         raise ConfigError("count", count, "0 or more", "pass the samples trained on since the last averaging")
@@ -46,10 +46,10 @@ def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup
 
 
 class Workers:
-    """Those that meet, over `group`; None: one alone. Collectives that were begun are waited for together.
+    """The workers in `group`; None: a single one. `wait` waits for all collectives that were started.
 
-    ranks    how to wait for them
-    on_cpus  a group made for this, which takes tensors on CPUs; None: `group` takes them, too
+    ranks    waits for collectives, and can abort a wait
+    on_cpus  a separate group for tensors on CPUs; None: `group` handles them, too
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Workers:
         return 1 if self.group is None else self.group.size()
 
     def add(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Begin to reduce `flat` in place over the workers."""
+        """Start to reduce `flat` in place over the workers."""
         if self.count > 1:
             group = (self._on_cpus if flat.is_cpu else None) or self.group
             self._under_way.append(dist.all_reduce(flat, op, group=group, async_op=True))
 
     def gather(self, mine: Any) -> list[Any]:
-        """The objects of every worker, in the order of ranks: plain objects. Not for every meeting."""
+        """Every worker's object, in the order of ranks; plain objects. Too slow for every averaging."""
         if self.group is None:
             return [mine]
         found = [None] * self.count
@@ -77,9 +77,9 @@ class Workers:
         return found
 
     def require_alike(self, described: Sequence[str]) -> None:
-        """Raise `UsageError` on every rank unless all describe what they average in the same words. A collective call.
+        """Raise `UsageError` on every rank unless all have the same tensors `described` to average. Collective.
 
-        Reductions of unlike lengths end in no error, but in the end of a process.
+        Reductions of different lengths would not raise an error, but end a process.
         """
         every = self.gather(list(described))
         for rank, theirs in enumerate(every):
@@ -89,7 +89,7 @@ class Workers:
                     raise UsageError(f"the ranks are about to average models that differ: {told}. {_ON_ALL}")
 
     def any_changed(self, described: Sequence[str], changed: bool) -> bool:
-        """Before a meeting: whether on any rank something was `changed` since the last. Raises as `require_alike`."""
+        """Before averaging: whether any rank has `changed` anything since the last. Raises like `require_alike`."""
         mark = float(zlib.crc32("\n".join(described).encode()))
         known = torch.tensor([mark, -mark, float(changed)], dtype=torch.float64)
         self.add(known, dist.ReduceOp.MAX)
@@ -100,7 +100,7 @@ class Workers:
         return bool(any_changed)
 
     def unlike(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Which of these are not the same on all ranks, by the sums of their bytes."""
+        """The indices of tensors that differ between ranks, by the sums of their bytes."""
         sums = [_real(t).contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for t in tensors]
         mine = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
         both = torch.cat([mine, -mine])
@@ -110,24 +110,24 @@ class Workers:
         return (largest != -smallest).nonzero().flatten().tolist()
 
     def close(self) -> list[dist.ProcessGroup]:
-        """Let go of the groups, and return the one that was made for this."""
+        """Release the groups, and return the separate one."""
         made, self.group, self._on_cpus = self._on_cpus, None, None
         return [] if made is None else [made]
 
     def wait(self) -> None:
-        """Until all that was begun has arrived."""
+        """Wait for all collectives that were started."""
         under_way, self._under_way = self._under_way, []
         for work in under_way:
             self.ranks.wait(work)
 
 
 def has_mean(tensor: Tensor) -> bool:
-    """Whether its entries can be averaged: of others, workers take the largest."""
+    """Whether its entries can be averaged; for other tensors workers take the maximum."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 class Maxima:
-    """Integer and boolean tensors on their way to the largest over workers, entry by entry (`ReduceOp.MAX`)."""
+    """Integer and boolean tensors, reduced to their maximum over workers, entry by entry (`ReduceOp.MAX`)."""
 
     def __init__(self, tensors: Sequence[Tensor], workers: Workers) -> None:
         self.tensors = tensors
@@ -136,19 +136,19 @@ class Maxima:
             workers.add(self.flat, dist.ReduceOp.MAX)
 
     def take(self) -> None:
-        """It has arrived: the tensors become it."""
+        """Once the maximum has arrived, copy it into the tensors."""
         for tensor, found in zip(self.tensors, self.flat.split([t.numel() for t in self.tensors]), strict=True):
             most = found.view(tensor.shape)
             tensor.copy_((most ^ _TOP).view(tensor.dtype) if tensor.dtype == torch.uint64 else most)
 
 
 def _ordered(tensor: Tensor) -> Tensor:
-    """As int64, in the same order: of uint64, whose upper half int64 has not, the first bit is turned."""
+    """As int64, in the same order. For uint64, whose upper half int64 cannot represent, the first bit is flipped."""
     return tensor.view(torch.int64) ^ _TOP if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
 
 
 def require_sums(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `UsageError` naming a floating tensor of a type that torch has no sums of: float8 and smaller."""
+    """Raise `UsageError`, which names the tensor, for a floating type that torch cannot sum: float8 and smaller."""
     for name, tensor in named:
         if tensor.is_floating_point() and tensor.dtype.itemsize < 2:
             fix = "keep it as float32 or, if it is to be the same everywhere, as tensor.view(torch.uint8)"
@@ -156,12 +156,12 @@ def require_sums(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 class Sums:
-    """Tensors on their way to their sums over workers: each times this worker's weight, and the weights beside them.
+    """Tensors summed over workers, each multiplied by the worker's weight, together with the sum of the weights.
 
-    A worker of weight 0 sends zeros, whatever its tensors hold. Packed: fewer collectives, and a backend may reduce the
-    wrong entries of a tensor whose entries do not follow each other in memory.
+    A worker of weight 0 sends zeros, whatever its tensors hold. Tensors are packed: this needs fewer collectives, and a
+    backend may reduce the wrong entries of a tensor that is not contiguous.
 
-    wire   type in which they travel; None: float32, or float64 if they are
+    wire   type in which they are sent; None: float32, or float64 for float64 tensors
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Sums:
         self._packed = [(bucket, _packed(bucket, weight, wire)) for bucket in buckets(self.tensors)]
         for _, flat in self._packed:
             workers.add(flat)
-        # In a narrow type the sum of the weights beside the tensors is rounded.
+        # In a narrow type the packed sum of the weights is rounded.
         self._exact = None if wire is None else torch.tensor([weight], dtype=torch.float64)
         if self._exact is not None:
             workers.add(self._exact)
@@ -182,7 +182,7 @@ class Sums:
         return float(self._packed[0][1][-1].item())
 
     def sums(self) -> list[Tensor]:
-        """The sum of each tensor, once they have arrived; in float32 at least."""
+        """The sum of each tensor, once they have arrived; at least float32."""
         found: dict[int, Tensor] = {}
         for bucket, flat in self._packed:
             total = flat[:-1].to(torch.promote_types(flat.dtype, torch.float32))
@@ -192,7 +192,7 @@ class Sums:
         return [found[id(tensor)] for tensor in self.tensors]
 
     def means(self) -> list[Tensor]:
-        """As `sums`, over the sum of the weights; asked for once."""
+        """`sums` divided by the sum of the weights; call it once."""
         if self._exact is not None:
             return [total.mul_(1 / self._exact.item()) for total in self.sums()]
         for _, flat in self._packed:
@@ -217,7 +217,7 @@ def _packed(tensors: Sequence[Tensor], weight: float, wire: torch.dtype | None) 
 
 
 def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors of one type and device together, in order, up to `BUCKET` elements; a larger one by itself."""
+    """Groups tensors of one type and device, in order, up to `BUCKET` elements; a larger tensor is alone."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     for tensor in tensors:
         kind = (torch.promote_types(tensor.dtype, torch.float32), tensor.device)
@@ -230,7 +230,7 @@ def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 @torch.no_grad()
 def average_(tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup, ranks: Ranks = ALONE) -> None:
-    """Floating tensors become their sum over workers times each worker's `weight`, others the first rank's."""
+    """Replace floating tensors by their sum over workers times each worker's `weight`, others by the first rank's."""
     kept = list(tensors)
     floating = [t for t in kept if t.is_floating_point()]
     workers = Workers(group, ranks)
@@ -243,13 +243,13 @@ def average_(tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup,
 
 @torch.no_grad()
 def broadcast_(tensors: Iterable[Tensor], group: dist.ProcessGroup, ranks: Ranks = ALONE) -> None:
-    """Tensors become the first rank's."""
+    """Replace tensors by the first rank's."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_type.values():
         flat = _flatten_dense_tensors(alike)
-        sent = flat.view(torch.uint8)  # as bytes: gloo knows not all types
+        sent = flat.view(torch.uint8)  # as bytes, because gloo does not support all types
         ranks.wait(dist.broadcast(sent, src=dist.get_global_rank(group, 0), group=group, async_op=True))
         for tensor, told in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
             tensor.copy_(told)

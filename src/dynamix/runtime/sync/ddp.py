@@ -1,4 +1,4 @@
-"""DDP: gradients are weighted in its communication hook, and its buffers are exchanged as the job says."""
+"""DDP: weights gradients in its communication hook, and exchanges buffers as `batchnorm` says."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALIKE = ("find_unused_parameters", "static_graph", "broadcast_buffers", "bucket
 
 
 class Hooked(Sync):
-    """A model whose gradients cross ranks through `hook`, in every synchronised backward pass."""
+    """A model whose gradients are reduced over ranks by `hook`, in every synchronised backward pass."""
 
     hook: GradientHook
 
@@ -41,7 +41,7 @@ class Hooked(Sync):
     @torch.no_grad()
     def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
         if applied is not None and not piece.samples:
-            # A loss times 0 has a zero gradient, but 0 * NaN remains where the placeholder's own was not finite.
+            # A loss times 0 has a zero gradient, but 0 * NaN is NaN if the placeholder's gradient was not finite.
             for gradient in self.own_gradients():
                 wipe_nonfinite_(gradient)
         super().make_ready(piece, applied)
@@ -55,7 +55,7 @@ class Hooked(Sync):
 
 
 class DDPGradients(Hooked):
-    """A model under DDP whose every pass crosses ranks, but for those that the loop puts under `no_sync()`."""
+    """A model under DDP whose every pass is synchronised, except those that the loop runs under `no_sync()`."""
 
     model: DistributedDataParallel
 
@@ -82,7 +82,7 @@ class DDPGradients(Hooked):
 
     @torch.no_grad()
     def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
-        """If a loop leaves `no_sync` out, what all ranks have reduced already has the union's weight."""
+        """If the loop does not use `no_sync`, gradients already reduced have the union batch's weight."""
         micro, counts, reductions = piece.plan.micro, piece.round.counts, self.hook.reductions
         if applied is None and reductions and (counts != counts[0]).any():
             if reductions != micro + 1:
@@ -100,28 +100,28 @@ class DDPGradients(Hooked):
         if model.static_graph and not self.hook.buckets_seen:
             do = "call controller.warm_up(forward_backward) before find_limits"
             raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {do}")
-        # Buffers are broadcast in forward passes.
+        # Forward passes would broadcast buffers.
         with model.no_sync(), holding(model, require_forward_param_sync=False):
             yield
 
 
 class LocalPasses(DDPGradients):
-    """DDP of which some passes stay on the rank: those of a round apart, and of its pieces all but the last.
+    """A model under DDP with local passes: those of local steps, and those of a round's pieces except the last.
 
-    DDP looks at `require_backward_grad_sync` in a forward pass. It is turned off before a pass that is to stay, and on
-    again when its batch is done; if the loop itself has turned it off, it stays off.
+    DDP reads `require_backward_grad_sync` in a forward pass. It is turned off before a local pass, and on again when
+    the batch is done. If the loop itself has turned it off, it stays off.
     """
 
     def __init__(self, model: nn.Module, hook: GradientHook, options: Options, *others: Any) -> None:
         super().__init__(model, hook, options, *others)
-        self._local = ExitStack()  # open while the passes of the batch in hand stay on the rank
+        self._local = ExitStack()  # open while passes of the current batch stay local
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
         if piece.round.apart or (piece.by_size and not piece.last):
             if self.model.require_backward_grad_sync:
                 self._local.enter_context(self.model.no_sync())
         else:
-            self._local.close()  # a batch before it may have been broken off
+            self._local.close()  # the previous batch may have been aborted
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
         self._local.close()
@@ -132,26 +132,26 @@ class LocalPasses(DDPGradients):
 
 
 class EitherWay(LocalPasses):
-    """DDP whose workers meet over gradients or over parameters, as each round's plan says."""
+    """A model under DDP whose workers average gradients or parameters, as each round's plan says."""
 
     def round_done(self, done: Round) -> None:
         if not done.apart:
-            # After its first reduction DDP's next pass would, which crosses ranks and may be one apart.
+            # DDP would do this in its next pass. It is a collective, but that pass may be local.
             self.model.reducer._rebuild_buckets()
             return
-        # Buffers are alike after a meeting. Only a pass of this rank's would have turned that exchange off.
+        # Averaging makes buffers equal. Only a synchronised pass of this rank would have turned their exchange off.
         put(self.model, require_forward_param_sync=False)
         if self.model.find_unused_parameters:
-            # DDP counts a parameter as used by passes on the rank, too, and would then ask for its gradient.
+            # DDP also counts parameters used in local passes, and would then require their gradients.
             self.model.reducer._reset_state()
 
 
 def attach(
     model: nn.Module, options: Options, around: Around, averaging: Callable[[], ParameterAveraging] | None = None
 ) -> Sync:
-    """Connect `model`, whose gradients meet. If parameters do in some rounds, `averaging` makes what averages them.
+    """Connect `model`, whose gradients are averaged. If rounds may average parameters, `averaging` makes what does so.
 
-    Raises `UsageError` naming what the model needs.
+    Raises `UsageError`, which says what the model needs.
     """
     group, recorder, alone = around.group, around.recorder, around.ranks.workers == 1
     if options.weighting == "hook" and not alone and (reason := _needs_loss_side(model)) is not None:
@@ -177,9 +177,9 @@ def attach(
 
 
 def attach_both(model: nn.Module, options: Options, around: Around) -> Sync:
-    """Connect a model whose workers meet over gradients or over parameters, as each round's plan says.
+    """Connect a model whose workers average gradients or parameters, as each round's plan says.
 
-    A collective call. Raises `UsageError` naming what the model needs.
+    A collective call. Raises `UsageError`, which says what the model needs.
     """
     if options.weighting != "hook":
         fix = "leave it out, or say meet='gradients'"
@@ -195,19 +195,19 @@ def attach_both(model: nn.Module, options: Options, around: Around) -> Sync:
 
 
 def exchange_buffers(model: DistributedDataParallel, weights: GradientHook, *, averaged: bool) -> None:
-    """Before each forward pass of DDP exchange its buffers. There too a rank may be found lost."""
+    """Exchange DDP's buffers before each of its forward passes. This, too, may find that a rank is lost."""
     from torch.nn.parallel.distributed import _BufferCommHookLocation
 
     group, ranks, recorder = weights.group, weights.ranks, weights.recorder
-    last = [1.0 / group.size()]  # n_i/N of the step before the forward that is starting: it produced the buffers
+    last = [1.0 / group.size()]  # n_i/N of the previous step, which produced the buffers
 
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:
         piece = weights.piece if model.training else None
         if piece is not None and piece.round.apart:
-            return  # DDP asks for it before the first of several passes that cross nothing
+            return  # DDP calls this before the first of several local passes
         with ranks.naming("the ranks could not exchange the model's buffers"), recorder.timer.exchanging():
             if averaged:
-                # With unequal shares the first rank, whose buffers DDP would take, may have the noisiest statistics.
+                # With unequal shares the first rank, whose buffers DDP would use, may have the noisiest statistics.
                 average_(buffers.values(), last[0], group, ranks)
                 if piece is not None and not recorder.muted:
                     last[0] = piece.share / piece.round.samples

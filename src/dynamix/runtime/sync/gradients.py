@@ -30,19 +30,19 @@ from dynamix.runtime.sync.loss_weight import LossWeight
 _ANEW = "make a new DistributedDataParallel of its module, and train that one"
 ADDED = "the ranks could not add their gradients"
 _ADD = AllreduceOptions()  # asynchronous
-# A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
+# A lossy hook hides the true |g|: one step in so many is reduced densely to measure the noise scale.
 DENSE_EVERY = 50
 
 
 @torch.no_grad()
 def scale_(gradients: Iterable[Tensor], factor: float) -> None:
-    """Multiply them in place; 0 zeroes them, whatever they hold (0 * NaN would stay NaN)."""
+    """Multiply them in place. A factor of 0 sets them to zero, even NaN (0 * NaN would stay NaN)."""
     for gradient in gradients if factor != 1.0 else ():
         gradient.mul_(factor) if factor else gradient.zero_()
 
 
 def wipe_nonfinite_(values: Tensor) -> None:
-    """NaN and infinity in `values` become 0, in place; a sparse tensor becomes 0 altogether."""
+    """Replace NaN and infinity in `values` by 0, in place. A sparse tensor is set to 0 completely."""
     if values.is_sparse:
         values.zero_()
     else:
@@ -50,12 +50,12 @@ def wipe_nonfinite_(values: Tensor) -> None:
 
 
 def weighted(inner_hook: Hook, *, count: Callable[[], tuple[float, float]]) -> Hook:
-    """A DDP communication hook that weights unequal batches before `inner_hook`: for users with their own loop.
+    """A DDP communication hook for loops of your own: weights unequal batches before `inner_hook`.
 
     `count()` returns (n_i, N) of the optimizer step being reduced: this worker's divisor of the mean loss, and its sum
-    over workers. Register with `model.register_comm_hook(state, dynamix.weighted(hook, count=...))`, `state` being
-    `inner_hook`'s. `inner_hook` must average over workers, as torch's hooks do. Raises `ConfigError` from backward
-    for counts that cannot be. On gloo with several buckets, hooks with more than one collective (PowerSGD) need
+    over workers. Register it with `model.register_comm_hook(state, dynamix.weighted(hook, count=...))`; `state` is
+    `inner_hook`'s. `inner_hook` must average over workers, as torch's hooks do. Backward raises `ConfigError` for
+    impossible counts. On gloo with several buckets, hooks with more than one collective (PowerSGD) need
     `Controller.wrap(hook=...)`, which gives each bucket a process group.
     """
 
@@ -70,12 +70,12 @@ def weighted(inner_hook: Hook, *, count: Callable[[], tuple[float, float]]) -> H
         scale_([bucket.buffer()], n * workers / total)
         return inner_hook(state, bucket)
 
-    hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types
+    hook.__annotations__.clear()  # DDP checks them, and rejects strings as types
     return hook
 
 
 class Check(Protocol):
-    """Hears of every synchronised backward pass, and may raise: the controller's check of the loop."""
+    """The controller's check of the loop. It is called for every synchronised backward pass, and may raise."""
 
     def fail(self, message: str) -> NoReturn: ...
     def covers(self, parameters: list[Tensor]) -> None: ...
@@ -87,13 +87,13 @@ class Check(Protocol):
 class Around:
     """The job's services for a connected model.
 
-    group     the data-parallel one; None: one process alone
-    recorder  receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
-              per bucket); norms of one model alone, the one that is `measured`
-    weights   says what a loss carries of its weight
-    watch     begins to watch the loop with it: says whether its gradients cross ranks, and whether a hook of the
-              user's may apply them
-    in_pieces   shares are cut by size, and gradients cross ranks with the last piece of a round
+    group     the data-parallel group; None: a single process
+    recorder  gets timing marks and, in steps in which it needs them, squared norms ("local_sq", "global_sq", per
+              bucket); only for the model that is `measured`
+    weights   says which weight a loss carries
+    watch     starts the check of the loop for this model; its arguments say whether gradients are reduced over ranks,
+              and whether a user's hook may apply them
+    in_pieces   shares are cut into pieces, and gradients are exchanged with a round's last piece
     """
 
     group: dist.ProcessGroup | None
@@ -106,12 +106,12 @@ class Around:
 
 
 class GradientWeight:
-    """How this rank's gradient of the pass under way enters the mean.
+    """The weight with which this rank's gradient of the current pass enters the mean.
 
     count     samples of the piece being reduced; 0 for a placeholder batch
     total     N; count * W / total is the weight
-    applied   the weight already in the loss, None when the hook must apply it
-    over      what has accumulated over this rank's mean gradient
+    applied   the weight already in the loss; None if the hook must apply it
+    over      accumulated gradient divided by this rank's mean gradient
     """
 
     def __init__(self, piece: Piece, weights: LossWeight) -> None:
@@ -121,10 +121,10 @@ class GradientWeight:
         self.over = own if self.applied is None else self.applied
 
     def enter(self, values: Tensor, workers: int) -> None:
-        """Bring `values`, in place, to what so many workers are to take the mean of.
+        """Scale `values`, in place, so that their mean over `workers` is the union batch's gradient.
 
-        A loss times 0 left zeros, and 0 * NaN where the placeholder's gradient was not finite. Zeroing all would take
-        away what was already reduced, in a loop that synchronises every micro-batch.
+        A loss times 0 leaves zeros, or NaN (0 * NaN) if the placeholder's gradient was not finite. Only these are
+        wiped: in a loop that synchronises every micro-batch, the rest was already reduced.
         """
         if self.applied is None:
             values.mul_(self.count * workers / self.total) if self.count else values.zero_()
@@ -133,31 +133,31 @@ class GradientWeight:
 
 
 class GradientHook(Part):
-    """The one communication hook DDP allows: weights, wraps the user's hook, measures norms and times.
+    """The only communication hook that DDP allows: weights, wraps the user's hook, measures norms and times.
 
     inner     the user's hook, or torch's all-reduce
-    loop      is told of every backward pass, and may refuse it
-    scaler    AMP's GradScaler, if there is one: norms are measured without its scale
-    piece     of the passes under way
+    loop      is called for every backward pass, and may raise
+    scaler    AMP's GradScaler, if any: norms are measured without its scale
+    piece     the piece of the current passes
 
-    The reductions are waited for at the end of a backward pass. Torch's own all-reduce on CPUs is waited for without
-    another thread: the backend's threads then have nothing to do in Python, and one pass over the gradient does what
-    weighting and averaging need.
+    It waits for the reductions at the end of a backward pass. For torch's own all-reduce on CPUs it waits without
+    another thread, so the backend's threads run no Python. There, one pass over the gradient does both weighting and
+    averaging.
     """
 
     def __init__(self, inner: InnerHook, around: Around, check: Check, *, scaler: Any) -> None:
         self.inner, self.loop, self.group, self._scaler = inner, check, inner.group, scaler
         self.weights, self.recorder, self.ranks = around.weights, around.recorder, around.ranks
         self._measured = around.measured
-        self.closed = False  # its controller
-        self.piece: Piece | None = None  # of the passes under way
+        self.closed = False  # whether its controller is closed
+        self.piece: Piece | None = None  # of the current passes
         self._kept = False
         self.buckets_seen = 0
         self.steps = 0
-        self.reductions = 0  # of the optimizer step under way
-        self.crossed = 0  # backward passes so far
+        self.reductions = 0  # in the current optimizer step
+        self.crossed = 0  # synchronised backward passes so far
         self._under_way: list[Future[Tensor]] = []
-        self._awaited = False  # that `_arrived` will be called in this backward pass
+        self._awaited = False  # `_arrived` will be called in this backward pass
         self._norms_due = self._measuring = False
         self._since_dense = DENSE_EVERY
 
@@ -165,7 +165,7 @@ class GradientHook(Part):
         self.piece, self._kept = piece, kept
 
     def __call__(self, bucket: Bucket, *, static_graph: bool) -> Future[Tensor]:
-        """Reduce `bucket` of a model with a `static_graph` or without."""
+        """Reduce `bucket` of a model with or without `static_graph`."""
         part, buffer = bucket.index(), bucket.buffer()
         if part == 0:
             self._under_way, self._awaited = [], False
@@ -173,7 +173,7 @@ class GradientHook(Part):
         if self.crossed <= 1:
             self.loop.covers(bucket.parameters())
         weight = None if self.recorder.muted else self.begin(part, buffer, first=part == 0)
-        # In its first backward pass a static graph waits without calling what was to be called at the end.
+        # In its first backward pass a static graph does not run callbacks queued for the end, but waits.
         direct = self.inner.direct and not static_graph and buffer.is_cpu and not buffer.is_sparse
         if weight is not None and direct and (summed := self._summed(weight, bucket)) is not None:
             return summed
@@ -183,7 +183,7 @@ class GradientHook(Part):
         return future
 
     def _arrived(self) -> None:
-        """Called at the end of backward. Raises another rank's error; `WorkerLostError` if one is lost."""
+        """Called at the end of backward. Raises another rank's error, or `WorkerLostError` if a rank is lost."""
         futures, self._under_way = self._under_way, []
         for future in futures:
             self.ranks.wait(future, ADDED)
@@ -191,10 +191,10 @@ class GradientHook(Part):
     def begin(
         self, part: int, values: Tensor, *, first: bool, measured: bool = True, divided: float = 1.0
     ) -> GradientWeight:
-        """Before a part of the gradients is reduced: its weight, and its norm where that is due and it is `measured`.
+        """Before a part of the gradients is reduced: returns its weight, and records its norm if due and `measured`.
 
-        first     of a backward pass
-        divided   `values` are this rank's gradients over that
+        first     the first part of a backward pass
+        divided   `values` are this rank's gradients divided by this
         """
         if first:
             self.loop.reducing(self.piece)
@@ -210,26 +210,26 @@ class GradientHook(Part):
                 wanted = self._kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
                 self._measuring = due if self.inner.lossless else wanted
                 self._since_dense = -1 if self._measuring else self._since_dense
-        # What was reduced before has no weight of this loss, so then only the first reduction shows this rank's own.
+        # After the first reduction `.grad` is a mean without this loss's weight, so only it shows this rank's own.
         own = measured and weight.count != 0 and (weight.applied is None or self.reductions == 1)
         if own and (self._norms_due or self._measuring):
             self._tell_norm("local_sq", values, weight.over / divided, part)
         return weight
 
     def _again(self, piece: Piece, weight: GradientWeight) -> None:
-        """A further pass of the round begins to cross ranks, of `piece`: whether norms are measured, or it may not."""
+        """A later synchronised pass of the round begins, of `piece`: turn norms off if needed, or fail."""
         if piece.of == 1 or piece.by_size:
-            # Passes of one batch are one update's or several's: what the first has made is one gradient in both cases.
+            # Several passes of one batch may be one update or several; either way the first is a complete gradient.
             self._norms_due = self._measuring = False
             return
         counts = piece.round.counts
         if self.reductions > piece.number + 1 and weight.applied is None and (counts != counts[0]).any():
-            # What has crossed is rescaled by the weights of every pass that follows, whose sum is not 1 here.
+            # Every later pass rescales reduced gradients by its weights, whose sum is not 1 here.
             several = "several synchronised backward passes of a batch, in an optimizer step of unlike batches"
             self.loop.fail(f"{several}: write (loss1 + loss2).backward(), or all but the last under model.no_sync()")
 
     def _summed(self, weight: GradientWeight, bucket: Bucket) -> Future[Tensor] | None:
-        """Torch's all-reduce on CPUs, as a sum of gradients times n_i / N; None where it could not be waited for."""
+        """Torch's all-reduce on CPUs, as a sum of gradients times n_i / N; None if waiting at the end is impossible."""
         buffer, part, measure = bucket.buffer(), bucket.index(), self._measuring
         future: Future[Tensor] = Future()
         work: Any = None
@@ -241,14 +241,14 @@ class GradientHook(Part):
                 self._tell_norm("global_sq", buffer, 1.0, part)
             future.set_result(buffer)
 
-        # One for each bucket: where a checkpointed part of the model has a backward pass of its own, they end apart.
+        # One callback per bucket: a checkpointed part of the model has its own backward pass, which ends earlier.
         if not at_end_of_backward(arrive):
             return None
         weight.enter(buffer, 1)
         if weight.applied is not None:
             buffer.mul_(1.0 / self.group.size())
         self.recorder.timer.gradients_ready()
-        # `dist.all_reduce` looks up what is known here, in every step.
+        # `dist.all_reduce` would look up in every step what is known here.
         work = self.group.allreduce([torch.view_as_real(buffer) if buffer.is_complex() else buffer], _ADD)
         if bucket.is_last():
             self.loop.reduced()
@@ -273,8 +273,8 @@ class GradientHook(Part):
         return cast("Future[Tensor]", future.then(done))
 
     def register(self, model: nn.parallel.DistributedDataParallel) -> None:
-        """Register with DDP, which refuses a second hook and has no getter to ask whether there is one."""
-        hook, ddp = weakref.ref(self), weakref.ref(model)  # what C++ holds no collector of garbage can see
+        """Register with DDP, which allows one hook only, and has no way to ask whether it has one."""
+        hook, ddp = weakref.ref(self), weakref.ref(model)  # weak: garbage collection does not see C++
 
         def entry(state: Any, bucket: Bucket) -> Future[Tensor]:
             own, held = hook(), ddp()
@@ -286,7 +286,7 @@ class GradientHook(Part):
         try:
             model.register_comm_hook(None, entry)
         except RuntimeError as error:
-            # DDP keeps the hook that it refuses, too.
+            # DDP also keeps the hook that it refuses.
             if sum(getattr(hook, "__code__", None) is entry.__code__ for hook, _ in model._comm_hooks) > 1:
                 raise UsageError(f"the model was given to an earlier controller: {_ANEW}") from error
             fix = "pass it as controller.wrap(model, optimizer, hook=hook, hook_state=state)"
@@ -299,15 +299,15 @@ class GradientHook(Part):
 
     def round_done(self, done: Round) -> None:
         self.steps, self.reductions, self._since_dense = self.steps + 1, 0, self._since_dense + 1
-        if self.inner.chained and self.steps >= 2:  # the bucket layout is known by now
+        if self.inner.chained and self.steps >= 2:  # now the bucket layout is known
             self.make_groups()
 
     def make_groups(self) -> None:
-        """Give a chained hook a group for each bucket. A collective call."""
+        """Create a group for each bucket if the hook chains collectives. A collective call."""
         self.inner.make_groups(self.buckets_seen)
 
     def close(self) -> list[dist.ProcessGroup]:
-        """Let go of the groups of buckets, and return them. DDP cannot let go of the hook: its next pass fails."""
+        """Release the buckets' groups, and return them. DDP cannot remove the hook, so its next pass raises."""
         self.closed = True
         return self.inner.close()
 
@@ -319,7 +319,7 @@ class GradientHook(Part):
         self.inner.load_state_dict(state["inner"])
 
     def _tell_norm(self, name: str, values: Tensor, weight: float | Tensor, part: int) -> None:
-        """Let the recorder know the square of the norm of `values` over `weight`."""
+        """Record the square of the norm of `values` divided by `weight`."""
         if not self._measured:
             return
         if values.is_sparse:
@@ -332,9 +332,9 @@ class GradientHook(Part):
 
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:
-    """Let `call` run when autograd is done, before DDP waits: what is raised later has lost its type, and names nobody.
+    """Run `call` when autograd is done, before DDP waits: errors raised later lose their type, and name no rank.
 
-    False before autograd has begun: DDP reduces at once the buckets of which no parameter leads to an output.
+    Returns False before autograd has begun: DDP reduces buckets at once if none of their parameters leads to an output.
     """
     try:
         cast(Any, Variable._execution_engine).queue_callback(call)

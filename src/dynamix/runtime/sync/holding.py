@@ -1,4 +1,4 @@
-"""Attributes of torch's and of users' objects."""
+"""Sets attributes of torch's and users' objects, also temporarily."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,14 +6,14 @@ from typing import Any
 
 
 def put(held: Any, **values: Any) -> None:
-    """Let the attributes of `held` have these values from now on."""
+    """Set these attributes of `held`."""
     for name, value in values.items():
         setattr(held, name, value)
 
 
 @contextmanager
 def holding(held: Any, **values: Any) -> Iterator[None]:
-    """Inside, the attributes of `held` have these values.
+    """Set these attributes of `held` inside, and restore them afterwards.
 
     >>> from types import SimpleNamespace
     >>> model = SimpleNamespace(training=True)

@@ -1,4 +1,4 @@
-"""The communication hook that a user gives to `wrap`, run on weighted gradients; torch's own all-reduce without one."""
+"""The communication hook passed to `wrap`, run on weighted gradients; without one, torch's own all-reduce."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from dynamix.runtime.sync.holding import holding
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
-# One collective each and no memory: non-finite values pass through them to every rank, as in plain DDP.
+# One collective and no memory each: non-finite values reach every rank, as in plain DDP.
 _SINGLE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 _HOOKS_THAT_STEP = ("_hook_then_optimizer.", "hook_with_zero_step.", "hook_with_zero_step_interleaved.")
 
 
 class InnerHook:
-    """A DDP hook and its state, over the ranks of `group`.
+    """A DDP hook with its state, over the ranks of `group`.
 
-    hook      None: torch's all-reduce. A true attribute `lossless` of it says that its result is the mean itself and
-              that it copes with infinities on its own, `takes_sparse` that it reduces sparse gradients, too, `ordered`
-              that it keeps its collectives in one order by itself, on process groups of its own
+    hook      None: torch's all-reduce. It may have these attributes, true or false. `lossless`: its result is the exact
+              mean, and it handles infinities. `takes_sparse`: it also reduces sparse gradients. `ordered`: it keeps its
+              collectives in one order, on its own process groups
     device    type of the gradients' device
 
-    chained   it makes several collectives, or remembers what it did
-    alike     all ranks get the same from it, as far as is known
-    native    gradients travel over gloo, on CPUs
+    chained   it makes several collectives, or keeps state
+    alike     all ranks are known to get the same result
+    native    gradients are sent over gloo, on CPUs
     direct    it is torch's all-reduce, and native
     """
 
@@ -52,10 +52,10 @@ class InnerHook:
         if self._needs_groups or not self.lossless:
             _require_no_step(hook)
         self._takes_sparse = getattr(hook, "takes_sparse", False)
-        self._groups: list[dist.ProcessGroup] = []  # of buckets
+        self._groups: list[dist.ProcessGroup] = []  # one per bucket
 
     def reduce(self, bucket: Bucket, *, dense: bool) -> Future[Tensor]:
-        """Begin to reduce `bucket`; `dense`: without the hook."""
+        """Start to reduce `bucket`; `dense`: without the hook."""
         if self.hook is None or dense or (bucket.buffer().is_sparse and not self._takes_sparse):
             return self.plainly(bucket)
         if self._ordered:
@@ -63,13 +63,13 @@ class InnerHook:
         if not self.chained:
             return self.hook(self.group if self.state is None else self.state, bucket)
         if self._needs_groups and bucket.index() >= len(self._groups):
-            return self.plainly(bucket)  # before the rebuild: layout not known yet
+            return self.plainly(bucket)  # before the rebuild the layout is unknown
         group = self._groups[bucket.index()] if self._needs_groups else self.group
         if not self.lossless:
             finite = torch.isfinite(bucket.buffer()).all().to(torch.float32)
             dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
             if not bool(finite.item()):
-                # One infinite step would stay in the hook's error memory for ever; let GradScaler see it instead.
+                # An infinite step would stay in the hook's error memory for ever; GradScaler must see it instead.
                 return default_hooks.allreduce_hook(group, bucket)
         return self._over(group, self.hook, bucket)
 
@@ -77,15 +77,15 @@ class InnerHook:
         state = self.state
         if not hasattr(state, "process_group"):
             return hook(group if state is None or isinstance(state, dist.ProcessGroup) else state, bucket)
-        with holding(state, process_group=group):  # hooks read it once, at their start
+        with holding(state, process_group=group):  # hooks read it once, at the start
             return hook(state, bucket)
 
     def plainly(self, bucket: Bucket) -> Future[Tensor]:
-        """Torch's all-reduce; of a sparse bucket natively on gloo, densely elsewhere (compressing hooks cannot)."""
+        """Torch's all-reduce. Sparse buckets stay sparse on gloo, else become dense; compressing hooks take none."""
         buffer, native = bucket.buffer(), self.native
         if not buffer.is_sparse:
             return default_hooks.allreduce_hook(self.group, bucket)
-        # The values of a sparse gradient may be a view of what autograd hands to others; `div_` writes into it.
+        # A sparse gradient's values may be a view of memory that autograd passes to others; `div_` would write into it.
         payload = buffer / self.group.size() if native else buffer.to_dense().div_(self.group.size())
         work = dist.all_reduce(payload, group=self.group, async_op=True)
         assert work is not None
@@ -97,18 +97,18 @@ class InnerHook:
         return cast("Future[Tensor]", work.get_future().then(finish))
 
     def make_groups(self, buckets: int) -> None:
-        """One process group for each of so many buckets, if it chains collectives on gloo. A collective call."""
+        """Create a process group per bucket if the hook chains collectives on gloo. A collective call."""
         if self._needs_groups and (missing := range(len(self._groups), buckets)):
             ranks = dist.get_process_group_ranks(self.group)
             self._groups += [new_gloo_group(ranks) for _ in missing]
 
     def close(self) -> list[dist.ProcessGroup]:
-        """Let go of the groups of buckets, and return them."""
+        """Release the buckets' groups, and return them."""
         groups, self._groups = self._groups, []
         return groups
 
     def state_dict(self) -> Any:
-        """Its state's own, or what that holds but for its process group (PowerSGDState has no `state_dict`)."""
+        """The state's `state_dict()`; without one, as in PowerSGDState, its attributes except the process group."""
         state = self.state
         if hasattr(state, "state_dict"):
             return state.state_dict()
@@ -135,7 +135,7 @@ def _require_same_ranks(own: dist.ProcessGroup, group: dist.ProcessGroup) -> Non
 
 
 def _require_no_step(hook: Any) -> None:
-    """Raise `UsageError` for a hook of torch's that steps, too, where some reductions do without the user's hook."""
+    """Raise `UsageError` for a hook of torch that steps, if some reductions skip the user's hook."""
     if (name := getattr(hook, "__qualname__", "")).startswith(_HOOKS_THAT_STEP):
         does = f"{name.partition('.')[0]} steps the optimizer inside the communication hook"
         lost = "which some reductions do without (the first ones, and one in 50), so those steps would be left out"

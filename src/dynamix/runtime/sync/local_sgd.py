@@ -1,4 +1,4 @@
-"""How a model is connected whose workers step apart and meet over parameters: nothing crosses ranks in its passes."""
+"""Connects a model for local SGD: its passes do not communicate; parameters are averaged at the end of a round."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dynamix.runtime.sync.sync import Options, Sync
 
 
 def attach_apart(model: nn.Module, options: Options, around: Around) -> Sync:
-    """Connect a model whose workers step apart, plain or under DDP; all begin as the first rank's. A collective call.
+    """Connect a model, plain or under DDP, whose workers take local steps. All start with the first rank's parameters.
 
-    Raises `UsageError` naming what the model needs, and for options that are about gradients.
+    A collective call. Raises `UsageError`, which says what the model needs, also for options for gradients.
     """
     for name, usual in (("hook", None), ("weighting", "hook"), ("batchnorm", "rank0")):
         if (value := getattr(options, name)) != usual:
@@ -41,10 +41,10 @@ def attach_apart(model: nn.Module, options: Options, around: Around) -> Sync:
 
 
 def averaging_of(model: nn.Module, options: Options, around: Around, *, at_times: bool = False) -> ParameterAveraging:
-    """The averaging that makes the workers' models one; they begin as the first rank's. A collective call."""
+    """The object that averages the workers' models, which start as the first rank's. A collective call."""
     group, ranks = around.group, around.ranks
     several = group is not None and ranks.workers > 1
-    # Meetings are begun in a group of their own, where no collective of the loop's can be taken for one of theirs.
+    # A separate group, so that none of the loop's collectives can be mistaken for one of the averaging's.
     workers = Workers(group, ranks, new_gloo_group(dist.get_process_group_ranks(group)) if several else None)
     if group is not None and several:
         tensors = (*model.named_parameters(), *model.named_buffers())
@@ -56,14 +56,14 @@ def averaging_of(model: nn.Module, options: Options, around: Around, *, at_times
 
 
 def _keep_silent(model: DistributedDataParallel, recorder: Recorder) -> None:
-    """Nothing crosses ranks in the model's own passes, of which ranks have unlike numbers."""
+    """Turn off communication in the model's passes, because ranks run different numbers of them."""
     if model.static_graph:
         fix = "leave static_graph out, or pass the module without DDP: workers that meet over parameters need none"
         raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {fix}")
     put(model, broadcast_buffers=False, require_backward_grad_sync=False)
 
     def refuse(state: Any, bucket: Any) -> Any:
-        if recorder.muted:  # passes that are discarded
+        if recorder.muted:  # discarded passes
             future: torch.futures.Future[Tensor] = torch.futures.Future()
             future.set_result(bucket.buffer())
             return future

@@ -1,4 +1,4 @@
-"""Weighting on the loss side: what carries a weight, who puts it there, and what N is where only the loop knows it."""
+"""Weights the loss instead of the gradient, also if only the loop knows its divisor N."""
 
 import functools
 import math
@@ -17,50 +17,50 @@ from dynamix.runtime.ranks.process_groups import new_gloo_group
 from dynamix.runtime.ranks.ranks import ALONE, Ranks
 from dynamix.runtime.sync.shards import gradients_of
 
-_WEIGHED = "weighed by dynamix"  # in the metadata of a loss's node
-_NODES = 100  # of a loss's graph that are looked at
+_WEIGHED = "weighed by dynamix"  # metadata key of a weighted loss's node
+_NODES = 100  # nodes of a loss's graph to visit
 
 
 class LossWeight:
-    """The loss side: loss * n_i * W / N, with N from the sample plan or, for given counts, from an all-reduce.
+    """The loss side: loss * n_i * W / N. N is known from the sample plan; with counts it is an all-reduced sum.
 
-    For counts, N is not known when backward starts. The loss then carries n_i * W / N_ref, N_ref being the last step's;
-    when backward has ended, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
+    With counts, N is unknown when backward starts. The loss then carries n_i * W / N_ref, with N_ref of the last step.
+    After backward, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
 
-    A batch may have several losses, one after the other or in one sum. Those after the first wait for their own N, and
-    the first loss's gradient then enters its backward pass times N_ref / N, alone.
+    A batch may have several losses, one after another or in one sum. Those after the first wait for their own N. The
+    first loss's gradient alone is then multiplied by N_ref / N, as it enters its backward pass.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, accumulate: int, ranks: Ranks = ALONE) -> None:
         self.group, self.accumulate, self._ranks = group, accumulate, ranks
         self.workers = 1 if group is None else dist.get_world_size(group)
-        self.applied: float | Tensor | None = None  # to the first loss of the batch in hand
-        self._several = False  # and others of it have counts of their own
+        self.applied: float | Tensor | None = None  # to the first loss of the current batch
+        self._several = False  # further losses of the batch have their own counts
         self.weighting = "hook"
         self.required = False  # the loop weights its losses by `Controller.weight`
         self.given = False  # losses carry their weights without the controller
         self._model: nn.Module | None = None
         self._counts_group: dist.ProcessGroup | None = None
-        self.held: float | Tensor = 1.0  # what the gradient of this rank's pieces so far is over its mean
+        self.held: float | Tensor = 1.0  # accumulated gradient of this rank's pieces, divided by its mean
         self._reference: Tensor | None = None
-        self._own: Tensor | None = None  # counts of this rank's pieces so far, where shares are cut by size
+        self._own: Tensor | None = None  # counts of this rank's pieces so far, if shares are cut into pieces
         self._counted: list[tuple[Tensor, Any]] = []
 
     def bind(self, model: nn.Module, weighting: str) -> None:
-        """`wrap` connects `model`, whose losses carry their weights as `weighting` says."""
+        """Use `model`, which `wrap` connects; its losses carry weights as `weighting` says."""
         self._model, self.weighting = model, weighting
         self.required, self.given = weighting == "loss", weighting == "given"
 
     def in_gradient(self, piece: Piece) -> float | Tensor | None:
-        """This rank's gradient of the round so far over its mean; NaN: nobody knows; None: the hook is to weight it."""
+        """Accumulated gradient divided by this rank's mean; NaN: unknown; None: the hook must apply the weight."""
         if self.given:
             return piece.share * (piece.number + 1) / piece.of * self.workers / piece.round.samples
         return None if self.applied is None else math.nan if self._several else self.held
 
     def require_fit(self, piece: Piece, placeholder: Any, named: dict[str, Any], fail: Callable[[str], Any]) -> None:
-        """A forward pass of `piece` begins, with these `named` arguments: let `fail` raise what is wrong with it.
+        """A forward pass of `piece` begins, with these `named` arguments; call `fail` if it does not fit `weighting`.
 
-        placeholder   what stands for a share of no samples, if the loop has said so
+        placeholder   converts a batch for a share of zero samples, if the loop has set it
         """
         if not self.given:
             if named.get("num_items_in_batch") is None:
@@ -73,13 +73,13 @@ class LossWeight:
         fail(f"{why}: say what becomes of it, controller.loader(..., placeholder=lambda batch: ...)")
 
     def in_loss(self, piece: Piece) -> float:
-        """A loss as the loop shows it, over its mean."""
+        """A loss as the loop reports it, divided by its mean."""
         return piece.samples * self.workers / piece.round.samples if self.given else 1.0
 
     def sum_async(self, values: Tensor) -> Any:
-        """Start summing `values` in place over workers; returns a handle with `wait()`. A collective call.
+        """Start to sum `values` in place over workers. Returns a handle with `wait()`. A collective call.
 
-        `wait()` raises what another rank ends the job with meanwhile, and `WorkerLostError` where one is lost.
+        `wait()` raises the error with which another rank ends the job, and `WorkerLostError` if a rank is lost.
         """
         if self.group is None:
             return SimpleNamespace(wait=lambda: None)
@@ -100,7 +100,7 @@ class LossWeight:
         if count is not None:
             if not isinstance(count, Tensor) and not count >= 0:
                 raise ConfigError("count", count, "0 or more", "pass the divisor of this mean loss")
-            given = torch.as_tensor(count, dtype=torch.float64)  # on the device it came on, also on an idle rank
+            given = torch.as_tensor(count, dtype=torch.float64)  # on its own device, even on an idle rank
             given = given if piece.samples else torch.zeros_like(given)
             share = self._weight_of(loss, piece, given) if first else self._further_weight(piece, given)
             weight: float | Tensor = share
@@ -117,7 +117,7 @@ class LossWeight:
         return weighted
 
     def _weight_of(self, loss: Tensor, piece: Piece, given: Tensor) -> Tensor:
-        """The weight of a batch's first loss, by what N is expected to be."""
+        """The weight of a batch's first loss, with the expected N."""
         reference = self._sum_of_counts(piece, given)
         if piece.last:
             counted, self._counted = self._counted, []
@@ -134,10 +134,10 @@ class LossWeight:
         return given * self.workers / torch.where(total > 0, total, 1.0)
 
     def _sum_of_counts(self, piece: Piece, count: Tensor) -> Tensor:
-        """Begin to sum `count` over workers; what the sum is expected to be, which the gradient is corrected from."""
-        while piece.number == 0 and self._counted:  # an accumulation that was broken off leaves counts behind
+        """Start to sum `count` over workers. Returns the expected sum, from which the gradient is corrected later."""
+        while piece.number == 0 and self._counted:  # left from an aborted accumulation
             self._counted.pop(0)[1].wait()
-        if piece.by_size:  # ranks have unlike numbers of pieces, so counts travel once, with the last
+        if piece.by_size:  # ranks run different numbers of pieces, so counts are summed once, with the last
             self._own = count if piece.number == 0 or self._own is None else self._own + count
             if piece.last:
                 self._begin_sum(self._own)
@@ -149,14 +149,14 @@ class LossWeight:
         return self._reference
 
     def _begin_sum(self, count: Tensor) -> tuple[Tensor, Any]:
-        """Begin to sum `count` over workers, for the correction at the round's end."""
+        """Start to sum `count` over workers, for the correction at the round's end."""
         total = count.detach().clone()
         self._counted.append((total, self.sum_async(total)))
         return self._counted[-1]
 
     def _correct_after(self, loss: Tensor, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
         def at_end() -> None:
-            # Queued once more, so that it runs after DDP's and FSDP's own callbacks have finished the gradients.
+            # Queue again, to run after the callbacks with which DDP and FSDP finish the gradients.
             Variable._execution_engine.queue_callback(lambda: self._correct(reference, counted))
 
         def begin(gradient: Tensor) -> Tensor | None:
@@ -174,22 +174,22 @@ class LossWeight:
                 gradient.mul_(factor.to(gradient.dtype).to(gradient.device))
 
     def _correction(self, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> Tensor:
-        """N_ref / N, once N is known."""
+        """N_ref / N. Waits for N."""
         for _, handle in counted:
             handle.wait()
         total = torch.stack([value for value, _ in counted]).mean()
-        total = torch.where(total > 0, total, reference)  # nothing was counted anywhere: gradients are zeros
+        total = torch.where(total > 0, total, reference)  # no worker counted anything: gradients are zero
         self._reference = total
         return reference / total
 
     def close(self) -> list[dist.ProcessGroup]:
-        """Let go of the group that counts travel in, and return it."""
+        """Release the group for counts, and return it."""
         group, self._counts_group, self._model = self._counts_group, None, None
         self._counted.clear()
         return [] if group is None else [group]
 
     def take(self) -> float | Tensor | None:
-        """At the end of a micro-step: the weight that was applied, None if none was. Raises if one was required."""
+        """At the end of a micro-step: the applied weight, None without one. Raises if a weight was required."""
         if self.required and self.applied is None:
             fix = "call controller.weight(loss).backward() instead of loss.backward()"
             raise UsageError(f"wrap(weighting='loss') was chosen, but this batch's loss was not weighted: {fix}")
@@ -198,7 +198,7 @@ class LossWeight:
 
 
 def _carries_weight(loss: Tensor) -> bool:
-    """Whether `loss` is made of one that `LossWeight` has weighted, as far as is seen near its end."""
+    """Whether `loss` was made from a weighted loss, as far as the last nodes of its graph show."""
     nodes: list[Any] = [loss.grad_fn]
     for node in nodes:
         if node is not None:

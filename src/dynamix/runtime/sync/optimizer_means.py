@@ -1,4 +1,4 @@
-"""Averages optimizers' state over workers that stepped apart: moments, and the numbers beside them."""
+"""Averages optimizer state over workers after local steps: moments, and numbers such as step counters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch.optim import Optimizer
 from dynamix.errors import UsageError
 from dynamix.runtime.sync.collectives import Sums, Workers, has_mean
 
-KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # given to `wrap`, or made by what was given
-ON_CPU = ("step", "mu_product")  # where the optimizer runs no kernel that reads them
-PRODUCTS = ("mu_product",)  # NAdam's: the mean of such numbers is that of their logarithms
-_SCHEDULED = {"lr", "momentum", "weight_decay"}  # the loop's, also where an optimizer takes them as `**settings`
+KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # passed to `wrap`, or made by such an optimizer
+ON_CPU = ("step", "mu_product")  # on the CPU unless one of the optimizer's kernels reads them
+PRODUCTS = ("mu_product",)  # NAdam's: such numbers are averaged by their logarithms
+_SCHEDULED = {"lr", "momentum", "weight_decay"}  # set by the loop, even if an optimizer takes them as `**settings`
 
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """One thing that an optimizer remembers of a parameter, or of a group; alike on all ranks that have it.
+    """One entry of an optimizer's state, of a parameter or a group; equal on all ranks that have it.
 
-    place   number of the parameter, over the optimizers and their groups in order; then come the groups
+    place   number of the parameter over all optimizers' groups, in order; the groups have the numbers after these
     shape   None: a Python number
     """
 
@@ -39,16 +39,16 @@ class Entry:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is one number, such as the steps taken, which travels beside the moments."""
+        """Whether it is a single number, such as a step counter, which is sent separately from the moments."""
         return self.shape is None or ((self.name == "step" or not self.shape) and "complex" not in self.dtype)
 
 
 class GroupMemory:
-    """The values that an optimizer keeps in its groups, beside what it was given (schedule-free, Prodigy): numbers and
-    tensors.
+    """The state that an optimizer keeps in its groups, in addition to its arguments (schedule-free, Prodigy): numbers
+    and tensors.
 
-    An argument of the optimizer, as a learning rate is, belongs to the loop. Everything else that has changed since
-    this was made is the optimizer's memory.
+    An argument of the optimizer, such as a learning rate, belongs to the loop. All other values that have changed since
+    this object was made are state.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -57,7 +57,7 @@ class GroupMemory:
         self._began = [copy.deepcopy(self._told(group)) for group in optimizer.param_groups]
 
     def of(self, number: int, group: dict[str, Any], known: set[str]) -> dict[str, Any]:
-        """The values to average of group `number`; `known`: other workers have them."""
+        """The values of group `number` to average; `known`: names that other workers have."""
         began = self._began[number] if number < len(self._began) else {}
         told = self._told(group)
         return {name: v for name, v in told.items() if name in known or name not in began or _unlike(began[name], v)}
@@ -79,24 +79,24 @@ def _unlike(before: Any, now: Any) -> bool:
 
 
 class OptimizerMeans:
-    """The state of one or several optimizers, and their groups' memory, on its way to its mean over workers.
+    """Averages the state of one or several optimizers over workers, including what they keep in their groups.
 
-    A worker that has an entry not yet (it has taken no step, or the parameter had no gradient on it) sends nothing for
-    it, and is given the mean of those that have it. The ranks compare at every meeting what there is to average, so
-    that all send alike.
+    A worker may lack an entry, because it has taken no step, or the parameter had no gradient on it. It then sends
+    nothing for the entry, and gets the mean of the workers that have it. At every averaging the ranks compare which
+    entries exist, so that all send the same.
 
-    optimizers   and what each keeps in its groups
+    optimizers   with the state that each keeps in its groups
     """
 
     def __init__(self, optimizers: Mapping[Optimizer, GroupMemory], workers: Workers) -> None:
         self.optimizers, self.workers = optimizers, workers
         self.layout: list[Entry] = []
-        self._places: list[tuple[Optimizer, int, Tensor | None]] = []  # number of the group; a parameter, or the group
+        self._places: list[tuple[Optimizer, int, Tensor | None]] = []  # number of the group; its parameter or None
 
     def meet(self, weight: float, told: dict[str, Any] | None = None) -> None:
-        """All of it, this worker's state weighing `weight`. A collective call.
+        """Average all entries, with `weight` for this worker's. A collective call.
 
-        told   a state dict of the only optimizer, which the means are put in; None: they are put in the optimizers
+        told   a state dict of the only optimizer, into which the means are written; None: into the optimizers
         """
         before, groups = self._places, [(of, n, None) for of in self.optimizers for n in range(len(of.param_groups))]
         self._places = [*((of, n, p) for of, n, _ in groups for p in of.param_groups[n]["params"]), *groups]
@@ -130,7 +130,7 @@ class OptimizerMeans:
                 self._put(self._memory(entry.place, told), entry, mean)
 
     def _own(self) -> dict[Entry, Any]:
-        """This worker's values to average. Raises `UsageError` for what has no mean."""
+        """This worker's values to average. Raises `UsageError` for a value that has no mean."""
         found: dict[Entry, Any] = {}
         for place, (optimizer, number, parameter) in enumerate(self._places):
             if parameter is None:
@@ -140,7 +140,7 @@ class OptimizerMeans:
                 memory = optimizer.state.get(parameter, {})
             for name, value in memory.items():
                 if _has_mean(value):
-                    moves = parameter is None and isinstance(value, Tensor) and value.dim()  # it travels beside moments
+                    moves = parameter is None and isinstance(value, Tensor) and value.dim()  # sent with the moments
                     found |= _entry(place, name, value.to(self._device(place)) if moves else value)
                 elif value is not None:
                     kind = f"{type(optimizer).__name__} keeps {name!r}, of type {type(value).__name__}, for a parameter"
@@ -153,13 +153,13 @@ class OptimizerMeans:
         return torch.zeros(entry.shape or (), dtype=dtype, device=device)
 
     def _device(self, place: int) -> torch.device:
-        """The device of the parameter, or of the group's first one."""
+        """The parameter's device, or that of the group's first one."""
         optimizer, number, parameter = self._places[place]
         parameters = optimizer.param_groups[number]["params"] if parameter is None else [parameter]
         return parameters[0].device if parameters else torch.device("cpu")
 
     def _memory(self, place: int, told: dict[str, Any] | None) -> Any:
-        """The dict in which this worker's optimizer remembers it, or that of `told`."""
+        """The dict of this worker's optimizer, or of `told`, that holds the entry."""
         optimizer, number, parameter = self._places[place]
         if parameter is None:
             return (optimizer.param_groups if told is None else told["param_groups"])[number]
@@ -171,7 +171,7 @@ class OptimizerMeans:
     def _put(self, state: dict[str, Any], entry: Entry, mean: Any) -> None:
         held, (optimizer, number, parameter) = state.get(entry.name), self._places[entry.place]
         if parameter is None and isinstance(held, (int, float)) and math.isclose(held, mean, rel_tol=1e-12):
-            return  # all have it alike, as what a scheduler has put there
+            return  # equal on all, such as a scheduler's value
         if entry.shape is None:
             state[entry.name] = round(mean) if entry.dtype == "int" else mean
             return
@@ -190,7 +190,7 @@ class OptimizerMeans:
 
 def _entry(place: int, name: str, value: Any) -> dict[Entry, Any]:
     if isinstance(value, Tensor):
-        # Momentum of sparse gradients is sparse until workers have met: each has it of other rows.
+        # Momentum of sparse gradients is sparse until the first averaging: each worker has other rows.
         dense = value.detach().to_dense() if value.is_sparse else value.detach()
         return {Entry(place, name, tuple(value.shape), str(value.dtype)): dense}
     return {Entry(place, name, None, type(value).__name__): value}
@@ -202,9 +202,9 @@ def _told(entry: Entry, value: Any) -> float:
 
 
 def without_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """A placeholder has nothing to apply, and no optimizer changes anything without gradients.
+    """Remove a placeholder's gradients, because an optimizer changes nothing without gradients.
 
-    Returns what `optimizer.step` is to be called with, where a closure would make gradients anew.
+    Returns the arguments for `optimizer.step` if a closure would compute gradients again, else None.
     """
 
     def forget() -> None:

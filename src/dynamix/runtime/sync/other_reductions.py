@@ -1,4 +1,4 @@
-"""Mechanisms of torch that reduce DDP's gradients, or apply them, where the controller's hook does not weigh them."""
+"""Refuses code of torch that reduces or applies DDP's gradients without the controller's hook weighting them."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from dynamix.errors import UsageError
 
 
 def require_own_reduction(model: Any, weighting: str, *, apart: bool) -> None:
-    """Raise `UsageError` naming what else owns the reduction or the step of `model`, under DDP.
+    """Raise `UsageError`, which names the code, if other code reduces or steps `model` under DDP.
 
-    weighting   of `Controller.wrap`
-    apart       workers meet over parameters only
+    weighting   as in `Controller.wrap`
+    apart       workers only average parameters
     """
     require_no_optimizers_in_backward(model)
     if model.mixed_precision is not None:
@@ -28,7 +28,7 @@ def require_own_reduction(model: Any, weighting: str, *, apart: bool) -> None:
 
 
 def require_no_optimizers_in_backward(model: DistributedDataParallel) -> None:
-    """Raise `UsageError` where torch applies optimizers of its own in the backward pass of `model`."""
+    """Raise `UsageError` if torch applies its own optimizers in the backward pass of `model`."""
     if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
         does = "makes DDP reduce and step in a communication hook of its own, and DDP allows one"
         fix = "leave it out, and call optimizer.step() in the loop"

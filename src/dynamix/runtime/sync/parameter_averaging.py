@@ -1,4 +1,4 @@
-"""Meeting over parameters: workers step apart on pieces of their own, and their models become one again (local SGD)."""
+"""Averages parameters: workers take local steps on their own pieces, then their models are averaged (local SGD)."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _WIRES = {None: None, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """How models become one where workers meet over parameters: `controller.wrap(..., averaging=Averaging(...))`.
+    """How models are averaged after local steps: `controller.wrap(..., averaging=Averaging(...))`.
 
-    Every worker has moved away from the parameters of the last meeting. The mean of these moves, weighted by the
-    samples that each trained on, is what all go on with (local SGD, arXiv 1805.09767).
+    Every worker's parameters have moved since the last averaging. All workers continue from the mean of these moves,
+    weighted by the samples that each trained on (local SGD, arXiv 1805.09767).
 
-    optimizer_state   what becomes of momentum and other moments. "averaged": the mean over workers, also of Adam's
-                      step; it travels with the parameters. "kept": each worker's own. "reset": forgotten
-    outer             makes an optimizer of a list of parameters, which takes the mean move for its gradient, turned
-                      round: `lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)` (DiLoCo, arXiv
-                      2311.08105). None: the mean itself
-    wire              "bfloat16": the type in which moves travel, half the bytes. None: as they are
+    optimizer_state   momentum and other moments. "averaged": replaced by the mean over workers, also Adam's step
+                      counter; they are sent with the parameters. "kept": each worker keeps its own. "reset": discarded
+    outer             makes an optimizer from a list of parameters; its gradient is the negative mean move: `lambda ps:
+                      torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)` (DiLoCo, arXiv 2311.08105). None: the
+                      mean move is applied
+    wire              "bfloat16": the type in which moves are sent, half the bytes. None: unchanged
     """
 
     optimizer_state: OptimizerState = "averaged"
@@ -60,36 +60,36 @@ class Averaging:
             raise ConfigError("outer", self.outer, "a function of a list of parameters, or None", fix)
 
 
-# After the class is made: a dataclass writes its `__init__` itself.
+# After the class definition, because a dataclass generates its `__init__`.
 Averaging.__init__ = refuses_averaging(Averaging.__init__)  # type: ignore[method-assign]
 
 
 class ParameterAveraging(Part):
-    """One model and its optimizers, on this worker.
+    """Averages one model and its optimizers, on this worker.
 
-    workers   those that meet
-    scaler    AMP's, if there is one: the smallest scale of all workers is the one to go on with
+    workers   the workers to average over
+    scaler    AMP's, if any: all continue with the smallest scale of all workers
 
-    It keeps a copy of the parameters and floating buffers: moves are counted from there, so what did not move stays as
-    it is to the last bit.
+    It keeps a copy of the parameters and floating buffers. Moves are differences from this copy, so a value that did
+    not move stays bit-identical.
 
-    at_times    workers meet over gradients too. Then there is no copy before they step apart, and none once they meet
-                over gradients again (but for an outer optimizer, which knows what is copied); and all count from the
-                first worker's parameters, should those of unlike devices differ in their last bits
+    at_times    some rounds average gradients instead. Then a copy exists only from the first local step until gradients
+                are averaged again (an outer optimizer keeps it, because its state refers to the copy). All workers move
+                from the first worker's parameters, because those of unlike devices may differ in their last bits
     """
 
     def __init__(
         self, model: nn.Module, how: Averaging, workers: Workers, *, scaler: Any, at_times: bool = False
     ) -> None:
         self.model, self.how, self.workers, self.scaler = model, how, workers, scaler
-        self.optimizers: dict[Optimizer, GroupMemory] = {}  # and what each keeps in its groups
-        self.weight = 1.0  # its part of the round before; as much as others' where there was none
-        self._begun = self._changed = False  # a round; since the last meeting, what moves are counted from
+        self.optimizers: dict[Optimizer, GroupMemory] = {}  # with the state that each keeps in its groups
+        self.weight = 1.0  # this worker's part of the last round; equal parts before the first
+        self._begun = self._changed = False  # a round has begun; reference weights have changed since averaging
         self._anchors: list[ReferenceWeights] = []
         self._untrained = Untrained(model)
         self._outer: Optimizer | None = None
         self._means = OptimizerMeans(self.optimizers, workers)
-        self._at_times, self._own = at_times, False  # whether what optimizers remember is each worker's own
+        self._at_times, self._own = at_times, False  # whether optimizer states differ by worker
         if not at_times or how.outer is not None:
             self.begin()
         self._begun = self._changed = False
@@ -99,7 +99,7 @@ class ParameterAveraging(Part):
             self.begin()
 
     def before_step(self, piece: Piece | None) -> None:
-        """One of the optimizers is about to step, of `piece` if there is a batch in hand."""
+        """An optimizer is about to step, for `piece` if there is a current batch."""
         if not self._at_times or (piece is not None and piece.round.apart):
             self.begin()
         elif piece is not None:
@@ -107,9 +107,9 @@ class ParameterAveraging(Part):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """A pass or step begins, perhaps a round's first: moves are counted from what the model is, whoever changed it.
+        """A pass or step begins, perhaps a round's first: moves count from the model's values now, whoever set them.
 
-        A pass need not go through the model's own call, so the optimizers' steps are looked at too.
+        A pass may bypass the model's own call, so optimizer steps call this, too.
         """
         if self._begun:
             return
@@ -122,14 +122,14 @@ class ParameterAveraging(Part):
             made = (known.get(id(t)) or ReferenceWeights(t, names.get(id(t), "")) for t in tensors)
             self._anchors, self._changed = list(made), True
             self._make_outer()
-        looks = self._outer is not None  # an outer optimizer must not take a change for a move
+        looks = self._outer is not None  # an outer optimizer must not treat a change as a move
         for anchor in self._anchors:
             if anchor.tensor._version != anchor.version or (looks and not torch.equal(anchor.tensor, anchor.value)):
                 anchor.keep()
                 self._changed = True
 
     def _make_outer(self) -> None:
-        """The outer optimizer of what is trained now; what the one before remembers of it, it knows too."""
+        """Make the outer optimizer of the parameters trained now; it takes over the previous one's state of them."""
         if self.how.outer is None:
             return
         values, before = [a.value for a in self._anchors if a.is_trained], self._outer
@@ -139,7 +139,7 @@ class ParameterAveraging(Part):
             self._outer.state.update({value: before.state[value] for value in values if value in before.state})
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """One more optimizer of the model. Raises `UsageError` for one that shares its state among ranks."""
+        """Add an optimizer of the model. Raises `UsageError` for one that distributes its state over ranks."""
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             fix = "give every rank its whole optimizer, or use meet='gradients'"
             raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers make local steps: {fix}")
@@ -147,9 +147,9 @@ class ParameterAveraging(Part):
 
     @torch.no_grad()
     def rejoin(self) -> None:
-        """A step over gradients begins: what each worker's optimizers remember becomes one.
+        """A step with averaged gradients begins: average the workers' optimizer states.
 
-        A collective call, if workers have stepped apart before it.
+        A collective call, if workers have taken local steps before it.
         """
         own, self._own = self._own, False
         if own and self.how.optimizer_state == "kept":
@@ -160,7 +160,7 @@ class ParameterAveraging(Part):
 
     @property
     def payload(self) -> float:
-        """Bytes that a meeting moves, as optimizers are now, over those of a gradient."""
+        """Bytes that an averaging sends, with the optimizers' present state, relative to a gradient's."""
         gradient = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         wire = _WIRES[self.how.wire]
         moved = sum(t.numel() * (max(t.element_size(), 4) if wire is None else 2) for t in self._travelling())
@@ -172,9 +172,9 @@ class ParameterAveraging(Part):
 
     @torch.no_grad()
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
+        """A collective call at the end of a round: `optimizer.state_dict()` with its state averaged over workers."""
         if self.how.optimizer_state != "kept" or (self._at_times and not self._own):
-            return optimizer.state_dict()  # all have it alike
+            return optimizer.state_dict()  # equal on all workers
         told = copy.deepcopy(optimizer.state_dict())
         means = OptimizerMeans({optimizer: self.optimizers[optimizer]}, self.workers)
         with self.workers.ranks.naming(_STATES):
@@ -182,7 +182,7 @@ class ParameterAveraging(Part):
         return told
 
     def meet(self, weight: float) -> None:
-        """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
+        """Average. A collective call. `weight`: this worker's part of the round's samples; 0: its move is ignored."""
         with self.workers.ranks.naming("the ranks could not average their models"):
             self._meet(weight)
 
@@ -209,18 +209,18 @@ class ParameterAveraging(Part):
                 own.copy_(least)
 
     def _follow(self) -> None:
-        """Passes may have put other tensors in the place of buffers, as `self.mean = ...` does."""
+        """Passes may have replaced buffers by other tensors, as `self.mean = ...` does."""
         now = self._replaceable()
         for anchor in self._anchors:
             if (tensor := now.get(anchor.name, anchor.tensor)) is not anchor.tensor:
                 anchor.follow(tensor)
 
     def _compare(self) -> None:
-        """All are about to average the same, and went on from the same. Raises `UsageError` on every rank if not."""
+        """Check that all average the same tensors, from the same start. Raises `UsageError` on every rank if not."""
         if self.workers.count == 1:
             return
         moved = self._untrained.moved()
-        if self.workers.group is None:  # all in one process
+        if self.workers.group is None:  # all workers are in one process
             self._take_along(moved)
             return
         changed = self.workers.any_changed(self._described(), self._changed or any(moved.values()))
@@ -234,12 +234,12 @@ class ParameterAveraging(Part):
             named = (name for name, p in self.model.named_parameters() if p is parameter)
             name = next(named, f"a parameter of shape {list(parameter.shape)} beside the model")
             raise UsageError(f"{name} was not the same on all ranks when local steps began: {_CHANGED}")
-        if anchors:  # buffers, which passes of a rank's own may change
+        if anchors:  # buffers, which a rank's own passes may change
             broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ranks)
 
     def _take_along(self, moved: dict[str, bool]) -> None:
-        """A tensor that is not trained and was `moved` on some rank travels from now on: this time whole, as there is
-        no copy of what it was. Raises `UsageError` for what has no mean."""
+        """Average an untrained tensor from now on if it `moved` on some rank: this time its values, because there is no
+        copy of what it was. Raises `UsageError` for one that has no mean."""
         if not moved:
             return
         flags = torch.tensor([*moved.values()], dtype=torch.float64)
@@ -255,7 +255,7 @@ class ParameterAveraging(Part):
             tensor.copy_(mean)
 
     def _described(self) -> list[str]:
-        """A description of what this rank sends."""
+        """A description of the tensors that this rank sends."""
         named = {id(t): name for name, t in (*self.model.named_parameters(), *self.model.named_buffers())}
         counters = (t for t in self._replaceable().values() if not has_mean(t))
         sent = [*(anchor.tensor for anchor in self._anchors), *counters]
@@ -286,28 +286,28 @@ class ParameterAveraging(Part):
         return list({id(t): t for t in found}.values())
 
     def _replaceable(self) -> dict[str, Tensor]:
-        """Buffers, and what else a loop changes by itself, by name."""
+        """Buffers, and other tensors that only the loop changes, by name."""
         return {**self._untrained.travelling(), **dict(self.model.named_buffers())}
 
     def _scale(self) -> Tensor | None:
-        """AMP's scale and the steps since it last grew, where it has begun."""
+        """AMP's scale, and the steps since it last grew; None before its first use."""
         scale = getattr(self.scaler, "_scale", None)
         if scale is None:
             return None
         return torch.stack([scale.reshape(()).float(), self.scaler._growth_tracker.reshape(()).float()])
 
     def close(self) -> list[dist.ProcessGroup]:
-        """Let go of the groups, and return the one that was made for this."""
+        """Release the groups, and return the one that was made for this."""
         return self.workers.close()
 
     def facts(self) -> dict[str, Any]:
-        """Facts that must be alike on all ranks, by name."""
+        """State that must be equal on all ranks, by name."""
         outer = self._outer and f"{type(self._outer).__name__} {self._outer.defaults}"
         how = {"optimizer_state": self.how.optimizer_state, "wire": self.how.wire}
         return how | {"outer": outer, "scaler": self.scaler is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer optimizer's, if there is one."""
+        """The outer optimizer's state, if there is one."""
         return {} if self._outer is None else {"outer": self._outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

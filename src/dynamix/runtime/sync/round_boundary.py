@@ -1,4 +1,4 @@
-"""When workers that step apart meet, and what becomes of their models and optimizers then."""
+"""The end of rounds with local steps: averages models and optimizers, and checks what happens within a round."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _WHERE = "call it at a meeting, under `if controller.checkpoint_due(every=N):` o
 
 
 class RoundBoundary(Part):
-    """The boundary of rounds on one rank, which steps apart from the others in rounds whose plan says so.
+    """The boundary of rounds on one rank, which takes local steps in rounds whose plan says so.
 
-    averagings   of all models that are connected by now
-    strays       collectives of the loop's own
-    steps_apart  workers step apart in some rounds
+    averagings   of all models connected so far
+    strays       detects the loop's own collectives
+    steps_apart  some rounds have local steps
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class RoundBoundary(Part):
     ) -> None:
         self.averagings, self.recorder, self.strays, self._fail = averagings, recorder, strays, fail
         self.steps_apart = steps_apart
-        self._between = False  # this rank has stepped apart since the last meeting
+        self._between = False  # this rank has taken local steps since the last averaging
 
     def piece_done(self, piece: Piece, seen: Observation) -> None:
-        """If a round apart ends with this piece, a collective call: the workers' models become one."""
+        """If a round with local steps ends with this piece, average the workers' models: a collective call."""
         self._between = piece.round.apart
         if not piece.round.apart:
             return
@@ -61,27 +61,27 @@ class RoundBoundary(Part):
 
     @functools.cached_property
     def payload(self) -> float:
-        """Bytes that a meeting moves over those of a gradient, by what optimizers remember when it is first asked."""
+        """Bytes that an averaging sends, relative to a gradient's, with the optimizers' state at the first call."""
         return max((averaging.payload for averaging in self.averagings), default=1.0)
 
     def alike(self) -> dict[str, Any]:
-        """Facts about how models are averaged that every rank must hold alike, by name."""
+        """Options of averaging that must be equal on all ranks, by name."""
         every = [averaging.facts() for averaging in self.averagings]
         return {f"averaging: {name}": [facts[name] for facts in every] for name in (every[0] if every else ())}
 
     def require(self, what: str) -> None:
-        """Raise `UsageError`, on all ranks, between two meetings."""
+        """Raise `UsageError`, on all ranks, within a round of local steps."""
         if self._between:
             raise self._fail(UsageError(f"{what}, but the workers' models differ between two meetings: {_WHERE}"))
 
     def require_no(self, what: str) -> None:
-        """Raise `UsageError` where workers step apart, and so weigh nothing in their own passes."""
+        """Raise `UsageError` if workers take local steps, whose losses need no weights."""
         if self.steps_apart:
             why = "with meet='parameters' a loss is the mean over the worker's own samples; models are weighted later"
             raise UsageError(f"{what}: {why}. Call loss.backward()")
 
     def warn_between(self) -> None:
-        """The loop has ended: say so if models differ."""
+        """The loop has ended: warn if the workers' models differ."""
         if self._between and sys.exc_info()[0] is None:
             left = "the loop ended between two meetings, so the workers' models differ"
             fix = "leave it only `if controller.met`; at a limit of steps, `if controller.checkpoint_due(every=N)`"

@@ -1,9 +1,9 @@
-"""FSDP2 (`fully_shard`): gradients are weighted where each rank's own enter the reduce-scatter; the loop is unchanged.
+"""FSDP2 (`fully_shard`): weights each rank's gradients before the reduce-scatter, so the loop needs no change.
 
-A group's gradients come to `set_custom_reduce_scatter` as this rank made them. FSDP then takes their mean over the W
-ranks of its mesh, so each is multiplied by n_i * W / N, as in DDP's hook. Every data-parallel rank has a share of its
-own, also on a mesh of two dimensions (HSDP): the reduce-scatter comes before the all-reduce, and a mean of means over
-equally large groups is the mean.
+`set_custom_reduce_scatter` gets a group's gradients as this rank computed them. FSDP then takes their mean over the W
+ranks of its mesh, so each is multiplied by n_i * W / N, as in DDP's hook. On a two-dimensional mesh (HSDP), too, every
+data-parallel rank has its own share: the all-reduce comes after the reduce-scatter, and a mean of means over equally
+large groups is the mean.
 """
 
 import math
@@ -34,27 +34,27 @@ _GIVEN_BACK = (
 
 
 class ShardedHook(GradientHook):
-    """`GradientHook` for FSDP2: sees every group's gradients before they are added over ranks.
+    """`GradientHook` for FSDP2: gets every group's gradients before they are summed over ranks.
 
-    Its groups are what buckets are there. A rank has only its shard of the reduced gradient: it reports the square of
-    its norm times the number of shards, so that the mean over ranks is the whole gradient's.
+    FSDP2's groups take the place of buckets. A rank has only its shard of the reduced gradient. It reports the square
+    of the shard's norm times the number of shards, so that the mean over ranks is the whole gradient's.
     """
 
     def __init__(self, shards: Shards, inner: InnerHook, around: Around, check: Check, *, scaler: Any) -> None:
         super().__init__(inner, around, check, scaler=scaler)
         self.shards = shards
         self._on_cpu = shards.device.type == "cpu"
-        self._seen = set[int]()  # groups that have reduced since this batch's last synchronised backward pass began
-        self._passing = False  # and it is not over
-        self._times: dict[int, int] = {}  # that each group has reduced in this optimizer step
-        self._sums: dict[int, bool] = {}  # whether it adds over ranks, and FSDP divides by their number after that
+        self._seen = set[int]()  # groups reduced since this batch's last synchronised backward pass began
+        self._passing = False  # that pass still runs
+        self._times: dict[int, int] = {}  # reductions of each group in this optimizer step
+        self._sums: dict[int, bool] = {}  # whether it sums over ranks, and FSDP divides afterwards
         self._warned = False
 
     def attach(self) -> None:
-        """Take part in the model's collectives, and in their time."""
+        """Insert hooks into the model's collectives, to weight and time them."""
         for part, (module, group) in enumerate(zip(self.shards.modules, self.shards.groups, strict=True)):
             module.set_custom_reduce_scatter(_ReduceScatter(self, part, group._reduce_scatter_comm))
-            if self._on_cpu:  # elsewhere a collective is waited for by the device
+            if self._on_cpu:  # on other devices the device waits for a collective
                 module.set_custom_all_gather(_AllGather(self, part, group._all_gather_comm))
             if _replicas(group) is not None:
                 module.set_all_reduce_hook(_AllReduced(self, part, group._all_reduce_hook))
@@ -62,7 +62,7 @@ class ShardedHook(GradientHook):
     def reduce_scatter(
         self, part: int, inner: Any, output: Tensor, values: Tensor, group: dist.ProcessGroup, op: Any
     ) -> Any:
-        """Weight `values`, this rank's gradients of group number `part`, and let `inner` reduce them into `output`."""
+        """Weight `values`, this rank's gradients of group `part`, and let `inner` reduce them into `output`."""
         if self.closed:
             raise UsageError("the model's controller is closed: wrap the model with a new one to train on")
         if (weight := self._begin_group(part, values)) is not None:
@@ -78,21 +78,21 @@ class ShardedHook(GradientHook):
         return work
 
     def _add_and_cut(self, output: Tensor, values: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        """Gloo's reduce-scatter does the same, but a wait for it cannot be given up."""
+        """The result of gloo's reduce-scatter, but with a wait that can be aborted."""
         self.ranks.wait_here(dist.all_reduce(values, group=group, async_op=True), ADDED)
         output.copy_(values.view(group.size(), -1)[group.rank()].view_as(output))
         if op == dist.ReduceOp.AVG:
             output.div_(group.size())
 
     def reduced(self, part: int, values: Tensor) -> None:
-        """Group number `part` is reduced; `values` is this rank's shard of the mean over ranks, or of the sum."""
+        """Group `part` is reduced; `values` is this rank's shard of the mean over ranks, or of the sum."""
         if not self.recorder.muted and self._measuring and self._times.get(part) == 1:
             shards = int(self.shards.groups[part].mesh_info.shard_mesh_size)
             over = self.group.size() / self._divided(values) if self._sums[part] else 1.0
             self._tell_norm("global_sq", values, over / math.sqrt(shards), part)
 
     def _divided(self, values: Tensor) -> int:
-        """The number by which FSDP has divided gradients before their sum over ranks, against overflow in half."""
+        """The factor by which FSDP divides gradients before they are summed, against overflow in half precision."""
         workers, factor = self.group.size(), 1
         if values.dtype not in (torch.float32, torch.bfloat16):
             while workers % factor == 0 and workers / factor > factor:
@@ -131,7 +131,7 @@ class ShardedHook(GradientHook):
         self._passing = False
 
     def _unknown(self, part: int) -> None:
-        """A gradient that is reduced twice in an optimizer step has no norm: nobody ever has the sum of both."""
+        """A gradient that is reduced twice in an optimizer step has no known norm: no rank ever holds the whole sum."""
         for name in ("local_sq", "global_sq"):
             self.recorder.add(name, torch.tensor(math.nan), part=part)
         if not self._warned:
@@ -141,7 +141,7 @@ class ShardedHook(GradientHook):
             warnings.warn(f"{several}: {fix}", RuntimeWarning, stacklevel=2)
 
     def require_mean(self) -> None:
-        """Raise `UsageError` where FSDP was told to divide by something else than the number of ranks."""
+        """Raise `UsageError` if FSDP is configured to divide by another number than that of ranks."""
         workers = self.group.size()
         for group in self.shards.groups:
             factor = getattr(group, "gradient_divide_factor", None)
@@ -152,9 +152,9 @@ class ShardedHook(GradientHook):
 
 
 class _Called:
-    """Called by FSDP2 for group number `part`, around what it would call: `inner`.
+    """Called by FSDP2 for group `part`; calls `inner`, FSDP2's own object.
 
-    `own` is what FSDP2 calls so far. If that is of a controller, which is closed by now, what was there before counts.
+    `own` is what FSDP2 has called so far. If that belongs to a closed controller, `inner` is what it called.
     """
 
     def __init__(self, hook: ShardedHook, part: int, own: Any) -> None:
@@ -162,7 +162,7 @@ class _Called:
         self.inner: Any = own.inner if isinstance(own, _Called) else own
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Memory for a collective."""
+        """Allocate memory for a collective."""
         return self.inner.allocate(*args, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -176,7 +176,7 @@ class _ReduceScatter(_Called):
 
 
 class _AllGather(_Called):
-    """Gathers the group on CPUs: it is waited for where another rank can end the wait."""
+    """Gathers the group on CPUs, with a wait that another rank can end."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -189,7 +189,7 @@ class _AllGather(_Called):
 
 
 class _AllReduced(_Called):
-    """Hears, on a mesh of two dimensions, that the group's gradients are added over its replicas, too."""
+    """Called on a two-dimensional mesh when the group's gradients are summed over its replicas, too."""
 
     def __call__(self, values: Tensor) -> None:
         self.hook.reduced(self.part, values)
@@ -198,29 +198,29 @@ class _AllReduced(_Called):
 
 
 class ShardedPasses(Sync):
-    """A model under FSDP2. Its gradients of earlier batches may be kept back, out of `.grad`.
+    """A model under FSDP2. Gradients of earlier batches may be kept back, outside `.grad`.
 
-    With pieces, parameters are gathered in a round's first pass and stay so until its last: ranks have unlike numbers
-    of passes between the two, so nobody gathers there.
+    With pieces, parameters are gathered in a round's first pass and stay gathered until its last. Ranks run different
+    numbers of passes in between, so no rank may gather there.
     """
 
     settled = False
-    comes_first = True  # waiting for the parameters that FSDP2 gathers is a part of the step
+    comes_first = True  # the wait for parameters that FSDP2 gathers is part of the step
 
     def __init__(self, model: nn.Module, shards: Shards, around: Around, *owners: Any, exchanges: str = "none") -> None:
         super().__init__(model, around.recorder, *owners, exchanges=exchanges)
         self.shards = shards
-        self._begun: Piece | None = None  # that of the last forward pass of training
-        self._handed: Piece | None = None  # that of the last one that records gradients
-        self._held: list[Any] = []  # groups whose parameters stay gathered until the round's last piece
-        self._local = ExitStack()  # until the batch in hand is done, its gradients stay on the rank
+        self._begun: Piece | None = None  # the piece of the last forward pass of training
+        self._handed: Piece | None = None  # the piece of the last forward pass that records gradients
+        self._held: list[Any] = []  # groups that stay gathered until the round's last piece
+        self._local = ExitStack()  # open while gradients of the current batch stay local
         if around.in_pieces:
             model.register_forward_hook(self._after_forward)
 
     def pass_begins(self, piece: Piece, kept: bool) -> None:
         if piece.by_size and piece is not self._handed:
             self._handed = piece
-            self._local.close()  # a batch before it may have been broken off
+            self._local.close()  # the previous batch may have been aborted
             if not piece.last:
                 self._local.enter_context(self._without_sync())
                 self._local.enter_context(self.shards.staying_gathered())
@@ -253,11 +253,11 @@ class ShardedPasses(Sync):
             self._held = []
 
     def given_back(self) -> None:
-        """Raise `UsageError`: parameters were given back between two pieces."""
+        """Raise `UsageError`: parameters were resharded between two pieces."""
         raise UsageError(_GIVEN_BACK)
 
     def _forget(self) -> None:
-        """A round that was broken off is dealt anew: what it has left here is not to be added to."""
+        """Discard the gradients of an aborted round, which is dealt again, so that nothing is added to them."""
         self.shards.drop()
         held, self._held = self._held, []
         for module, group in zip(self.shards.modules, self.shards.groups, strict=True):
@@ -273,12 +273,12 @@ class ShardedPasses(Sync):
         return super().close()
 
     def own_gradients(self) -> list[Tensor]:
-        """FSDP adds to what it has reduced, which has its own weight."""
+        """The gradients not yet reduced: FSDP adds them to reduced ones, which have their own weight."""
         return self.shards.kept_back()
 
 
 class ShardedGradients(Hooked, ShardedPasses):
-    """A model under FSDP2 whose gradients are weighted on their way into the reduce-scatter."""
+    """A model under FSDP2 whose gradients are weighted before the reduce-scatter."""
 
     def __init__(self, model: nn.Module, shards: Shards, around: Around, hook: ShardedHook) -> None:
         self.hook = hook
@@ -294,7 +294,7 @@ class ShardedGradients(Hooked, ShardedPasses):
 
 
 def attach_sharded(model: nn.Module, options: Options, around: Around) -> Sync:
-    """Connect a model under FSDP2. Raises `UsageError` naming what it needs."""
+    """Connect a model under FSDP2. Raises `UsageError`, which says what the model needs."""
     group, recorder = around.group, around.recorder
     options.require_no_hook()
     shards = Shards.of(model)
@@ -321,7 +321,7 @@ def attach_sharded(model: nn.Module, options: Options, around: Around) -> Sync:
 
 
 def _unhooked(model: nn.Module, shards: Shards | None, around: Around) -> Sync:
-    """A model whose gradients nothing weights on their way."""
+    """Connect a model whose gradients no hook weights."""
     around.watch(reduces=False, hooked=False, shards=shards)
     if around.ranks.workers == 1:
         return SingleWorker(model, around)
@@ -329,7 +329,7 @@ def _unhooked(model: nn.Module, shards: Shards | None, around: Around) -> Sync:
 
 
 def _cannot_weigh(model: nn.Module, shards: Shards) -> str | None:
-    """Why the weight cannot enter in the reduce-scatter."""
+    """Why weights cannot be applied in the reduce-scatter; None if they can."""
     if not hasattr(model, "set_custom_reduce_scatter"):
         return f"FSDP of torch {torch.__version__} has no set_custom_reduce_scatter(), in which gradients are weighted"
     sharded = {id(p) for p in shards.parameters()}
@@ -351,5 +351,5 @@ def _cannot_weigh(model: nn.Module, shards: Shards) -> str | None:
 
 
 def _replicas(group: Any) -> Any:
-    """The ranks that hold the same shard of this group's parameters; None on a mesh of one dimension."""
+    """The group of ranks with the same shard of this group's parameters; None on a one-dimensional mesh."""
     return getattr(group.mesh_info, "replicate_process_group", None)

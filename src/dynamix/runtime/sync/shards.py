@@ -1,10 +1,10 @@
-"""The parts of a model under FSDP2 (`fully_shard`): its groups of parameters, and gradients that have not crossed
+"""FSDP2's (`fully_shard`) state of a model: its groups of parameters, and gradients that are not yet reduced over
 ranks.
 
-FSDP2 gathers a group's parameters before its passes and reduces its gradients after them. Without gradient sync they
-stay on the rank, and neither `.grad` of the model's parameters nor `optimizer.zero_grad()` reaches them. So this module
-reads torch's own state. It is found by name: importing `torch.distributed.fsdp` takes a third of the time that `import
-torch` takes.
+FSDP2 gathers a group's parameters before its passes and reduces its gradients after them. Without gradient sync the
+gradients stay local, where neither `.grad` of the model's parameters nor `optimizer.zero_grad()` reaches them. So this
+module reads torch's own state. It finds FSDP2 by name, because importing `torch.distributed.fsdp` takes a third of the
+time of `import torch`.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from dynamix.errors import UsageError
 from dynamix.removed import message
 from dynamix.runtime.sync.holding import holding
 
-# What is read of a group, of its parameters, and called on it. Where torch has it otherwise, nothing is.
+# The attributes that this module uses. If a version of torch lacks one, none is used.
 _OF_GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reshard_after_backward", "_reduce_scatter_comm")
 _OF_PARAMETER = ("sharded_param", "unsharded_accumulated_grad")
 _EXCHANGES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
@@ -42,9 +42,9 @@ def _is_a(module: nn.Module, name: str) -> bool:
 
 
 class Shards:
-    """The groups of parameters of `model`, in the order in which its modules come.
+    """The groups of parameters of `model`, in the order of its modules.
 
-    modules    one for each group: that to which `fully_shard` was applied
+    modules    for each group, the module to which `fully_shard` was applied
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,13 +52,13 @@ class Shards:
         found: dict[int, tuple[Any, Any]] = {}
         for module in filter(is_fully_sharded, model.modules()):
             for group in _groups_of(module):
-                found.setdefault(id(group), (module, group))  # one may be of several modules
+                found.setdefault(id(group), (module, group))  # a group may have several modules
         self.modules = [module for module, _ in found.values()]
         self.groups = [group for _, group in found.values()]
 
     @classmethod
     def of(cls, model: nn.Module) -> "Shards | None":
-        """None where this torch keeps FSDP2's state otherwise."""
+        """The shards of `model`; None if this version of torch stores FSDP2's state differently."""
         try:
             shards = cls(model)
         except AttributeError:
@@ -68,7 +68,7 @@ class Shards:
 
     @property
     def device(self) -> torch.device:
-        """The device on which it trains."""
+        """The device on which the model trains."""
         return next((group.device for group in self.groups), torch.device("cpu"))
 
     def held(self) -> list[Any]:
@@ -76,20 +76,20 @@ class Shards:
         return [p for group in self.groups for p in group.fsdp_params]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are sharded, as the optimizer holds them."""
+        """The sharded parameters, as the optimizer holds them."""
         return [p.sharded_param for p in self.held()]
 
     def reduced(self) -> list[Tensor]:
-        """This rank's shards of the gradients that have crossed ranks."""
+        """This rank's shards of the reduced gradients."""
         return [_local(p.grad) for p in self.parameters() if p.grad is not None]
 
     def kept_back(self) -> list[Tensor]:
-        """Gradients of whole parameters that are of this rank alone."""
+        """This rank's gradients of whole parameters, which are not reduced yet."""
         found = [grad for p in self.held() for grad in (p.unsharded_accumulated_grad, getattr(_whole(p), "grad", None))]
         return [_local(grad) for grad in found if grad is not None]
 
     def drop(self) -> None:
-        """Forget what has not crossed ranks."""
+        """Discard the gradients that are not reduced yet."""
         for p in self.held():
             p.unsharded_accumulated_grad = None
             if (whole := _whole(p)) is not None:
@@ -97,7 +97,7 @@ class Shards:
 
     @contextmanager
     def staying_gathered(self) -> Iterator[None]:
-        """Inside, parameters that were gathered stay so, after forward and backward passes."""
+        """Inside, gathered parameters stay gathered after forward and backward passes."""
         try:
             with ExitStack() as stack:
                 for group in self.groups:
@@ -107,10 +107,10 @@ class Shards:
             root = self.model._get_fsdp_state()
             if getattr(root, "_auto_reshard_after_forward", False):
                 for group in _groups_of(self.model):
-                    group.post_forward_mesh_info = None  # as its first pass, which was inside, has set it
+                    group.post_forward_mesh_info = None  # as set by its first pass, which was inside
 
     def wrong_ranks(self, ours: list[int]) -> list[int] | None:
-        """The ranks that a group reduces over, if those are not `ours`."""
+        """The ranks over which a group reduces, if they are not `ours`; None if all groups match."""
         for group in self.groups:
             sizes, theirs = 1, set[int]()
             for name in ("shard_process_group", "replicate_process_group"):
@@ -122,12 +122,12 @@ class Shards:
         return None
 
     def spread(self) -> int:
-        """Most ranks that hold parts of one parameter: more than those that its gradient is reduced over, where workers
-        are several ranks each (tensor parallelism)."""
+        """The largest number of ranks that hold parts of one parameter. With tensor parallelism, where a worker has
+        several ranks, gradients are reduced over fewer ranks."""
         return max((int(p.device_mesh.size()) for p in self.parameters() if hasattr(p, "device_mesh")), default=1)
 
     def time_exchanges(self, timer: Any) -> None:
-        """Let `timer` know when each group gathers, reduces and waits for both."""
+        """Let `timer` measure when each group gathers, reduces, and waits for either."""
         for group in self.groups:
             for name in _EXCHANGES:
                 setattr(group, name, timer.exchanging()(getattr(group, name)))
@@ -140,12 +140,12 @@ class Shards:
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """All that has accumulated of the gradients of `model`, as plain tensors of this rank, to be scaled in place."""
+    """All accumulated gradients of `model`, as plain tensors of this rank that can be scaled in place."""
     if is_fully_sharded(model) and (shards := Shards.of(model)) is not None:
         of_fsdp = {id(of) for p in shards.held() for of in (p.sharded_param, _whole(p))}
         others = [p.grad for p in model.parameters() if id(p) not in of_fsdp and p.grad is not None]
         return [*shards.reduced(), *shards.kept_back(), *map(_local, others)]
-    # Autograd may give several parameters one memory: each once, and before it the sparse ones that are views of it.
+    # Several parameters may share memory: list each once, and first the sparse gradients that are views of it.
     found = sorted((p.grad for p in model.parameters() if p.grad is not None), key=lambda g: not g.is_sparse)
     return list({id(g) if g.is_sparse else (_local(g).data_ptr(), g.numel()): g for g in found}.values())
 
@@ -157,11 +157,11 @@ def _groups_of(module: Any) -> list[Any]:
 
 
 def _whole(parameter: Any) -> Any:
-    """The parameter as its passes see it, where it was gathered once; it has gradients that have not crossed ranks."""
+    """The whole parameter that passes use, if it was ever gathered; it has the gradients that are not reduced yet."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def _local(tensor: Any) -> Tensor:
-    """This rank's part of a `DTensor`, sharing its memory; any other tensor as it is."""
+    """This rank's part of a `DTensor`, which shares its memory; any other tensor unchanged."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part

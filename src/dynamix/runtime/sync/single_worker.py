@@ -1,4 +1,4 @@
-"""One worker, which exchanges nothing: its gradients become those of the whole round here."""
+"""A job with one worker, which exchanges nothing: scales its accumulated gradients to those of the whole round."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from dynamix.runtime.sync.sync import Sync
 class SingleWorker(Sync):
     """A model of a job with one worker, not under DDP.
 
-    Pieces of unlike sizes accumulate in the weight of the last. The excess over the round's mean is taken away at the
-    end of the last piece's backward pass, so that the loop clips what the optimizer applies.
+    Pieces of unequal sizes accumulate with the last piece's weight. At the end of its backward pass the sum is scaled
+    to the round's mean, so that the loop clips the gradients that the optimizer applies.
     """
 
     def __init__(self, model: nn.Module, around: Around) -> None:
         super().__init__(model, around.recorder)
         self._weights = around.weights
-        self._piece: Piece | None = None  # of the passes under way
-        self._finished: Piece | None = None  # whose gradients are as the optimizer is to have them
-        self._ends = False  # a backward pass is under way, at whose end they will be
+        self._piece: Piece | None = None  # of the current passes
+        self._finished: Piece | None = None  # the piece whose gradients are scaled already
+        self._ends = False  # a backward pass runs, and gradients will be scaled at its end
         self._cuts = around.in_pieces or around.weights.accumulate > 1
-        self._beside: list[nn.Parameter] = []  # of its optimizers, and not in the model
+        self._beside: list[nn.Parameter] = []  # its optimizers' parameters outside the model
         self._hooks: dict[Any, Any] = {}
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -42,8 +42,8 @@ class SingleWorker(Sync):
         self._beside += [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
 
     def _watch(self) -> None:
-        """Hear of the gradients of all that is trained by now: a loop may have thawed some of it."""
-        alive = weakref.ref(self)  # what torch holds in C++ no collector of garbage sees
+        """Hook all parameters that are trained now, because a loop may have unfrozen some."""
+        alive = weakref.ref(self)  # weak: garbage collection does not see references in C++
 
         def begins(gradient: Tensor) -> None:
             if (sync := alive()) is not None and not sync._ends:
@@ -54,7 +54,7 @@ class SingleWorker(Sync):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(begins)
 
-        # Under FSDP no parameter's hook is called; FSDP's own hook of outputs comes first.
+        # Under FSDP parameters' hooks are not called, and FSDP's own hook of outputs comes first.
         if is_fully_sharded(self.model) and self.model not in self._hooks:
             self._hooks[self.model] = self.model.register_forward_hook(passed)
         for parameter in (*self.model.parameters(), *self._beside):
@@ -68,11 +68,11 @@ class SingleWorker(Sync):
     def pass_begins(self, piece: Piece, kept: bool) -> None:
         self._piece = piece
         if self._cuts and piece.last and torch._C._current_graph_task_id() == -1:
-            self._ends = False  # a backward pass before it may have been broken off
+            self._ends = False  # the previous backward pass may have been aborted
             self._watch()
 
     def _backward_begins(self) -> None:
-        """The first gradient of a backward pass is known, and not yet added to others."""
+        """A backward pass has its first gradient, which is not yet accumulated."""
         if self._piece is not None and self._piece.last and not self.recorder.muted:
             self._ends = True
             self._finish(more=True)
@@ -84,7 +84,7 @@ class SingleWorker(Sync):
 
     @contextmanager
     def piece(self, piece: Piece) -> Iterator[None]:
-        """Passes need not go through the model's own call."""
+        """For passes that bypass the model's own call."""
         self._piece = piece
         self._finish(more=True)
         yield
@@ -95,7 +95,7 @@ class SingleWorker(Sync):
         self._finish()
 
     def _finish(self, *, more: bool = False) -> None:
-        """Bring the gradients to the round's weight, once for its last piece; `more` will be added: take it back."""
+        """Scale gradients to the round's weight, once for its last piece. `more`: undo it, as more will accumulate."""
         piece, finished = self._piece, self._finished is self._piece
         if piece is None or not (piece.last and piece.samples) or self._weights.in_gradient(piece) is not None:
             return

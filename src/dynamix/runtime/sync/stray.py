@@ -1,13 +1,13 @@
-"""Collectives that a loop calls between two meetings over parameters: ranks would call unlike numbers of them.
+"""Detects collectives that a loop calls within a round of local steps: ranks would call different numbers of them.
 
-A rank may be stuck in one while another waits at the meeting. So the counters of collectives are looked at after every
-batch, and meanwhile by the thread that watches the ranks. If all are stuck, in calls that do not fit each other, the
-collective ends by itself after a few seconds.
+A rank may hang in one while another waits to average. So the counters of collectives are checked after every batch, and
+meanwhile by the thread that watches the ranks. If all ranks hang, in calls that do not match, the collective fails by
+itself after a few seconds.
 
-A loop may call what it likes at a meeting, but all ranks must call the same. If a loop counts its own batches, only
-some ranks call a collective there. These are stuck in it, and the others wait for them at the next meeting.
+A loop may call any collectives at the end of a round, but all ranks must call the same. If a loop counts its own
+batches, only some ranks may call one there. These hang in it, and the others wait for them in the next averaging.
 
-Another thread may talk to other ranks meanwhile, as that of a checkpoint which is saved in the background does.
+Another thread may communicate meanwhile, such as that of a checkpoint saved in the background.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from dynamix.errors import UsageError
 from dynamix.runtime.ranks.process_groups import OURS
 from dynamix.runtime.ranks.watch import RUNS, WAITS
 
-STUCK_S = 5.0  # longest that a collective may take that is none of ours, between two meetings
-BESIDE_S = 4.0  # longest that this rank may be in one while all others in it wait elsewhere
+STUCK_S = 5.0  # longest that the loop's own collective may take within a round
+BESIDE_S = 4.0  # longest that this rank may be in one while all its other ranks wait elsewhere
 _FIX = "call it at a meeting: `if controller.met:`, or every N steps, `if controller.checkpoint_due(every=N):`"
 _ALL_CALL = frozenset(dist.distributed_c10d.__all__) - {"send", "recv", "isend", "irecv"}
 
 
 class StrayCollectives:
-    """Watches the groups that have several of the ranks of `group`; None: nothing crosses ranks."""
+    """Watches the groups with several ranks of `group`; None: this rank does not communicate."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._ranks = [] if group is None else dist.get_process_group_ranks(group)
-        self._thread = threading.get_ident()  # of the loop
-        self._inside: tuple[int, float] | None = None  # a collective beside others that wait, and since when
+        self._thread = threading.get_ident()  # the loop's
+        self._inside: tuple[int, float] | None = None  # a collective that other ranks do not join, and since when
         self._known = -1
         self._groups: list[tuple[Any, Any, timedelta]] = []
-        self._marks: list[int] | None = None  # collectives that each had begun; None: ranks are at a meeting
-        self._others = False  # when this was looked at last, another thread was in torch.distributed
+        self._marks: list[int] | None = None  # collectives started in each group; None: not within a round
+        self._others = False  # at the last check, another thread was in torch.distributed
 
     def begin(self) -> None:
-        """This rank steps apart from the others; safe to call for every step."""
+        """This rank takes a local step; safe to call for every step."""
         if self._marks is not None or not self._ranks:
             return
         if self._known != len(_all_groups()):
@@ -56,15 +56,15 @@ class StrayCollectives:
         self._marks = self._begun()
 
     def end(self) -> None:
-        """This rank has come to a meeting, or its job ends."""
+        """This rank has come to the end of a round, or its job ends."""
         if self._marks is not None:
             self._marks = None
             for _, backend, usual in self._groups:
                 backend._set_default_timeout(usual)
 
     def look(self) -> UsageError | None:
-        """The message if the loop has begun a collective since `begin`. Any thread may ask."""
-        begun, marks = self._begun(), self._marks  # in this order: the loop's thread may be at a meeting by now
+        """The message if the loop has started a collective since `begin`. Any thread may call it."""
+        begun, marks = self._begun(), self._marks  # in this order: the loop's thread may end the round meanwhile
         if marks is None or len(begun) != len(marks) or not any(map(int.__gt__, begun, marks)):
             return None
         before, self._others = self._others, _others_talk(self._thread)
@@ -75,13 +75,13 @@ class StrayCollectives:
         return UsageError(f"{called}, which ranks call different numbers of times: {_FIX}")
 
     def look_beside(self, places: str) -> tuple[bool, UsageError | None]:
-        """A `Look` of the watch's: as `look`, and if the loop is in a collective that some others have passed over."""
+        """A `Look` of the watch: `look`, and whether the loop is in a collective that some other ranks have skipped."""
         name, group, number = _collective(self._thread) if self._ranks else ("", None, 0)
         if not name or not places:
             return False, self.look()
         members = set(dist.get_process_group_ranks(group))
         others = [places[n] for n, rank in enumerate(self._ranks) if rank in members and rank != dist.get_rank()]
-        if WAITS not in others or RUNS in others:  # who runs may still come
+        if WAITS not in others or RUNS in others:  # running ranks may still come
             self._inside = None
         elif self._inside is None or self._inside[0] != number:
             self._inside = number, time.monotonic()
@@ -93,12 +93,12 @@ class StrayCollectives:
         return [group._get_sequence_number_for_group() for group, _, _ in self._groups]
 
     def _find(self) -> None:
-        """The groups in which this rank could wait for others."""
+        """Find the groups in which this rank could wait for others."""
         self._known, found = len(_all_groups()), []
         for group in _all_groups():
             shared = set(self._ranks).intersection(dist.get_process_group_ranks(group))
             if len(shared) > 1 and group.group_desc != OURS:
-                # Some backends count nothing, and some have no timeout: of those nothing is known.
+                # Some backends have no counter or no timeout, so their collectives cannot be detected.
                 with contextlib.suppress(RuntimeError, AttributeError):
                     group._get_sequence_number_for_group()
                     for device in group._device_types:
@@ -108,7 +108,7 @@ class StrayCollectives:
 
 
 def _others_talk(thread: int) -> bool:
-    """Whether a thread besides `thread` and those of dynamix is in torch.distributed."""
+    """Whether a thread other than `thread` and dynamix's own is in torch.distributed."""
     for other, frame in sys._current_frames().items():
         names = [] if other == thread else [at.f_globals.get("__name__", "") for at, _ in traceback.walk_stack(frame)]
         if any(n.startswith("torch.distributed.") for n in names) and not any(n.startswith("dynamix.") for n in names):
@@ -117,9 +117,9 @@ def _others_talk(thread: int) -> bool:
 
 
 def _collective(thread: int) -> tuple[str, Any, int]:
-    """The collective that the loop is in, in `thread`: its name, its group, and what tells it from the next.
+    """The collective that the loop runs in `thread`: its name, its group, and an identifier of this call.
 
-    The name is empty if the loop is in none, or in one that dynamix or torch has called.
+    The name is empty if the loop runs none, or one that dynamix or torch has called.
     """
     found, frame = None, sys._current_frames().get(thread)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):

@@ -1,4 +1,4 @@
-"""How the workers' work on one connected model becomes one: chosen once, in `wrap`, by what the model and job are."""
+"""Base class for how workers synchronise one model; `wrap` chooses the class once, by the model and the job."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LOSS_SIDE = "pass wrap(..., weighting='loss') and call controller.weight(loss).b
 
 
 class Sync(Part):
-    """Its passes cross no ranks, or what they exchange is weighted already; at meetings `averagings` average.
+    """Its passes do not communicate, or need no weights from a hook. `averagings` average at the end of a round.
 
-    exchanges   what crosses ranks, and how: the same on all of them; `settings`: of that, by name, plain values
-    owners      what was made for it: parts with state and process groups of their own; `averagings` among them
-    alike       its parameters are the same on all ranks after every optimizer step, as far as is known
-    settled     no pass of training needs to be looked at before it begins
-    comes_first   what a forward pass begins with here comes before all that torch does
-    crossed     backward passes that have crossed ranks so far
+    exchanges   what is exchanged, and how, equal on all ranks; `settings`: details by name, plain values
+    owners      objects made for it: parts with their own state and process groups, including `averagings`
+    alike       its parameters are known to be equal on all ranks after every optimizer step
+    settled     training passes need no check before they begin
+    comes_first   its forward hook must run before all others
+    crossed     synchronised backward passes so far
     """
 
     alike = False
@@ -52,12 +52,12 @@ class Sync(Part):
         self.exchanges, self.settings = exchanges, settings or {}
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """One more optimizer of the model. Raises `UsageError` for one that this way of meeting does not serve."""
+        """Add an optimizer of the model. Raises `UsageError` for one that this kind of synchronisation cannot serve."""
         for averaging in self.averagings:
             averaging.add_optimizer(optimizer)
 
     def before_forward(self, piece: Piece) -> None:
-        """A forward pass of training begins. Raises `UsageError` if torch would fail later without a reason."""
+        """A forward pass of training begins. Raises `UsageError` if torch would later fail without a clear reason."""
 
     def before_optimizer(self, piece: Piece | None) -> None:
         """One of the optimizers is about to step."""
@@ -65,28 +65,28 @@ class Sync(Part):
             averaging.before_step(piece)
 
     def piece(self, piece: Piece) -> AbstractContextManager[None]:
-        """Around the passes of `piece`: gradients stay on the rank until its last of the round."""
+        """Around the passes of `piece`: gradients stay local unless it is the last of its round."""
         return nullcontext()
 
     @torch.no_grad()
     def make_ready(self, piece: Piece, applied: float | Tensor | None) -> None:
-        """After a batch that is not the last of its round: bring what has accumulated to the next one's weight.
+        """After a batch that is not the last of its round: scale accumulated gradients to the next batch's weight.
 
-        applied   the weight that was in the loss, if it was weighted there
+        applied   the weight in the loss, if it was weighted there
 
-        Raises `UsageError` if what has crossed ranks cannot be told from what has not.
+        Raises `UsageError` if reduced gradients cannot be distinguished from local ones.
         """
         now, following = piece.samples, piece.following
         if applied is None and following and now != following:
             scale_(self.own_gradients(), now / following)
 
     def own_gradients(self) -> list[Tensor]:
-        """The gradients that this rank alone has accumulated."""
+        """The gradients that only this rank has accumulated."""
         return gradients_of(self.model)
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
-        """Passes inside leave no trace: buffers and gradients are put back, nothing is measured."""
+        """Passes inside are undone: buffers and gradients are restored, and nothing is measured."""
         buffers = [b.detach().clone() for b in self.model.buffers()]
         gradients = [None if p.grad is None else p.grad.detach().clone() for p in self.model.parameters()]
         with self.recorder.mute():
@@ -101,20 +101,20 @@ class Sync(Part):
                 self.passes_discarded()
 
     def passes_discarded(self) -> None:
-        """Passes have left no trace. A collective call."""
+        """Called after discarded passes. A collective call."""
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Passes inside reach no other rank."""
+        """Passes inside do not communicate."""
         yield
 
     def close(self) -> list[dist.ProcessGroup]:
-        """Let go of the groups that gradients and parameters travel in, and return them."""
+        """Release the groups for gradients and parameters, and return them."""
         return [group for owner in self.owners for group in owner.close()]
 
     @property
     def whose(self) -> str:
-        """The kind of the user's object that holds most of the state: an error of its is said to be its."""
+        """The class of the user's object that holds most of the state; errors in loading name it."""
         return type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Sync(Part):
 
 @dataclass(frozen=True)
 class Options:
-    """Those of `Controller.wrap`, checked as far as they can be without a model. Raises `ConfigError`."""
+    """The options of `Controller.wrap`, checked as far as possible without a model. Raises `ConfigError`."""
 
     hook: Callable[[Any, Any], Any] | None
     hook_state: Any
@@ -142,6 +142,6 @@ class Options:
                 raise ConfigError(name, value, " or ".join(allowed), spelling(value, allowed))
 
     def require_no_hook(self) -> None:
-        """Raise `UsageError` if a communication hook was given that nothing would run."""
+        """Raise `UsageError` if a communication hook was given, but nothing would run it."""
         if self.hook is not None:
             raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")

@@ -1,4 +1,4 @@
-"""Takes off what frameworks put around a model and its optimizer: weights enter in the module inside."""
+"""Finds the model and optimizer inside a framework's wrappers, because weights apply to the inner module."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ _FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The module under DDP or FSDP2 inside of a compiled, Fabric or Accelerate model; any other module as it is.
+    """The module under DDP or FSDP2 inside a compiled, Fabric or Accelerate model; any other module unchanged.
 
-    The layers looked through are `torch.compile`'s (`_orig_mod`) and Fabric's (`_forward_module`). A compiled module
-    around a plain one stays: what is trained is the same module either way.
+    The wrappers are `torch.compile`'s (`_orig_mod`) and Fabric's (`_forward_module`). A compiled plain module is
+    returned unchanged, because the trained module is the same.
 
     >>> net = nn.Linear(1, 1)
     >>> inner_model(net) is net
@@ -32,7 +32,7 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """The torch optimizer inside of one that a framework has prepared (Accelerate, Fabric, Lightning).
+    """The torch optimizer inside one that a framework has prepared (Accelerate, Fabric, Lightning).
 
     >>> from torch.optim import SGD
     >>> optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
