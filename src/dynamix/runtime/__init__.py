@@ -1,1 +1,1 @@
-"""The parts of a training job: the controller, and what the ranks do together behind it."""
+"""The parts of a training job: the controller, and the objects behind it on each rank."""

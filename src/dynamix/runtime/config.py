@@ -50,7 +50,7 @@ class JobConfig:
     bounds      bounds of batch sizes, samples per round, on a grid that pieces divide
     start       samples per round of every worker at the start, int64 (W,)
     own_policy  the policy object that `policy` names
-    served      the policy to ask: `own_policy`, in a `Guard` if `guard` asks for one, in a `Paced` with interval="auto"
+    served      the policy to ask: `own_policy`, in a `Guard` if it is watched, in a `Paced` with interval="auto"
     clock       seconds spent deciding, which count with interval="auto"; in a virtual job deciding takes no time
     replayed    window index -> the decision used instead of asking the policy; None: the policy is asked
 
@@ -82,7 +82,7 @@ class JobConfig:
     replayed: dict[int, dict[str, Any]] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        follows = vars(self)  # the way to set fields of a frozen dataclass here
+        follows = vars(self)  # sets fields although the dataclass is frozen
         follows["fixed"] = self.global_batch == "fixed"
         rule_of(self.lr_rule)  # raises if the rule does not exist
         if self.rate_for is not None:

@@ -184,8 +184,8 @@ class Controller(Feeding, ControllerStatus):
                            change. "loss": the loop calls `controller.weight(loss).backward()`; required for
                            SyncBatchNorm. "given": the loss already carries the weights: over a round's batches, its
                            mean over ranks is the union batch's loss (a sum over tokens, divided by all ranks' tokens
-                           and multiplied by their number; a contrastive loss over all ranks' features). The first
-                           windows check this: "hook" with losses that are weighted already or use all ranks' samples
+                           and multiplied by their number; a contrastive loss over all ranks' features). Checked in
+                           the first windows: "hook" with losses that are weighted already or use all ranks' samples
                            ends the job with an error, and so does "given" with unweighted losses. Not checked: losses
                            of pieces, streams, batches dealt by length, and `policy="stigmergic"`
         batchnorm          DDP's buffers before each forward: "rank0" broadcasts, "weighted" averages by samples

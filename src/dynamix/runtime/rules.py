@@ -52,7 +52,7 @@ def efficiency(total: float, base_batch: float, noise: float, signal: float) -> 
     return adascale(scale, noise, signal, base_batch=base_batch) / scale
 
 
-NOISE_COUNTS = 4.0  # times: chosen on five SGD jobs; on five others no better than the root (docs/design/rates.md)
+NOISE_COUNTS = 4.0  # times: chosen on five SGD jobs; on five others equal to the root (docs/design/rates.md)
 GROWTH = 0.02  # largest growth of the factor per step, as a logarithm
 MOST_GROWTH = 50.0  # far beyond any factor
 

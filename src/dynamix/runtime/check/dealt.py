@@ -1,4 +1,4 @@
-"""Detects samples of a batch that never reached the model. Looked at only if its inputs are too short."""
+"""Detects samples of a batch that never reached the model, if the model's inputs are too short."""
 
 from collections.abc import Mapping
 from typing import Any

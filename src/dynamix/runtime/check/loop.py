@@ -42,7 +42,7 @@ class Turns:
         self._forwarded = 0  # batches that had a forward pass; counted only if `received()` is certain
         self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
         self._length: int | None = None  # of the previous inputs
-        self._late = False  # the previous inputs were as long as the batch before theirs, although sizes had changed
+        self._late = False  # sizes had changed, and the previous inputs were as long as the batch before theirs
         self._read = 0  # complete batches seen
         self._fits = False  # a pass of the current batch had its number of samples, or a multiple
         self._odd = 0  # samples in passes of the current batch whose length is not the batch's
@@ -113,9 +113,9 @@ class Turns:
     def piece_done(self, piece: Piece, loss: Any, *, counted: bool) -> Told | None:
         """`controller.step()`: the current batch is done. Raise if the model got fewer of its samples than were dealt.
 
-        Returns the message about samples trained in addition to the batch's; None if nothing is wrong.
+        Returns figures of samples trained in addition to the batch's, to report; None if nothing is wrong.
 
-        counted   the user has given the divisor of the batch's loss
+        counted   the loop has said what the batch's loss is over, or that it carries its weight
         """
         mine, odd, told = piece.samples, self._odd, None
         if self._beside.seen:

@@ -29,7 +29,7 @@ class Loop:
     recorder     is muted while passes are discarded (warm-up, the search for limits)
     fail_with    takes the error, informs the other ranks, and returns the error to raise
     gather       collective call: returns every rank's object; the second argument names the call
-    tell         takes the message, for the window's row, that a rank trained samples that it was not dealt
+    tell         takes figures, for the window's row, of samples that a rank trained but was not dealt
     reduced      `id` of the parameters whose gradients some connected model reduces
     piece        the batch of the passes since the last `step()`; `stepped` is the batch that was consumed last
     forwards     forward passes of the current batch

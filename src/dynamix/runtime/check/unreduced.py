@@ -15,8 +15,8 @@ from dynamix.runtime.sync.shards import Shards
 
 Sketches = Sequence[Sequence[float]]  # of one tensor, on every rank
 
-# The relative difference from which two ranks' gradients count as different. Gradients of separate ranks exceed it;
-# gradients that a loop has summed over unlike devices do not.
+# The difference, relative to the larger one, from which two ranks' gradients count as different. Separate gradients
+# exceed it; gradients that a loop has summed over unlike devices do not.
 ALIKE = 3e-2
 _FIX = (
     "freeze, replace and add layers before you call {made}, and give the optimizer only parameters of that model. If "

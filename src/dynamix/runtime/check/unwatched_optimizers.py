@@ -82,7 +82,7 @@ class Strangers:
         _live.discard(self)
 
     def in_backward(self, optimizer: Optimizer) -> None:
-        """Any optimizer steps inside a backward pass: raise if its gradients are not reduced."""
+        """Some optimizer, in `wrap` or not, steps inside a backward pass: raise if its gradients are not reduced."""
         loop = self._loop
         if not loop.recorder.muted and not loop.steps_apart() and self.passes.unreduced(optimizer):
             loop.fail(IN_BACKWARD)

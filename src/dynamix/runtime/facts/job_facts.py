@@ -93,7 +93,7 @@ class JobFacts:
     shares       relative shares of workers that were here, by worker (`hosts.remembered`)
     noise_scale  smoothed over windows; updated on the rank that decides, or on all if each decides
     weight_test  None: losses are not compared with shares
-    unlike       what some ranks did and others did not; set where `noise_scale` is
+    unlike       what some ranks did and others did not; set on the ranks that update `noise_scale`
     closing      the window that closed last
     at_once      samples of the steps that all workers took simultaneously at the start
     """

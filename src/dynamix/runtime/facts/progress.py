@@ -20,7 +20,7 @@ class Progress(Part):
     steps     optimizer steps
     opens     first round whose measurements belong to the open window
     samples   samples trained on by all workers
-    learned   samples in rounds as at the start that would have taught as much (`Rates.efficiency`)
+    learned   samples that would have taught as much in rounds of the size at the start (`Rates.efficiency`)
     shared    (round, noise, signal, interval): ranks may get a noise scale at different times, so it counts from an
               agreed round; `interval` is the length of the open window if a policy sets it, else 0
     here      optimizer steps since this process began or a state was loaded; local steps count as workers' mean

@@ -31,8 +31,8 @@ class Reader:
     about once.
 
     loss      a number, a tensor (the mean of its elements), or an object with a field `loss`
-    logits    a tensor, or a dict, model output or tuple that contains one. Classes are in dimension 1, (B, C) and (B,
-              C, ...), or in the last one, (B, ..., C)
+    logits    a tensor, or a dict, model output or tuple that contains one. Classes in dimension 1: (B, C), (B, C, ...),
+              or in the last one: (B, ..., C)
     target    class indices, of the logits' shape without the classes; indices below 0 or above the last class are
               masked, like `ignore_index`. Or one-hot rows or probabilities, of the logits' shape, a row of zeros
               masked. Or 0 and 1 for a single logit

@@ -56,7 +56,7 @@ class Silence:
         self._seconds, self._then = 0.0, 0.0
 
     def after(self, now: float, value: Any, *, most: float) -> float:
-        """The silence at `now`, when `value` was read. In a gap of over `most` seconds the listener slept."""
+        """The silence at `now`, when `value` was read. A gap counts as `most` seconds at most: the listener slept."""
         self._seconds = 0.0 if value != self._value else self._seconds + min(now - self._then, most)
         self._value, self._then = value, now
         return self._seconds

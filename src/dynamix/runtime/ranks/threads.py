@@ -140,7 +140,7 @@ class ThreadWatch(RankWatch):
         self._until(lambda: not self.stopping.under_way)
 
     def told(self) -> DynamixError | None:
-        """Like a rank that ends the job or fails before training: that one continues only once all know."""
+        """No wait as elsewhere: a rank that ends the job, or fails before training, continues only once all know."""
         return self.errors.ended or self.errors.setup_error
 
     def leave(self, word: str = CLOSED, *, linger: bool = False) -> None:

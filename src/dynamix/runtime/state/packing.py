@@ -2,7 +2,7 @@
 
 A framework that flattens a state (`torch.distributed.checkpoint`) requires the same keys in every state, and
 `torch.load(weights_only=True)` plain types. So a part is a tuple `(text, tensors, objects)`. The text is JSON. Long
-lists of numbers, arrays and tensors in it are references into `tensors`, other values into `objects`.
+lists of numbers, arrays and tensors in it are references into `tensors`; what JSON lacks, into `objects`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Packed = tuple[str, tuple[Tensor, ...], tuple[Any, ...]]
 
 DEEPEST = 40  # nested containers
 LONG = 16  # length from which a list of numbers is stored as a tensor
-_MARK = "$"  # first character of a reference: the only key of its dict
+_MARK = "$"  # begins the only key of a dict that is a reference
 _marked, _form = methodcaller("startswith", _MARK), attrgetter("dtype", "shape")
 _KNOWN = {type(None), bool, int, str}  # types that JSON represents, whatever the value
 

@@ -35,9 +35,9 @@ _NEAR = 8  # most frames between `torch.distributed.checkpoint` and this functio
 def asked_by_distributed_checkpoint() -> bool:
     """Whether `torch.distributed.checkpoint` is calling for the states of all ranks.
 
-    If several ranks have a value under one name, it keeps one rank's, perhaps another rank's for each value. So all
-    ranks must return equal states. It passes no argument that says so. A rank that resumes must know all names, so
-    ranks' parts cannot have names of their own: more ranks would look for more names.
+    If several ranks have a value under one name, it keeps any rank's, perhaps another rank's for each value. So all
+    ranks must return equal states. It passes no argument that shows its call. A rank that resumes must know all names,
+    so ranks' parts cannot have names of their own: more ranks would look for more names.
     """
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
     asks = [frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint") for frame in frames[:_NEAR]]

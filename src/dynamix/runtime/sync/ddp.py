@@ -139,7 +139,7 @@ class EitherWay(LocalPasses):
             # DDP would do this in its next pass. It is a collective, but that pass may be local.
             self.model.reducer._rebuild_buckets()
             return
-        # Averaging makes buffers equal. Only a synchronised pass of this rank would have turned their exchange off.
+        # Averaging makes buffers equal. Only a pass of this rank would have turned their exchange off.
         put(self.model, require_forward_param_sync=False)
         if self.model.find_unused_parameters:
             # DDP also counts parameters used in local passes, and would then require their gradients.

@@ -210,7 +210,7 @@ class GradientHook(Part):
                 wanted = self._kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
                 self._measuring = due if self.inner.lossless else wanted
                 self._since_dense = -1 if self._measuring else self._since_dense
-        # After the first reduction `.grad` is a mean without this loss's weight, so only it shows this rank's own.
+        # Later reductions add to a mean without this loss's weight, so only the first shows this rank's own gradient.
         own = measured and weight.count != 0 and (weight.applied is None or self.reductions == 1)
         if own and (self._norms_due or self._measuring):
             self._tell_norm("local_sq", values, weight.over / divided, part)

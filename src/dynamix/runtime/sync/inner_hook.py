@@ -81,7 +81,7 @@ class InnerHook:
             return hook(state, bucket)
 
     def plainly(self, bucket: Bucket) -> Future[Tensor]:
-        """Torch's all-reduce. Sparse buckets stay sparse on gloo, else become dense; compressing hooks take none."""
+        """Torch's all-reduce; sparse buckets stay sparse on gloo only. Compressing hooks cannot reduce sparse ones."""
         buffer, native = bucket.buffer(), self.native
         if not buffer.is_sparse:
             return default_hooks.allreduce_hook(self.group, bucket)

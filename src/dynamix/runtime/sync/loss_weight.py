@@ -52,7 +52,7 @@ class LossWeight:
         self.required, self.given = weighting == "loss", weighting == "given"
 
     def in_gradient(self, piece: Piece) -> float | Tensor | None:
-        """Accumulated gradient divided by this rank's mean; NaN: unknown; None: the hook must apply the weight."""
+        """This rank's accumulated gradient / its mean; NaN: unknown; None: the hook must apply the weight."""
         if self.given:
             return piece.share * (piece.number + 1) / piece.of * self.workers / piece.round.samples
         return None if self.applied is None else math.nan if self._several else self.held

@@ -38,9 +38,9 @@ class Averaging:
 
     optimizer_state   momentum and other moments. "averaged": replaced by the mean over workers, also Adam's step
                       counter; they are sent with the parameters. "kept": each worker keeps its own. "reset": discarded
-    outer             makes an optimizer from a list of parameters; its gradient is the negative mean move: `lambda ps:
-                      torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)` (DiLoCo, arXiv 2311.08105). None: the
-                      mean move is applied
+    outer             makes an optimizer from a list of parameters; its gradient is the negative mean move:
+                      `lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)` (DiLoCo, arXiv 2311.08105).
+                      None: the mean move is applied
     wire              "bfloat16": the type in which moves are sent, half the bytes. None: unchanged
     """
 
