@@ -176,7 +176,7 @@ class Controller(Feeding, ControllerStatus):
 
         Call it once for each model that the loop trains on these batches, each with its own optimizer (such as a
         generator and a discriminator; docs/several-models.md), and again for every further optimizer of one model. The
-        noise scale, and the gradient that `backward` makes, are those of the model connected first.
+        noise scale is that of the model connected first.
 
         hook, hook_state   DDP communication hook to run after weighting (fp16, bf16, PowerSGD, your own)
         scaler             AMP's GradScaler, so that norms are measured without the loss scale
@@ -343,8 +343,9 @@ class Controller(Feeding, ControllerStatus):
     def load_state_dict(self, state: dict[str, Any], *, policy: bool = True) -> None:
         """Resume from a state saved at this or another world size, before or after `batch_sampler` and `wrap`.
 
-        At another world size the global batch is kept and split evenly; no sample is lost or repeated. If rank and
-        world size are the same, random state is restored, once the loader's iterator exists.
+        At another world size the global batch is kept, and no sample is lost or repeated. A worker on a host that the
+        state knows keeps its share; others begin with the mean. If rank and world size are the same, random state is
+        restored, once the loader's iterator exists.
 
         policy   False: the policy starts fresh, and only the rest is loaded
 

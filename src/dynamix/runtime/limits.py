@@ -19,8 +19,8 @@ Each = int | Sequence[int] | None  # for every worker
 class Limits:
     """Bounds of batch sizes, for `Controller(limits=...)`, which raises `ConfigError` for impossible ones.
 
-    A worker's sizes are samples per micro-batch. With `Controller(micro_batch=...)` they are samples per round, that
-    is, per optimizer step of all workers.
+    A worker's sizes are samples per micro-batch. With `Controller(micro_batch=...)` they are samples per round: between
+    two exchanges of gradients, or averagings of parameters.
 
     min_batch_size, max_batch_size   of a worker; one number, or one per rank; None: 1 and 8 * batch_size. If both
                       are equal for a worker, it has that many samples from the start

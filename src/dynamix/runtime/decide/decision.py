@@ -54,7 +54,7 @@ class Decider:
         self._started, self._began_at = self._clock(), samples
 
     def decide(self, rows: Floats, closing: ClosedWindow | None = None) -> Message:
-        """From rows (W, n) of `observation.ROW` to the message about the window `closing` (None: the newest)."""
+        """From rows (W, n) of `measure.row.ROW` to the message about the window `closing` (None: the newest)."""
         closing, self._decided = self.job.closing if closing is None else closing, None
         window = self.assemble(rows, closing)
         self._decided = closing, window

@@ -61,7 +61,7 @@ class DrawnElements:
 class Parting:
     """One rank's checks of shared state: writes figures into rows, and compares all ranks' rows if it gets them.
 
-    wrong    the message if parameters differ between ranks; None if they do not
+    wrong    the message if parameters differ between ranks, or samples from those dealt; None if not
     """
 
     def __init__(self, optimizers: Sequence[Optimizer] = (), models: Sequence[nn.Module] = ()) -> None:
