@@ -19,8 +19,7 @@ class Meeting(Protocol):
 
 
 class SourceOwner(Protocol):
-    """The job's interface for a source while it issues batches. Only the source calls it, and it never calls
-    back.
+    """The job's interface for a source while it issues batches. The source calls it, and it never calls back.
 
     A round begins under the `lock`, and only below the `horizon`. So the holder of the lock knows which rounds have
     begun, and a decision on them can change only later rounds.

@@ -32,7 +32,7 @@ class ReplicaShares:
     its own policy the same question. The global batch stays the same for any number of replicas. Samples from `deal`
     count as trained once `done` reports that they were committed. A failed round is dealt again, to the replicas
     present then. So each sample comes once an epoch, and all replicas hold the same state after a round that all
-    committed. An absent replica loads it later.
+    committed. A replica that was absent loads it from another.
 
     samples      in the data set
     batch_size   samples of a round, all replicas together

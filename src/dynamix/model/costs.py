@@ -285,7 +285,7 @@ class WorkerCosts:
         return np.maximum((0.5 * np.where(np.isnan(known), cluster, known) + 0.5 * cluster) / seconds, 1e-6)
 
     def _learned(self, surprise: Floats, explained: Floats, count: Floats) -> tuple[Floats, Floats]:
-        """`error` and `apart` after this window. One jump does not move them, and one window moves them little.
+        """`error` and `apart` after this window. One worker's jump does not move them, jumps of all at once not far.
 
         Both follow the median surprise (2, ..., W) beyond `explained` (...), the median that jitter explains.
         """

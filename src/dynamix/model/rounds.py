@@ -60,7 +60,7 @@ class RoundSize(LocalSteps):
     """Chooses the samples of a round, summed over workers, window by window.
 
     piece   samples of a piece (mean over workers)
-    epoch   samples of an epoch, which ends with a round's end; infinite without epochs
+    epoch   samples of an epoch, whose last round ends with it; infinite without epochs
 
     `steps`, `meeting_s` and `piece_s` are those of the last choice, NaN before the first.
     """

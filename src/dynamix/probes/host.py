@@ -96,7 +96,7 @@ def allowed_cores(cgroups: Cgroups) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cgroups:
-    """This process's control groups for each controller, as folders, its own first; empty where there is none."""
+    """This process's control groups for each controller, as folders, its own first; empty if there is none."""
 
     cpu: tuple[Path, ...] = ()
     memory: tuple[Path, ...] = ()
