@@ -20,7 +20,7 @@ import dynamix
 
 
 class FollowNoise:
-    """Equal sizes for all workers, and a global batch as large as the gradient noise scale."""
+    """Every worker gets the same size, and the global batch is as large as the gradient noise scale."""
 
     def decide(self, window: dynamix.Window, bounds: dynamix.Bounds) -> np.ndarray:
         # A job's window has shape (W,), the simulator's (C, W). Code for the last axis serves both.

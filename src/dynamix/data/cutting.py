@@ -2,7 +2,7 @@
 
 Pure functions of the samples left, so every rank computes the same answer. An optimizer step is a group of A
 micro-steps, shape (A, W). Ordinary groups repeat the allocation. Most of this module is about the end of an epoch: a
-rank has the same count in all A micro-steps, except that a remainder of A goes to one rank in the last one.
+rank has the same count in all A micro-steps, but what A does not divide goes to one rank in the last.
 """
 
 import numpy as np
@@ -25,10 +25,10 @@ def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints
     If a tail has less than half a step's samples, it and the step before it are halved, in the proportions of `sizes`.
     A step of a few samples is mostly noise to batch norm and the gradient, and would undo many others. (The first step
     of an epoch is not halved: if it is the only one of the usual sizes, windows need it.) A remainder under 2 A joins
-    the step before it if a rank has room. If no rank has room for a remainder of A, a tail is halved, if both halves
-    can be cut. Less than a step goes to as many ranks as can have 2 samples per micro-step (those with the largest
-    sizes, ties to the lower rank). If bounds make all this impossible (a cap below A + 1, say), the samples left over
-    fill the last micro-step of several ranks, and a rank may get 1 sample.
+    the step before it if a rank has room. If no rank has room for the samples that A does not divide, a tail is halved,
+    if both halves can be cut. Less than a step goes to as many ranks as can have 2 samples per micro-step (those with
+    the largest sizes, ties to the lower rank). If bounds make all this impossible (a cap below A + 1, say), the samples
+    left over fill the last micro-step of several ranks, and a rank may get 1 sample.
 
     >>> none, cap = np.array([1, 1, 1]), np.array([64, 64, 64])
     >>> next_group(100, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()

@@ -30,7 +30,7 @@ class Consumption:
     place          the loop's position; moved by consumption and by the start of an epoch
     opened         batches consumed when the current epoch began
 
-    Another thread than the loop's may add batches.
+    A thread other than the loop's may add batches.
     """
 
     def __init__(self, workers: int) -> None:

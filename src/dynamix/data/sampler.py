@@ -223,7 +223,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
         torchdata's `StatefulDataLoader` calls this too, with its state from when it asked for batches ahead of the
         loop. Then the position that the controller has loaded stays. Raises `UsageError` if the controller has loaded
-        none, because the loader's position would deal samples again.
+        none and the loader's position would deal samples again.
         """
         if not self._keeps_place(state, reader_of(self)):
             self.check_state(state)
