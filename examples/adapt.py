@@ -1,9 +1,9 @@
-"""Adapt: the global batch grows, the rate follows it, and a budget counts what is learned. Here exchanges take long.
+"""Adapt: the global batch grows, the learning rate follows, and a budget counts what is learned. Exchanges are slow.
 
 torchrun --nproc-per-node 2 examples/adapt.py
 
-The recipe is for one worker with 32 samples a step: rate 0.05, and a cosine over four epochs. `rate_for=32` says so. A
-sample of a larger batch teaches less, so the job trains on more samples until as much is learned, in fewer steps.
+The recipe is for one worker with 32 samples a step: rate 0.05, and a cosine over four epochs (`rate_for=32`). A sample
+of a larger batch teaches less, so the job trains on more samples, in fewer steps, until as much is learned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH, EPOCHS = 32, 4
 
 
 def slowly(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """DDP's own exchange, over what stands for a slow network."""
+    """DDP's own exchange, with a pause that stands for a slow network."""
     time.sleep(0.01)
     return allreduce_hook(state, bucket)
 
@@ -36,7 +36,7 @@ def main() -> None:
     dist.init_process_group("gloo")
 
     x = torch.randn(8192, 20)
-    labels = (x[:, :5].sum(1) > 0) ^ (torch.rand(len(x)) < 0.05)  # some are wrong: large batches pay
+    labels = (x[:, :5].sum(1) > 0) ^ (torch.rand(len(x)) < 0.05)  # some are wrong, so large batches pay
     dataset = TensorDataset(x, labels.long())
     net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -45,7 +45,7 @@ def main() -> None:
     sampler = controller.batch_sampler(dataset, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler)
     model = controller.wrap(DDP(net), optimizer, hook=slowly)
-    steps = EPOCHS * len(dataset) // (BATCH * dist.get_world_size())  # at the batch of the start
+    steps = EPOCHS * len(dataset) // (BATCH * dist.get_world_size())  # with the batch at the start
     controller.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps))
     budget = controller.budget(epochs=EPOCHS)
     for epoch in budget:
@@ -55,7 +55,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            controller.step(loss=loss)  # advances the schedule, too
+            controller.step(loss=loss)  # also advances the schedule
             if controller.stopping:
                 break
     if dist.get_rank() == 0:

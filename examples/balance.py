@@ -1,9 +1,9 @@
-"""Balance: the global batch stays as it is, and only the workers' shares of it move. Here rank 1 is three times slower.
+"""Balance: the global batch stays the same, and only workers' shares of it change. Here rank 1 is three times slower.
 
 torchrun --nproc-per-node 2 examples/balance.py
 
-Every optimizer step has the same number of samples, so the learning rate stays right, and `len(loader)` is exact: the
-schedule below is sized by it as in any other script.
+Every optimizer step has the same number of samples. So the learning rate stays right and `len(loader)` is exact, and
+the schedule below uses it as any other script does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 
 EPOCHS = 3
-SECONDS_PER_SAMPLE = (1e-4, 3e-4)  # of each rank: stands for a faster and a slower machine
+SECONDS_PER_SAMPLE = (1e-4, 3e-4)  # of each rank, in place of a faster and a slower machine
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""A job whose workers come and go: it goes on from its last checkpoint, no sample is lost or trained twice.
+"""A job whose workers come and go. It resumes from its last checkpoint, and no sample is lost or trained twice.
 
 torchrun --nproc-per-node 2 examples/elastic.py --folder job    # here alone; on hosts that come and go:
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 --nproc-per-node 2 --max-restarts 10 \
     --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id job examples/elastic.py --folder /shared/job
 
-The same line on every host, at any time. Ctrl-C, a lost host, or one more: the others go on with whoever is there.
+Start the same line on every host, at any time. After Ctrl-C, a lost host, or a new one, the others continue.
 """
 
 from __future__ import annotations

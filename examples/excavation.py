@@ -1,8 +1,8 @@
 """S-MADRL on the excavation task: agents that see little and never talk share a tunnel one cell wide, and some rest.
 
-python examples/excavation.py --watch             # some four minutes of a core to learn; --scale 0.02 for a look
+python examples/excavation.py --watch             # learns in some four minutes on one core; --scale 0.02: a preview
 python examples/excavation.py --gif film.gif
-python examples/excavation.py --by-hand --watch   # motion by hand, at once
+python examples/excavation.py --by-hand --watch   # hand-written motion, at once
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--watch", action="store_true", help="draw in the terminal")
     parser.add_argument("--gif")
     given = parser.parse_args()
-    torch.set_num_threads(1)  # the nets are small: threads would wait for each other
+    torch.set_num_threads(1)  # the nets are so small that threads would only wait for each other
 
     task = ExcavationConfig(GROUNDS["single-file"], signs="typed")
     if given.by_hand:

@@ -1,8 +1,8 @@
-"""Figures of runs for Prometheus: it follows their events files, beside the job. Import docs/grafana-dashboard.json.
+"""Offers figures of runs to Prometheus, and to the Grafana dashboard in docs. Needs `prometheus-client`.
 
 python examples/exporter.py runs/mine      # http://127.0.0.1:9642/metrics; with --once it prints them, and ends
 
-Needs prometheus-client. Of many workers only the 64 slowest are told.
+It follows the runs' events files. Import docs/grafana-dashboard.json. Of many workers it shows the 64 slowest.
 """
 
 import math
@@ -28,7 +28,7 @@ class Run:
 
     def figures(self, view):
         window, changes = view.newest, view.changes.count
-        if window is not self.window:  # the model meets the newest window of every look
+        if window is not self.window:  # update the model once for each new window
             known = self.model.sizes.shape == window.batch_size.shape
             self.expected = float(self.model.step_s(window.batch_size)) if known else math.nan
             self.model, self.window = self.model.update(window), window

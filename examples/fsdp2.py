@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/fsdp2.py --steps 200
 
-The loop is that of plain FSDP2; lines with `controller` are all that is added. `quantum=4` makes batches multiples of
-4, so that compiled code sees few shapes.
+The loop is that of plain FSDP2; only lines with `controller` are added. `quantum=4` makes batches multiples of 4, so
+that compiled code sees few shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import dynamix
 from dynamix_lab.tasks import as_is, make_workload
 
-SECONDS_PER_SAMPLE = (0.01, 0.03)  # of each rank: stands for a faster and a slower machine
+SECONDS_PER_SAMPLE = (0.01, 0.03)  # of each rank, in place of a faster and a slower machine
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # nothing is in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # no in-place change
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
@@ -51,7 +51,7 @@ def main() -> None:
     loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=as_is)
     model = controller.wrap(net, optimizer)
     for step, (inputs, targets) in enumerate(loader):
-        # A mean over samples: what is beyond the end of a text adds nothing. (A mean over bytes needs their count:
+        # A mean over samples: positions after the end of a text add nothing. (A mean over bytes needs their count:
         # examples/language_model.py.)
         loss = F.cross_entropy(model(inputs), targets, ignore_index=-100, reduction="sum") / targets.numel()
         time.sleep(SECONDS_PER_SAMPLE[rank % 2] * len(inputs))

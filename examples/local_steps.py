@@ -1,10 +1,10 @@
-"""Local steps: workers train apart and meet over parameters. Here rank 1 is three times slower.
+"""Local steps: each worker takes its own optimizer steps, and all average their parameters once a round.
 
 torchrun --nproc-per-node 2 examples/local_steps.py
 torchrun --nproc-per-node 2 examples/local_steps.py --meet auto
 
-Both ranks arrive at a meeting at about the same time: the faster one has taken more steps. With `--meet auto` the job
-begins over gradients, and steps apart once it has seen what an exchange takes here.
+Here rank 1 is three times slower. Both ranks finish a round at about the same time: the faster one has taken more
+steps. With `--meet auto` the job first averages gradients, and takes local steps once it has measured the exchange.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 
 EPOCHS = 3
-SECONDS_PER_SAMPLE = (1e-4, 3e-4)  # of each rank: stands for a faster and a slower machine
+SECONDS_PER_SAMPLE = (1e-4, 3e-4)  # of each rank, in place of a faster and a slower machine
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
     if auto:
         controller = dynamix.Controller("lb_bsp", batch_size=16, meet="auto", interval=5)
-    else:  # 128 / 16 = 8 steps between meetings, in the mean over workers
+    else:  # 128 / 16 = 8 local steps a round, mean over workers
         controller = dynamix.Controller("lb_bsp", batch_size=128, micro_batch=16, meet="parameters", interval=5)
     sampler = controller.batch_sampler(dataset, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler)

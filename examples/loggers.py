@@ -1,8 +1,8 @@
-"""`controller.metrics()` in a logger's hands: TensorBoard, Weights & Biases without a network, or MLflow in one file.
+"""`controller.metrics()` in TensorBoard, in Weights & Biases without a network, or in MLflow.
 
 torchrun --nproc-per-node 2 examples/loggers.py --to tensorboard --folder logged
 
-Each of the three is a package of its own: tensorboard, wandb, mlflow (or mlflow-skinny with sqlalchemy and alembic).
+Needs the package of that logger: tensorboard, wandb, mlflow (or mlflow-skinny with sqlalchemy and alembic).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A policy of one's own: any object with decide, state_dict and load_state_dict.
+"""Your own policy: any object with decide, state_dict and load_state_dict.
 
 torchrun --nproc-per-node 2 examples/own_policy.py
-dynamix policy evaluate examples/own_policy.py:FollowNoise     # the same class in the simulator, beside the rules
+dynamix policy evaluate examples/own_policy.py:FollowNoise     # the same class in the simulator, with the rules
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import dynamix
 
 
 class FollowNoise:
-    """Every worker the same, and the global batch as large as the gradient noise scale."""
+    """Every worker gets the same size, and the global batch is as large as the gradient noise scale."""
 
     def decide(self, window: dynamix.Window, bounds: dynamix.Bounds) -> np.ndarray:
-        # A job's window has shape (W,), the simulator's (C, W): written for the last axis, it serves both.
+        # A job's window has shape (W,), the simulator's (C, W). Code for the last axis serves both.
         scale = np.where(np.isnan(window.noise_scale), window.global_batch, window.noise_scale)
         total = np.minimum(scale, bounds.total_high)
         return dynamix.project(np.ones(window.batch_size.shape), bounds, total=total, current=window.batch_size)

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/pieces.py
 
-The faster rank gets more pieces of a round, not larger ones: memory and compiled code see one shape.
+The faster rank gets more pieces of a round, not larger ones, so memory and compiled code see one shape.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 
 EPOCHS = 3
-SECONDS_PER_SAMPLE = (1e-4, 3e-4)  # of each rank: stands for a faster and a slower machine
+SECONDS_PER_SAMPLE = (1e-4, 3e-4)  # of each rank, in place of a faster and a slower machine
 
 
 def main() -> None:

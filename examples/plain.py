@@ -1,4 +1,4 @@
-"""A plain DDP script that knows nothing of dynamix, to be observed. Here rank 1 has a slow data loader.
+"""A plain DDP script without dynamix, for `dynamix observe`. Here rank 1 has a slow data loader.
 
 torchrun --nproc-per-node 2 examples/plain.py
 torchrun --nproc-per-node 2 -m dynamix.observe examples/plain.py    # the same training, and a report
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 SECONDS_PER_SAMPLE = (1e-5, 5e-4)  # to read it, on each rank
-HELD: list[object] = []  # until the process ends: where a thread of torch lets go of a group last, the process aborts
+HELD: list[object] = []  # until the process ends: it aborts if a thread of torch is the last to release a group
 
 
 class Slowly(Dataset[tuple[Tensor, Tensor]]):
@@ -54,7 +54,7 @@ def main() -> None:
             optimizer.zero_grad()
         if rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
-    dist.barrier()  # nobody leaves while another still exchanges
+    dist.barrier()  # no rank leaves while another still exchanges
     HELD.append(dist.group.WORLD)
     dist.destroy_process_group()
 

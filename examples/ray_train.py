@@ -1,6 +1,6 @@
-"""Ray Train on this machine: two workers of unlike speed, shares that follow, and a checkpoint with every epoch.
+"""Ray Train on this machine: two workers of unlike speed, shares that follow it, and a checkpoint after every epoch.
 
-Needs `pip install ".[ray]"`, in dynamix's source tree. RAY_AUTH_MODE=disabled lets a cluster start on machines
+Needs `pip install ".[ray]"`, in dynamix's source tree. RAY_AUTH_MODE=disabled lets a cluster start on a machine
 without a token.
 
 RAY_AUTH_MODE=disabled python examples/ray_train.py

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/several_models.py
 
-One controller, and one `wrap` for each model. `step()` is called once for each batch, whatever is trained on it.
+One controller, and one `wrap` for each model. Call `step()` once for each batch, whatever is trained on it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ EPOCHS, NOISE = 3, 4
 
 
 def ring(samples: int) -> Tensor:
-    """Points on a circle, (samples, 2): what the generator learns to draw."""
+    """Points on a circle, (samples, 2), which the generator learns to draw."""
     angle = torch.rand(samples) * 2 * math.pi
     return torch.stack([angle.cos(), angle.sin()], 1) + 0.02 * torch.randn(samples, 2)
 
 
 def judged(logits: Tensor, *, real: bool) -> Tensor:
-    """The loss of calling these `real`."""
+    """The loss of classifying these as `real`."""
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     controller = dynamix.Controller(policy="dynamix", batch_size=32, global_batch="fixed", interval=5)
     sampler = controller.batch_sampler(dataset, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler)
-    generator = controller.wrap(generator, optimizer_g)  # first: the noise scale is that of this model's gradient
+    generator = controller.wrap(generator, optimizer_g)  # first, because the noise scale is that of the first model
     critic = controller.wrap(critic, optimizer_d)
 
     for epoch in range(EPOCHS):
@@ -61,7 +61,7 @@ def main() -> None:
             optimizer_d.step()
 
             optimizer_g.zero_grad()
-            with critic.no_sync():  # this pass goes through the critic, but only the generator will use its gradient
+            with critic.no_sync():  # the pass goes through the critic, but only the generator uses its gradient
                 loss = judged(critic(fake), real=True)
                 loss.backward()
             optimizer_g.step()

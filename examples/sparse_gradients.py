@@ -1,10 +1,10 @@
-"""Embeddings, most of whose gradient is zero: exchanged as an index and the values that are not.
+"""Embeddings whose gradients are mostly zero: workers exchange only the other values and their index.
 
 torchrun --nproc-per-node 2 examples/sparse_gradients.py
 
 Embeddings have sparse gradients (`sparse=True`), which the hook gathers, those of all tables at once. Prints how many
-buckets went which way, and how many bytes that took in place of a dense all-reduce. With --aggregator HOST:PORT the
-gradients are dense, and an aggregator in the network forms their sums in fixed point (dynamix-homomorphic;
+buckets took which way, and the bytes sent instead of a dense all-reduce. With --aggregator HOST:PORT the gradients are
+dense, and an aggregator in the network computes their sums in fixed point (dynamix-homomorphic;
 start one with `dynamix aggregator`, which prints its address).
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
     controller = dynamix.Controller(policy="dynamix", batch_size=64, max_batch_size=256, interval=5)
     sampler = controller.batch_sampler(dataset, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler)
-    # Sparse gradients are gathered in any mode. Of dense ones "auto", the default, measures and picks the way.
+    # Sparse gradients are gathered in any mode. For dense ones "auto", the default, measures and chooses the way.
     mode = "auto" if options.aggregator is None else "compaction"
     state = CompressionState(mode, model=net, aggregator=options.aggregator)
     model = controller.wrap(DDP(net), optimizer, hook=compression_hook, hook_state=state)

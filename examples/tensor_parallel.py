@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 4 examples/tensor_parallel.py
 
-Both ranks of a worker need the same samples. So each of the two data-parallel groups has a controller of its own, and
-shares are held: they are measured once, before training, and are the same list on every rank.
+Both ranks of a worker need the same samples. So each of the two data-parallel groups has its own controller, and
+shares are fixed: they are measured once, before training, and are the same list on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 
 BATCH = 24  # samples of all workers in a step
-SECONDS_PER_SAMPLE = (1e-3, 3e-3)  # of each worker: stands for a faster and a slower machine
+SECONDS_PER_SAMPLE = (1e-3, 3e-3)  # of each worker, in place of a faster and a slower machine
 
 
 def work(samples: int, mesh: DeviceMesh) -> None:
@@ -30,7 +30,7 @@ def work(samples: int, mesh: DeviceMesh) -> None:
 
 
 def measured_shares(mesh: DeviceMesh) -> list[int]:
-    """Sizes in proportion to speed, from one measurement of every rank: a worker is as slow as its slowest rank."""
+    """Sizes in proportion to speed, from one measurement of every rank. A worker is as slow as its slowest rank."""
     began = time.perf_counter()
     work(8, mesh)
     seconds = torch.tensor([0.0] * mesh["dp"].size())

@@ -1,13 +1,13 @@
-"""Two replicas under torchft whose speeds differ: unequal shares, exact gradients, and no step is lost but the last.
+"""Two replicas under torchft whose speeds differ: unequal shares, exact gradients, and at most the last step is lost.
 
-Each replica is a process of its own, without torchrun; kill one and start it again. Needs `pip install
-".[torchft]"`, in dynamix's source tree. First the place where they meet, then a replica in each of two terminals:
+Each replica is its own process, without torchrun; kill one and start it again. Needs `pip install ".[torchft]"`, in
+dynamix's source tree. First start torchft's lighthouse, then a replica in each of two terminals:
 
 torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000
 TORCHFT_LIGHTHOUSE=http://localhost:29510 python examples/torchft_replicas.py r0
 TORCHFT_LIGHTHOUSE=http://localhost:29510 python examples/torchft_replicas.py r1 --slow 0.002
 
-With --local, torchft's LocalSGD: each replica takes steps of its own, and the slow one fewer.
+With --local, torchft's LocalSGD: each replica takes local steps, and the slow one fewer.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def main() -> None:
     else:
         model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, sgd)
         while shares.epoch < args.epochs:
-            optimizer.zero_grad()  # torchft asks who is there
+            optimizer.zero_grad()  # here torchft asks which replicas are present
             train(model, optimizer, shares.deal(least=1))
     manager.shutdown(wait=False)
 
 
 def connected(name: str, net: nn.Module, optimizer: torch.optim.Optimizer, shares: ReplicaShares) -> Any:
-    """torchft's manager as its own examples make it, with `use_async_quorum=False`, under dynamix's."""
+    """torchft's manager as in its own examples, with `use_async_quorum=False`, inside dynamix's."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def load(state: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ def connected(name: str, net: nn.Module, optimizer: torch.optim.Optimizer, share
         replica_id=name,
         hostname="localhost",
     )
-    manager.keeps = store  # as long as the manager lives
+    manager.keeps = store  # keeps it alive as long as the manager
     return WeightedManager(manager, shares)
 
 

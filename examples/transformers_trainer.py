@@ -16,7 +16,7 @@ import dynamix  # dynamix
 
 
 class Counting(Dataset[Any]):
-    """Sentences that count up from somewhere."""
+    """Sentences of increasing numbers, from different starts."""
 
     def __len__(self) -> int:
         return 1024

@@ -1,6 +1,6 @@
-"""The ten-line test: two ranks, four samples and two, one gradient of the six.
+"""The ten-line test: one rank has four samples, the other two, and both get the gradient of all six.
 
-Plain DDP averages the two ranks' means and gets it wrong without a warning; a weighted hook gets it right.
+Plain DDP averages the two ranks' means, which is wrong, without a warning; a weighted hook gets it right.
 
     torchrun --nproc-per-node 2 examples/unequal_batches.py
 """
@@ -43,7 +43,7 @@ def main() -> None:
     if rank == 0:
         print(f"one big batch {true:.3f}\nplain DDP     {plain:.3f}\nweighted      {ours:.3f}")
     assert abs(ours - true) < 1e-3 < abs(plain - true)
-    dist.barrier()  # lets gloo's threads drop the hook before the groups go
+    dist.barrier()  # gloo's threads must drop the hook before the groups are destroyed
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """dynamix: adaptive per-worker batch sizes for synchronous data-parallel PyTorch training.
 
-The public names are those in `__all__`, and the submodules below are reached as `dynamix.compression` and so on;
-everything else may change between versions. Both are imported on first use, so that the command line and the
+The public names are those in `__all__`; the submodules below are available as `dynamix.compression` and so on.
+Everything else may change between versions. Both are imported on first use, so that the command line and the
 emulator's small helper processes need not load torch.
 """
 
@@ -81,7 +81,7 @@ _HOMES = {
     "dynamix.window": ("Bounds", "Window"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-# `features` is a module that can be called like the function it is named after.
+# `features` is a module that can be called like its function of the same name.
 _SUBMODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))
 
 

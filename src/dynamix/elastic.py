@@ -1,9 +1,9 @@
-"""Jobs that torchrun starts again: workers come and go, and training goes on from its last checkpoint.
+"""Jobs that torchrun restarts: workers come and go, and training resumes from its last checkpoint.
 
     torch.distributed.init_process_group("gloo")
-    elastic.require_restartable()              # once it exists: says what torchrun must be told
+    elastic.require_restartable()              # after init_process_group: checks torchrun's options
     controller = dynamix.Controller(...)
-    elastic.stop_on_sigterm(controller)        # a host is taken away, or others come: stop after the same step
+    elastic.stop_on_sigterm(controller)        # a host leaves, or others join: all stop after the same step
     ...                                        # load the newest checkpoint
     for x, y in loader:
         ...
@@ -12,8 +12,8 @@
             save(controller.state_dict(gather=True))
             elastic.leave()                    # torchrun starts the job again with whoever is there
 
-A worker that comes back to its host has the share of the batch that it had there. Hosts are known by their names, or by
-the environment variable DYNAMIX_HOST where names change (docs/elastic.md, examples/elastic.py).
+A worker that returns to its host gets the share of the batch that it had there. Hosts are identified by their names, or
+by the environment variable DYNAMIX_HOST if names change (docs/elastic.md, examples/elastic.py).
 """
 
 import os
@@ -29,17 +29,17 @@ from dynamix.runtime.controller import Controller
 
 AGAIN = 75
 """Exit code of a worker that is to be started again (EX_TEMPFAIL)."""
-PATIENCE_S = 3.0  # of a worker that its own agent did not ask to end: the agent may be about to
+PATIENCE_S = 3.0  # of a worker that its own agent has not asked to end, in case the agent is about to
 
 _asked = False
 
 
 def require_restartable() -> None:
-    """Raise `UsageError` where torchrun was started in a way in which a gloo job cannot be started again.
+    """Raise `UsageError` if torchrun was started in a way in which a gloo job cannot be restarted.
 
-    Workers meet in the store of torchrun's own rendezvous, unless another is named. Keys of the last start are still in
-    it, so after a restart gloo connects to addresses of processes that are gone (pytorch#135712). Nothing is required
-    without torchrun, or if it may not start anything again.
+    By default workers find each other in the store of torchrun's own rendezvous. It still holds keys of the last start,
+    so after a restart gloo connects to addresses of processes that no longer exist (pytorch#135712). Nothing is checked
+    without torchrun, or if it may not restart anything.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     if agent != "True" or not dist.is_initialized():
@@ -54,7 +54,7 @@ def require_restartable() -> None:
 def stop_on_sigterm(controller: Controller) -> None:
     """Make SIGTERM stop all ranks after the same step, a few seconds later (`controller.stopping`).
 
-    torchrun sends it to its workers before it ends them: when its host is taken away, and when others want to join.
+    torchrun sends it to its workers before it ends them: when its host is taken away, or when others want to join.
     """
 
     def asked(*_: Any) -> None:
@@ -66,10 +66,10 @@ def stop_on_sigterm(controller: Controller) -> None:
 
 
 def leave(controller: Controller | None = None) -> NoReturn:
-    """End this process after a stop that was not the job's end, so that the job is started again.
+    """End this process after a stop that was not the job's end, so that the job is restarted.
 
-    A worker that was asked to end by its own agent exits with 0. The others wait for that, for `PATIENCE_S`, and then
-    exit with 75: an exit with 0 would tell torchrun that the job is done.
+    A worker that its own agent asked to end exits with 0. Other workers wait up to `PATIENCE_S` for such a request, and
+    then exit with 75: an exit with 0 would tell torchrun that the job is done.
     """
     if controller is not None:
         controller.close()

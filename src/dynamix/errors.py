@@ -22,7 +22,7 @@ class _Short(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """`value` for a message: not too long, and not too deep for Python to write.
+    """`value` for a message: not too long, and not nested too deeply for Python's repr.
 
     >>> shown([1, "a"]), len(shown("x" * 10_000)) < 500
     ("[1, 'a']", True)
@@ -31,7 +31,7 @@ def shown(value: object) -> str:
 
 
 class DynamixError(Exception):
-    """Base of everything dynamix raises on purpose."""
+    """Base of every error that dynamix raises on purpose."""
 
 
 class ConfigError(DynamixError, ValueError):
@@ -64,7 +64,7 @@ class StateError(DynamixError, RuntimeError):
 class WorkerLostError(DynamixError, RuntimeError):
     """A rank died, or did not answer within the process group's timeout.
 
-    ranks   which, where it is known
+    ranks   the lost ranks, if known
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -76,7 +76,7 @@ class WorkerLostError(DynamixError, RuntimeError):
 
 
 class EmulationError(DynamixError, RuntimeError):
-    """This machine does not offer, or refused, what an emulation needs."""
+    """This machine lacks, or refused, what an emulation needs."""
 
 
 class MemoryLimitError(DynamixError, RuntimeError):
@@ -84,7 +84,7 @@ class MemoryLimitError(DynamixError, RuntimeError):
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
-    """Which of the names `known` somebody meant who wrote `name`; None where that cannot be told.
+    """The name in `known` that `name` probably means; None if there is no close one.
 
     >>> nearest("lbbsp", ["dbs", "lb_bsp"]), nearest("LB-BSP", ["dbs", "lb_bsp"]), nearest("mine", ["dbs", "lb_bsp"])
     ('lb_bsp', 'lb_bsp', None)
@@ -93,7 +93,7 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 
 def spelling(name: object, known: Iterable[str], otherwise: str = "check the spelling") -> str:
-    """The advice for a `name` that is none of those `known`.
+    """The advice for a `name` that is not in `known`.
 
     >>> spelling("adaptve", ["adaptive", "fixed"]), spelling(3, ["adaptive", "fixed"])
     ("did you mean 'adaptive'?", 'check the spelling')

@@ -41,12 +41,12 @@ FEATURE_SCHEMA = 1
 
 
 def features(window: Window) -> NDArray[np.float32]:
-    """The features that policies see, shape (..., W, F) with names `FEATURES`; float32, finite, each roughly in [-5,
+    """The features for policies, shape (..., W, F) with names `FEATURES`; float32, finite, each roughly in [-5,
     5].
 
-    Scale-free (ratios, logs, changes over their own deviation), so one policy serves any W, model and cluster;
-    permutation-equivariant over workers, with mean and max over workers appended to each worker's own. A value that was
-    not measured is 0, with its group's `missing_` flag at 1.
+    Scale-free (ratios, logs, changes over their own deviation), so one policy serves any W, model and cluster.
+    Permutation-equivariant over workers: the mean and the maximum over workers are appended to each worker's own
+    features. A value that was not measured is 0, with its group's `missing_` flag at 1.
     """
     local = local_features(window)
     mean = np.broadcast_to(local.mean(-2, keepdims=True), local.shape)
@@ -64,7 +64,7 @@ def local_features(window: Window) -> NDArray[np.float32]:
 
 
 def _local_features(w: Window) -> Floats:
-    """(F, ..., W): a feature at a time, which is faster than a worker at a time."""
+    """(F, ..., W): one feature at a time is faster than one worker at a time."""
     step_time, noise_scale, global_batch = w.step_time, w.noise_scale, w.global_batch
     positive = np.stack([w.batch_size, w.compute, w.seconds_per_sample, w.bytes_per_s, w.rtt_s])
     share, compute, seconds_per_sample, bytes_per_s, rtt = np.log(positive / _masked_mean(positive))
@@ -121,7 +121,7 @@ def _masked_mean(x: Floats) -> Floats:
 
 
 class _CallableModule(ModuleType):
-    """`dynamix.features` is the name of this module and of its function: who calls the one calls the other."""
+    """`dynamix.features` is the name of this module and of its function: calling the module calls the function."""
 
     def __call__(self, window: Window) -> NDArray[np.float32]:
         return features(window)

@@ -1,8 +1,8 @@
-"""Loads what other distributions bring by entry point: commands, policies, kinds of policy files, probes, rows of
+"""Loads plug-ins of other distributions by entry point: commands, policies, kinds of policy files, probes, rows of
 `doctor`.
 
-A plug-in that does not import is left out and said, and breaks nothing else. It cannot take a built-in's name, nor that
-of a plug-in that was found before it.
+A plug-in that cannot be imported is left out with a message, and breaks nothing else. It cannot take a built-in's name,
+nor that of a plug-in found before it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Callable, Collection
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-COMMANDS = "dynamix.commands"  # the words behind `dynamix`: a function that typer can call, or a typer.Typer
-POLICIES = "dynamix.policies"  # a policy's name: what makes it
+COMMANDS = "dynamix.commands"  # the words after `dynamix`: a function that typer can call, or a typer.Typer
+POLICIES = "dynamix.policies"  # a policy's name: its factory
 POLICY_FILES = "dynamix.policy_files"  # a file's `kind`: the class that loads it
 PROBES = "dynamix.probes"  # a probe's name: its class
-DOCTOR = "dynamix.doctor"  # an area of `dynamix doctor`: a function that gives its rows (name, available, detail)
+DOCTOR = "dynamix.doctor"  # an area of `dynamix doctor`: a function that returns its rows (name, available, detail)
 
-# Nothing of ours is on an index, and the name `dynamix` there is another project's.
+# None of our packages is on an index, and the name `dynamix` there belongs to another project.
 LABORATORY = "pip install ./lab  (in dynamix's source tree)"
 
 
 def how_to_install(extra: str) -> str:
-    """The line that brings an extra of dynamix-train.
+    """The command that installs an extra of dynamix-train.
 
     >>> how_to_install("cli")
     "pip install '.[cli]'  (in dynamix's source tree)"
@@ -36,10 +36,10 @@ def how_to_install(extra: str) -> str:
 def plug_ins(
     group: str, built_in: Collection[str] = (), tell: Callable[[str], None] | None = None
 ) -> dict[str, EntryPoint]:
-    """The plug-ins of a group by name, in the order of their names; nothing is imported.
+    """The plug-ins of a group by name, sorted by name; nothing is imported.
 
-    built_in   names that no plug-in can take
-    tell       is told of those that are left out, in one line each; None: a RuntimeWarning
+    built_in   names that no plug-in may take
+    tell       receives one line for each plug-in that is left out; None: a RuntimeWarning
     """
     found: dict[str, EntryPoint] = {}
     for entry in _entries(group, tuple(sys.path)):
@@ -53,18 +53,18 @@ def plug_ins(
 
 
 def load_all(group: str, built_in: Collection[str] = (), tell: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """The objects of a group's plug-ins by name, without those that do not import."""
+    """The objects of a group's plug-ins by name, without those that cannot be imported."""
     found: dict[str, Any] = {}
     for name, entry in plug_ins(group, built_in, tell).items():
         try:
             found[name] = entry.load()
-        except (Exception, SystemExit) as error:  # of any kind: it is somebody else's code
+        except (Exception, SystemExit) as error:  # third-party code may raise anything
             (tell or _warn)(f"{named(entry)} is left out: {why(error)}")
     return found
 
 
 def named(entry: EntryPoint) -> str:
-    """A plug-in for messages: what it is called, and whose it is."""
+    """A plug-in's name and distribution, for messages."""
     owner = entry.dist.name if entry.dist is not None else "an unknown distribution"
     return f"{entry.name} of {owner}"
 
@@ -78,7 +78,7 @@ def why(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-@functools.cache  # a look at every installed distribution takes milliseconds
+@functools.cache  # scanning all installed distributions takes milliseconds
 def _entries(group: str, path: tuple[str, ...]) -> list[EntryPoint]:
     del path
     return sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.dist.name if entry.dist else ""))

@@ -1,4 +1,4 @@
-"""The one projection: the allocation nearest in proportion to a wish that satisfies the bounds."""
+"""The projection onto bounds: the allocation that satisfies them and is nearest in proportion to a target."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from dynamix.window import Bounds, Floats, Ints
 def project(
     target: ArrayLike, bounds: Bounds, *, total: ArrayLike | None = None, current: ArrayLike | None = None
 ) -> Ints:
-    """The allocation nearest in proportion to `target` that satisfies `bounds`: the one projection all policies use.
+    """The allocation nearest in proportion to `target` that satisfies `bounds`; all policies use this projection.
 
-    target   (..., W) desired sizes, finite and not negative; only their proportions matter when `total` is given
+    target   (..., W) desired sizes, finite and not negative; only their proportions matter if `total` is given
     total    (...) desired global size (default: the sum of `target`), clamped to what the bounds allow
     current  (..., W) sizes in force, needed for `bounds.max_change`
 
-    Water-filling at the caps keeps the proportions of all workers that are inside their bounds; largest remainder
-    (ties to the lower rank) makes integers whose sum is exactly `total` on the grid. Returns int64 (..., W).
+    Water-filling at the caps keeps the proportions of all workers that are inside their bounds. Largest remainder
+    (ties to the lower rank) gives integers on the grid whose sum is exactly `total`. Returns int64 (..., W).
 
     >>> project([13.7, 16.5, 19.6, 14.2], Bounds.of(4), total=64).tolist()   # DBS, appendix A
     [14, 16, 20, 14]
@@ -36,7 +36,7 @@ def project(
     low, high = (bounds.low, bounds.high) if q == 1 else (bounds.low // q, bounds.high // q)
     if current is not None and np.isfinite(bounds.max_change):
         now = np.asarray(current, dtype=np.float64) / q
-        # At least one grid step either way, or a small size could never move again.
+        # Allow at least one grid step either way, or a small size could never change again.
         low = np.maximum(low, np.minimum(np.ceil(now / bounds.max_change), now - 1).astype(np.int64))
         high = np.minimum(high, np.maximum(np.floor(now * bounds.max_change), now + 1).astype(np.int64))
         low, high = np.minimum(low, bounds.high // q), np.maximum(high, bounds.low // q)
@@ -48,7 +48,7 @@ def project(
     asked = wish.sum(-1) if total is None else _spread(np.asarray(total, np.float64) / q, lead).reshape(-1)
     least = np.maximum(lowest, _spread(bounds.total_low // q, lead).reshape(-1))
     most = np.minimum(highest, _spread(bounds.total_high // q, lead).reshape(-1))
-    # A rate limit can leave the global range out of reach this time; then come as near to it as it allows.
+    # A rate limit can put the global range out of reach this time; then come as near to it as possible.
     units = np.minimum(np.maximum(np.rint(asked), np.minimum(least, highest)), np.maximum(most, lowest))
     units = units.astype(np.int64)
     sizes: Ints = _largest_remainder(_water_fill(wish, low, high, units), low, high, units).reshape(shape) * q
@@ -56,7 +56,7 @@ def project(
 
 
 def _if_it_fits(wish: Floats, low: Ints, high: Ints, bounds: Bounds) -> Ints | None:
-    """`wish`, in units of the grid, as integers if it satisfies everything already; answers are projected again."""
+    """`wish`, in units of the grid, as integers if it already satisfies the bounds: answers are projected twice."""
     fits = (wish >= low) & (wish <= high) & (wish == np.rint(wish))
     if not fits.all():
         return None
@@ -66,14 +66,14 @@ def _if_it_fits(wish: Floats, low: Ints, high: Ints, bounds: Bounds) -> Ints | N
 
 
 def _spread(x: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """`np.broadcast_to`, which costs more than all arithmetic on a few workers, where it is needed."""
+    """`np.broadcast_to` only if needed, because it costs more than all arithmetic on a few workers."""
     return x if x.shape == shape else np.broadcast_to(x, shape)
 
 
 def _water_fill(wish: Floats, low: Ints, high: Ints, units: Ints) -> Floats:
     """Real sizes (n, W) proportional to `wish`, inside [low, high], with sum `units`."""
     peak = wish.max(-1, keepdims=True)
-    # A worker wished nothing still takes what everybody else's caps refuse, hence never exactly zero.
+    # Never exactly zero: a worker with a target of 0 can still take samples that the caps of all others exclude.
     weight: Floats = np.maximum(np.divide(wish, peak, out=np.ones_like(wish), where=peak > 0), 1e-9)
     sizes: Floats = weight * (units / weight.sum(-1))[:, None]
     if ((sizes <= high) & (sizes >= low)).all():

@@ -1,4 +1,4 @@
-"""Features that earlier versions had and this one does not: whoever still writes one is told what to write now."""
+"""Features of earlier versions that no longer exist: using one raises an error that says what to write instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _moved(module: str) -> str:
     return f"import {module} (pip install ./{folder}, in dynamix's source tree)"
 
 
-# A module that is gone, and its submodules: what to write in its place. Kept in alphabetical order.
+# A removed module, with its submodules: what to write instead. Kept in alphabetical order.
 MODULES: dict[str, str] = {
     "dynamix.cli.policy_explained": "`dynamix policy show NAME`",
     "dynamix.compression.aggregator": _moved("dynamix_homomorphic.aggregator"),
@@ -52,7 +52,7 @@ MODULES: dict[str, str] = {
     "dynamix.training": _moved("dynamix_lab.training"),
     "dynamix.virtual": _moved("dynamix_lab.virtual"),
 }
-# A name of `dynamix` that is gone: what to write in its place.
+# A removed name of `dynamix`: what to write instead.
 NAMES: dict[str, str] = {
     "LiveConfig": NO_LEARNING,
 }
@@ -68,9 +68,9 @@ def message(fix: str) -> str:
 
 
 def removed_arguments(**fixes: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function refuse the keyword arguments named here, each with what to write now (ConfigError).
+    """Make a function reject these keyword arguments, each with what to write instead (ConfigError).
 
-    One that it never had is a TypeError, as Python has it, which names the argument that was meant.
+    An argument that it never had raises Python's TypeError, with the name of the argument that was probably meant.
 
     >>> @removed_arguments(learn="nothing: the policy's file is what decides")
     ... def make(policy: str) -> str:
@@ -101,7 +101,7 @@ the policy's file is what decides
 
 
 def refuses_averaging(init: Callable[..., None]) -> Callable[..., None]:
-    """Let `Averaging` refuse what 0.2 had: the options by name, and whatever stood in the third place and beyond."""
+    """Make `Averaging` reject the options of 0.2: by name, and any argument in the third place or later."""
     refusing = removed_arguments(
         early="Averaging() without early; shares by speed (policy='lb_bsp' or 'goodput') let workers arrive together",
         overlap="Averaging(wire='bfloat16'), or Averaging(optimizer_state='kept'): both send less over a slow link",
@@ -121,7 +121,7 @@ def refuses_averaging(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class RemovedModules:
-    """A finder that comes after all others: it answers for modules that moved or went, by an ImportError."""
+    """An import finder that comes after all others: it raises ImportError for modules that were moved or removed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -132,6 +132,6 @@ class RemovedModules:
 
 
 def answer_for_removed_modules() -> None:
-    """Ask `RemovedModules` last, once in a process."""
+    """Install `RemovedModules` as the last finder, once in a process."""
     if not any(isinstance(finder, RemovedModules) for finder in sys.meta_path):
         sys.meta_path.append(RemovedModules())

@@ -1,8 +1,8 @@
-"""The window that is observed, and the bounds that the answer to it must satisfy.
+"""The window that policies observe, and the bounds that their decisions must satisfy.
 
 A `Window` is a struct of arrays over workers. A live job fills shape `(W,)`; a simulator fills `(C, W)` for C
-clusters at once. Policies, `features` and `project` are the same code for both, so that a policy cannot behave
-differently in training and in service. This module imports nothing of dynamix but its errors.
+clusters at once. Policies, `features` and `project` are the same code for both, so a policy behaves the same in
+training and in service. Of dynamix this module imports only the errors.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _BOUNDS_ARRAYS = ("low", "high", "total_low", "total_high")
 
 
 def _protect(holder: object, names: tuple[str, ...]) -> None:
-    """Replace what can be written to by read-only views: a policy that writes into what it is shown must not get far.
+    """Replace writable arrays by read-only views, so that a policy cannot change its input by accident.
 
-    Nothing is copied, and whoever made the arrays may still write into them.
+    Nothing is copied, and the maker of the arrays can still write to them.
     """
     for name in names:
         array = getattr(holder, name)
@@ -57,18 +57,18 @@ class Window:
       loss, loss_std      of this worker's batches over the window
       loss_change         (loss - previous window's loss) / pooled standard deviation
       accuracy, accuracy_std, accuracy_change   the same for accuracy, in [0, 1]
-      gradient_norm_sq    mean |g_i|^2 of this worker's mean gradient, loss scale removed
+      gradient_norm_sq    mean |g_i|^2 of this worker's mean gradient, without the loss scale
       bytes_per_s, retransmits_per_s, rtt_s     of the process group's own sockets
       cpu, memory, device fractions in [0, 1] of what this worker may use
-      work                what this worker's samples of a round cost, in samples of mean cost, where the job knows what
-                          samples cost (`batch_sampler(dataset, lengths=...)`): `compute` is for that much
+      work                cost of this worker's samples of a round, in samples of mean cost, if the job knows costs
+                          (`batch_sampler(dataset, lengths=...)`): `compute` is for that much
 
     Per cluster, shape (...):
       steps               optimizer steps measured
-      age                 optimizer steps since this allocation came into force
+      age                 optimizer steps since this allocation took effect
       step                index of the optimizer step that closed the window
       micro_batches       pieces of equal size that a worker's round is cut into: accumulated micro-batches
-      base_batch          global samples per round that the user chose at the start (B0)
+      base_batch          global samples per round that the user set at the start (B0)
       global_norm_sq      mean |g|^2 of the reduced gradient
       noise, signal       smoothed tr(Sigma) and |G|^2 (PAPERS section 5); noise / signal is the noise scale, in samples
     """
@@ -107,7 +107,7 @@ class Window:
 
     @classmethod
     def of(cls, batch_size: ArrayLike, **known: ArrayLike) -> Window:
-        """A window from what is known; everything else is NaN, `micro_batches` 1, `base_batch` the current sum.
+        """A window from the given fields; all others are NaN, `micro_batches` 1, `base_batch` the current sum.
 
         >>> Window.of([32, 96], compute=[0.1, 0.2]).workers
         2
@@ -132,7 +132,7 @@ class Window:
 
     @property
     def worked(self) -> Floats:
-        """The work in `compute`, (..., W): `work` in samples of mean cost, `batch_size` if it is not known."""
+        """The work in `compute`, (..., W): `work` in samples of mean cost, or `batch_size` if that is unknown."""
         known = np.isfinite(self.work) & (self.work > 0)
         return np.where(known, self.work, self.batch_size) if known.any() else self.batch_size.astype(np.float64)
 
@@ -143,14 +143,14 @@ class Window:
 
     @property
     def noise_scale(self) -> Floats:
-        """tr(Sigma) / |G|^2 in samples, shape (...); NaN where unknown, infinite where the signal is lost in noise."""
+        """tr(Sigma) / |G|^2 in samples, shape (...); NaN if unknown, infinite if noise hides the signal."""
         with np.errstate(divide="ignore", invalid="ignore"):
             scale = np.where(self.signal > 0, self.noise / self.signal, np.inf)
         return np.where(np.isnan(self.noise) | np.isnan(self.signal), np.nan, np.maximum(scale, 0.0))
 
     @property
     def step_time(self) -> Floats:
-        """Seconds per optimizer step as each worker saw it, shape (..., W); parts not measured count as zero."""
+        """Seconds per optimizer step as each worker measured them, shape (..., W); unmeasured parts count as zero."""
         parts = np.stack([self.compute, self.wait, self.communication, self.data])
         total = np.where(np.isnan(parts), 0.0, parts).sum(0)
         return np.where(np.isnan(self.compute), np.nan, total)
@@ -159,7 +159,7 @@ class Window:
     def seconds_per_sample(self) -> Floats:
         """Busy seconds (compute and data) per sample, shape (..., W); NaN for idle or unmeasured workers.
 
-        A sample of mean cost, where the job knows what samples cost.
+        If the job knows costs, a sample of mean cost.
         """
         samples = self.worked
         busy = self.compute + np.where(np.isnan(self.data), 0.0, self.data)
@@ -167,7 +167,7 @@ class Window:
             return np.where(self.batch_size > 0, busy / samples, np.nan)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists for JSON; what is not finite becomes None."""
+        """Plain lists for JSON; values that are not finite become None."""
         plain: dict[str, Any] = {"batch_size": self.batch_size.tolist()}
         for names in (PER_WORKER, PER_CLUSTER):
             plain |= zip(names, plain_floats(np.stack([getattr(self, name) for name in names])), strict=True)
@@ -181,13 +181,13 @@ class Window:
 
 
 def _in_shape(given: ArrayLike, shape: tuple[int, ...]) -> Floats:
-    """`given` broadcast to `shape`; NumPy's function for it takes longer than a window of few workers is worth."""
+    """`given` broadcast to `shape`; NumPy's function is avoided if possible, because it is slow for a few workers."""
     values = np.asarray(given, dtype=np.float64)
     return values if values.shape == shape else np.broadcast_to(values, shape)
 
 
 def plain_floats(values: Floats) -> Any:
-    """`values.tolist()` with None for what is not finite, as JSON knows neither NaN nor infinity.
+    """`values.tolist()` with None for values that are not finite, because JSON has neither NaN nor infinity.
 
     >>> plain_floats(np.array([[0.5, np.nan], [np.inf, 2.0]]))
     [[0.5, None], [None, 2.0]]
@@ -232,7 +232,7 @@ class Bounds:
         quantum: int = 1,
         max_change: float = np.inf,
     ) -> Bounds:
-        """Bounds for W workers; numbers are broadcast. Raises `ConfigError` when nothing could satisfy them.
+        """Bounds for W workers; numbers are broadcast. Raises `ConfigError` if nothing can satisfy them.
 
         >>> Bounds.of(2, 8, 64).high.tolist()
         [64, 64]

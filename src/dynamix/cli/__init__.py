@@ -6,7 +6,7 @@ from dynamix.plugins import how_to_install
 
 
 def main() -> None:
-    """Entry point of the `dynamix` command; says what to install where the command line's packages are missing."""
+    """Entry point of the `dynamix` command; if the command line's packages are missing, it says what to install."""
     try:
         from dynamix.cli.app import app
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Commands that other distributions bring by entry point, and a word on those that are missing."""
+"""Commands of other distributions, by entry point, and messages about those that are missing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +21,10 @@ _ELSEWHERE = {
 
 
 def add_commands_of_others(app: typer.Typer) -> None:
-    """Add what entry points bring. A name of several words goes into a group that is there, such as `policy train`.
+    """Add the commands of entry points. A name of several words goes into an existing group, such as `policy train`.
 
-    A plug-in is a function that typer can call, or a `typer.Typer`; one with a single command is that command, with its
-    settings. A command that is left out is named in one line on stderr.
+    A plug-in is a function that typer can call, or a `typer.Typer`; one with a single command becomes that command,
+    with its settings. A command that is left out is named in one line on stderr.
     """
     own = _names(app)
     for name, command in load_all(COMMANDS, own, _say).items():
@@ -46,7 +46,7 @@ def add_commands_of_others(app: typer.Typer) -> None:
 
 
 def _names(app: typer.Typer, before: str = "") -> set[str]:
-    """Every command and group that `app` has, as it is called."""
+    """Every command and group of `app`, by the words that call it."""
     found = set()
     for command in app.registered_commands:
         called = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
@@ -59,7 +59,7 @@ def _names(app: typer.Typer, before: str = "") -> set[str]:
 
 
 def _group(app: typer.Typer, words: list[str]) -> typer.Typer | None:
-    """The group that is called by these words."""
+    """The group with these words; None if there is none."""
     for word in words:
         inside = [group.typer_instance for group in app.registered_groups if group.name == word]
         if not inside or inside[0] is None:
@@ -79,22 +79,22 @@ def _add(app: typer.Typer, name: str, command: Any) -> None:
 
 
 def _single(command: Any) -> Any:
-    """The one command of a `typer.Typer` that has no other and no callback."""
+    """The single command of a `typer.Typer` without a callback; else None."""
     if not isinstance(command, typer.Typer) or command.registered_groups or command.registered_callback is not None:
         return None
     return command.registered_commands[0] if len(command.registered_commands) == 1 else None
 
 
 def _wrong(name: str, command: Any) -> str:
-    """Why this is no command; empty where it is one. typer takes anything, and fails when any command is called."""
+    """Why this is no command; empty if it is one. typer accepts anything, and fails when any command is called."""
     if not isinstance(command, typer.Typer) and (not callable(command) or isinstance(command, type)):
         return f"{type(command).__name__} is neither a function nor a typer.Typer"
     tried = typer.Typer()
-    tried.command("another")(_missing("another"))  # a group, whatever is added
+    tried.command("another")(_missing("another"))  # so that it is a group, whatever is added
     try:
         _add(tried, name, command)
         typer.main.get_command(tried)
-    except Exception as error:  # of any kind: it is somebody else's code
+    except Exception as error:  # third-party code may raise anything
         return why(error)
     return ""
 

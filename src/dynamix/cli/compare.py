@@ -1,4 +1,4 @@
-"""`dynamix compare`: policies take turns in one job of the user's, which says how many times as fast each is."""
+"""`dynamix compare`: policies take turns in a user's job, and the speed of each is compared with the first one's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compare(
 
 
 def _run(command: list[str], policies: str, most_s: float, every_s: float, out: Path | None) -> dict[str, Any]:
-    """Run the command under the policies in turns; what result.json holds."""
+    """Run the command under the policies in turns; returns the content of result.json."""
     from dynamix.events.records import EVENTS_VARIABLE, SCHEMA
     from dynamix.events.run_folder import RunFolder
     from dynamix.observe.command import check_command, run_command
@@ -51,7 +51,7 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
     from dynamix.telemetry.turns import PolicyTurns
 
     check_command(command, "compare")
-    by_names(policies)  # what is wrong with a name is said before anything runs
+    by_names(policies)  # a wrong name is reported before anything runs
     with RunFolder("compare", out) as folder:
         facts = {"command": "compare", "job": command, "cluster": cluster(), "compare": policies.split(",")}
         folder.write_run(**facts)
@@ -62,7 +62,7 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
             nonlocal ended
             turns.refresh()
             typer.echo(f"compare: {_progress(turns)}", err=True)
-            if turns.seconds >= most_s and not ended:  # once: a launcher that ends its ranks is left to it
+            if turns.seconds >= most_s and not ended:  # once: do not disturb a launcher ending its ranks
                 ended = True
                 job.terminate()
 
@@ -70,7 +70,7 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
         code = run_command(command, env, every_s=every_s, tell=tell)
         turns.refresh()
         if code and not turns.speeds():
-            raise typer.Exit(code)  # the job has said why
+            raise typer.Exit(code)  # the job has printed the reason
         code = 0 if ended else code
         result = {"schema": SCHEMA, **facts, "exit_code": code, "folder": str(folder.path), **_told(events)}
         folder.write_result(result)
@@ -83,7 +83,7 @@ def _progress(turns: PolicyTurns) -> str:
 
 
 def _told(events: Path) -> dict[str, Any]:
-    """The part of an events file about the policies that took turns. Raises `UsageError` if it says nothing."""
+    """The results in an events file of policies that took turns. Raises `UsageError` if there are none."""
     from dynamix.telemetry.turns import PolicyTurns, cost
 
     turns = PolicyTurns(events)

@@ -1,4 +1,4 @@
-"""Options, one-line errors and JSON alone on stdout: all commands share them."""
+"""What all commands share: options, one-line errors, and JSON alone on stdout."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ Out = Annotated[Path | None, typer.Option(help="Run folder, new or empty (defaul
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Errors of ours become one line and exit code 2; SIGTERM unwinds like Ctrl-C, so that nothing is left behind."""
+    """Our errors become one line and exit code 2; SIGTERM unwinds like Ctrl-C, so that nothing is left running."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -38,9 +38,9 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def read_token(file: Path | None) -> str:
-    """The token that a file holds, "" without a file; a warning if others may read it.
+    """The token in a file, "" without a file; warns if others may read the file.
 
-    Raises `ConfigError` for a file that cannot be read or is empty.
+    Raises `ConfigError` if it cannot be read or is empty.
     """
     if file is None:
         return ""
@@ -59,7 +59,7 @@ ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def gone(fix: str) -> Callable[[], None]:
-    """A command of an earlier version, which says what to write now, and ends with exit code 2."""
+    """A command of an earlier version: it says what to write now, and ends with exit code 2."""
 
     @guarded
     def command() -> None:
@@ -73,5 +73,5 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def print_json(result: dict[str, Any]) -> None:
-    """The result of --json."""
+    """Print the result of --json."""
     typer.echo(json.dumps(result, indent=2, allow_nan=False))

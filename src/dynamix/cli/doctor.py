@@ -1,4 +1,4 @@
-"""`dynamix doctor`: what this machine offers, and how to enable what is missing."""
+"""`dynamix doctor`: what works on this machine, and how to enable what is missing."""
 
 import sys
 from collections.abc import Collection, Mapping
@@ -10,7 +10,7 @@ from dynamix.events.run_folder import machine, versions
 from dynamix.plugins import DOCTOR, LABORATORY, how_to_install, load_all, why
 from dynamix.probes import probe_report
 
-# extra of dynamix-train -> what it brings; without typer and rich this command does not run
+# extra of dynamix-train -> its packages; without the extra `cli` this command does not run
 _EXTRAS = {
     "compression": ("numba",),
     "gpu": ("pynvml",),
@@ -19,7 +19,7 @@ _EXTRAS = {
 
 
 def examine() -> dict[str, Any]:
-    """Areas, each a list of {name, available, detail}: ours, and those that other distributions bring.
+    """Areas, each a list of {name, available, detail}: ours, and those of other distributions.
 
     Changes nothing.
     """
@@ -38,7 +38,7 @@ def examine() -> dict[str, Any]:
 
 
 def in_a_line(areas: Mapping[str, list[dict[str, Any]]]) -> str:
-    """What works here, by area."""
+    """The available entries of each area, in one line."""
     works = {area: [entry["name"] for entry in entries if entry["available"]] for area, entries in areas.items()}
     return "Works here: " + "; ".join(f"{area}: {', '.join(names)}" for area, names in works.items() if names) + "."
 
@@ -69,12 +69,12 @@ def _extras() -> list[tuple[str, bool, str]]:
 
 
 def _brought(own: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-    """Areas of others. An area that fails says why; a laboratory that is missing is an area too."""
+    """Areas of other distributions. An area that fails gives its reason; a missing laboratory is an area too."""
     areas = {}
     for name, ask in load_all(DOCTOR, own, lambda text: print(f"dynamix: plug-in {text}", file=sys.stderr)).items():
         try:
             areas[name] = _entries(ask())
-        except Exception as error:  # of any kind: it is somebody else's code
+        except Exception as error:  # third-party code may raise anything
             areas[name] = _entries([(name, False, why(error))])
     if find_spec("dynamix_lab") is None:
         missing = f"emulate, demo, bench, policy train and policy evaluate are missing: {LABORATORY}"

@@ -1,4 +1,4 @@
-"""`dynamix watch` and `dynamix dashboard`: runs while they go on."""
+"""`dynamix watch` and `dynamix dashboard`: runs in progress."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""`dynamix policy ...`: inspect policies. The laboratory adds `policy train` and `policy evaluate` by entry point."""
+"""`dynamix policy ...`: inspects policies. The laboratory adds `policy train` and `policy evaluate` by entry point."""
 
 from typing import Annotated
 

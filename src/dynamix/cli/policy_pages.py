@@ -25,7 +25,7 @@ _WRAPPERS = {
 
 
 def about_policy(name: str) -> dict[str, Any]:
-    """All that is known of a policy by name: a file's whole description, or what its class says.
+    """All facts about a policy: a file's whole description, or its class and docstring.
 
     Raises `ConfigError` for an unknown name and `PolicyFileError` for a file that cannot be trusted.
     """
@@ -64,7 +64,7 @@ def print_about(name: str, about: Mapping[str, Any]) -> None:
 
 
 def _print_stages(console: Console, stages: Mapping[str, Any], tested: Mapping[str, Any] | None) -> None:
-    """The gain of each stage of its training, on the clusters that chose between them and on test clusters."""
+    """Print the gain of each training stage, on the clusters used to choose between stages and on test clusters."""
     judged = {"validation": stages} | ({"test": tested} if tested else {})
     found = {title: part["speed_over_goodput"] for title, part in judged.items()}
     names = list(dict.fromkeys(name for part in found.values() for name in part))
@@ -91,7 +91,7 @@ def _interval(figures: Sequence[float] | None) -> str:
 
 
 def _print_scores(console: Console, name: str, evaluation: Mapping[str, Any] | None) -> None:
-    """Scores on test clusters that the file holds."""
+    """Print the scores on test clusters that the file holds."""
     if evaluation is None:
         console.print(Text("Its file holds no scores on test clusters.\n"))
         return
@@ -105,7 +105,7 @@ def _print_scores(console: Console, name: str, evaluation: Mapping[str, Any] | N
 
 
 def _of_file(about: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """How a file was made."""
+    """The facts about how a file was made."""
     shape, training = about.get("architecture"), about.get("training", {})
     facts = [("file", about["file"]), ("sha256", str(about["sha256"])[:16] + "..."), ("made by", _command(about))]
     facts += [("commit", str(about.get("commit") or f"unknown, version {about.get('version', '0.1')}"))]
@@ -119,7 +119,7 @@ def _of_file(about: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _command(about: Mapping[str, Any]) -> str:
-    """The command that made the file; where it does not say, what is known of it."""
+    """The command that made the file; if it is not recorded, an approximation from known settings."""
     if "command" in about:
         return str(about["command"])
     seed = about.get("seed", "not recorded")
@@ -127,7 +127,7 @@ def _command(about: Mapping[str, Any]) -> str:
 
 
 def _file_of(name: PolicyName) -> Path | None:
-    """The file that a name stands for, shipped or given; None for rules and classes."""
+    """The file of a policy's name, shipped or given; None for rules and classes."""
     if name.kind == "file":
         return Path(name.base)
     return shipped_file(name.base) if name.kind == "plain" else None
@@ -139,7 +139,7 @@ def columns_table(first: str, *others: str) -> Table:
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> Table:
-    """Names and what they stand for, side by side."""
+    """A table of names and values."""
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
         grid.add_row(Text(name, "dim"), Text(value, overflow="fold"))

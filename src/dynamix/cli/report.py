@@ -42,9 +42,9 @@ def report(
 
 
 def _default(run: Path) -> Path:
-    """report.html of a folder; beside an events file one of its name, so that two files have two pages."""
+    """report.html of a folder; for an events file a page with its name, so that two files have two pages."""
     if run.is_dir():
-        made_by_run = run / "report.html"  # the demo and the suites write theirs: it is not replaced
+        made_by_run = run / "report.html"  # the demo and the suites write their own, which must not be overwritten
         return run / "dynamix-report.html" if made_by_run.exists() and not _ours(made_by_run) else made_by_run
     return run.with_name(f"{run.stem}-report.html")
 

@@ -33,7 +33,7 @@ def view_of(sources: Sequence[RunSource]) -> RenderableType:
 
 
 def sparkline(values: np.ndarray) -> str:
-    """Values from 0 to their largest as blocks; a space where unknown.
+    """Values from 0 to their largest as blocks; a space if unknown.
 
     >>> sparkline(np.array([0.0, 1.0, np.nan, 2.0]))
     '▁▅ █'
@@ -64,7 +64,7 @@ def _of_run(view: RunView) -> list[RenderableType]:
 
 
 def _workers(view: RunView) -> Table:
-    """Size, seconds a sample and where the newest window's time went: all of a few workers, else the slowest."""
+    """Size, seconds a sample and parts of the time in the newest window: of all workers if few, else of the slowest."""
     each = view.seconds_per_sample
     order = np.argsort(-np.where(np.isfinite(each), each, -1.0), kind="stable")
     chosen = range(view.workers) if view.workers <= MOST_WORKERS else order[:MOST_WORKERS].tolist()

@@ -1,10 +1,10 @@
-"""Lossless gradient compression: sparse gradients cross ranks as index and values.
+"""Lossless gradient compression: ranks exchange sparse gradients as index and values.
 
     state = dynamix.compression.CompressionState("auto", model=net)
     model.register_comm_hook(state, dynamix.compression.compression_hook)
 
-Means are those of a dense all-reduce up to the order of additions. dynamix-homomorphic adds ways in fixed point, and
-sums that are formed in the network; it registers them (see `dynamix.compression.ways`).
+Means equal those of a dense all-reduce up to the order of additions. dynamix-homomorphic adds ways in fixed point, and
+sums computed in the network; it registers them (see `dynamix.compression.ways`).
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ __all__ = [
     "compression_hook",
 ]
 
-include(register)  # before any way is asked for
+include(register)  # before the first use of a way
 
 _MOVED = ("Aggregator", "AggregatorWire", "ErrorFeedback", "LossyState", "lossy_hook", "lossy_topk_hook")
 

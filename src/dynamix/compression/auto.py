@@ -1,8 +1,8 @@
-"""Which way a bucket takes: predicted from bytes and hops, measured, agreed over ranks, and looked at again.
+"""Chooses the way of a bucket: predicted from bytes and hops, measured, agreed over ranks, and checked again later.
 
-Pure bookkeeping: everything decided here follows from numbers that all ranks share, so all decide alike. A way is tried
-only if the model of `traffic` allows it to win at the link's measured speed, computing taken as free; so a bucket that
-is mostly zero never pays for a dense step on a slow link to learn that it is slow.
+Pure bookkeeping: every decision follows from numbers that all ranks share, so all decide alike. A way is tried only if
+the model of `traffic` lets it win at the link's measured speed, with computing counted as free. So a bucket that is
+mostly zero never takes a dense step on a slow link just to measure that it is slow.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dynamix.compression.ways import registry
 from dynamix.errors import ConfigError
 
 AGREE_EVERY = 32  # steps between agreements; one small collective each
-MEASURE_EVERY = 16  # a settled dense bucket is timed at one step in this many
-REFRESH = 16  # agreements after which the ways not taken count as unknown again
-DROP = 0.8  # a bucket of which less than this share is left of what was not zero when it was full is asked again
-GAIN = 0.97  # a way must take less than this share of the present one's time to replace it
-DRIFT = 1.3  # a time that changed by more than this factor, twice running, means that links have changed
+MEASURE_EVERY = 16  # once the choice is settled, a dense bucket is timed at one step in this many
+REFRESH = 16  # agreements after which the costs of unused ways count as unknown again
+DROP = 0.8  # a bucket is tried again once its nonzero part is below this share of what it was when it was full
+GAIN = 0.97  # a way must take less than this share of the current one's time to replace it
+DRIFT = 1.3  # if a time changes by more than this factor twice in a row, links have changed
 NEAR = 1.5  # a first trial within this factor of the best is followed by a proper measurement
 UNKNOWN_S = 1e9  # in a report, for a link speed that this rank has not seen
 
@@ -30,12 +30,12 @@ UNKNOWN_S = 1e9  # in a report, for a link speed that this rank has not seen
 class Chooser:
     """One bucket's choice.
 
-    Per step: `next()`, run it, `record(seconds)`; where `due` was set beforehand, reduce `report(...)` over ranks by
-    minimum (the last rank to arrive waits for nobody) and hand the result and what all ranks know of the bucket's
-    nonzeros to `agree`. If some way found it `full`, the report says which share of the mean is not zero.
+    Per step: `next()`, run it, `record(seconds)`. If `due` was set before, reduce `report(...)` over ranks by minimum
+    (the last rank to arrive does not wait), and pass the result to `agree`, with the nonzeros that all ranks have seen
+    in the bucket. If some way found it `full`, the report includes the nonzero share of the mean.
 
-    candidates   ways beside "dense", of the registry; None: its candidates over a process group
-    budget       share of the time spent that trying other ways may cost, beyond one try each of those that may win
+    candidates   ways besides "dense", of the registry; None: its candidates over a process group
+    budget       share of the time that trials of other ways may cost, beyond one trial of each that may win
     """
 
     def __init__(self, candidates: Sequence[str] | None = None, *, budget: float = 0.02) -> None:
@@ -46,19 +46,19 @@ class Chooser:
         self.way = "dense"
         self.cost_s: dict[str, float] = {}
         first = candidates[0] if candidates else "dense"
-        self._plan: deque[str] = deque([first, first])  # its header tells what all others would send
+        self._plan: deque[str] = deque([first, first])  # its header shows what all other ways would send
         self._trying = True
         self._log: list[tuple[str, float]] = []
-        self._full: list[str] = []  # of these, those that found too little to leave out and went dense
+        self._full: list[str] = []  # those in `_log` that found the bucket too full and went dense
         self._steps = 0  # since the last agreement
-        self._filled, self._dropped = 1.0, False  # what was not zero when a way found it full; much less is now
+        self._filled, self._dropped = 1.0, False  # nonzero share when a way found it full; whether it is much less now
         self._unknown = {*candidates, "dense"}
-        self._anchor_s = 0.0  # the picked way's time when it was picked
+        self._anchor_s = 0.0  # the chosen way's time when it was chosen
         self._drifts = self._quiet = 0
         self._spent_s = self._total_s = 0.0
         self._hop_s = self._byte_s = 0.0
         self._spread: Spread | None = None
-        self._forgotten: Spread | None = None  # too old to foresee with; whoever sends densely sees no other
+        self._forgotten: Spread | None = None  # too old for predictions; dense exchanges show no newer one
 
     def next(self) -> tuple[str, bool]:
         """The way for this step, and whether it must be timed."""
@@ -73,13 +73,13 @@ class Chooser:
 
     @property
     def full(self) -> bool:
-        """Whether some way is not taken as it found too little to leave out."""
+        """Whether some way is excluded because it found too few zeros."""
         return bool(self._full) or math.inf in self.cost_s.values()
 
     def record(self, seconds: float | None = None, *, full: bool = False) -> None:
-        """This step's time on this rank; None when it was not timed.
+        """Record this step's time on this rank; None if it was not timed.
 
-        full   the way found, on every rank, that dense would send less, and went dense: it is none to take
+        full   the way found, on every rank, that dense would send less, and went dense: do not choose it
         """
         way, _ = self.next()
         if self._plan:
@@ -90,22 +90,22 @@ class Chooser:
         self._steps += 1
 
     def report(self, *, hop_s: float = math.inf, byte_s: float = math.inf, filled: float = 1.0) -> list[float]:
-        """This rank's numbers since the last agreement: how fast it found its link (infinite: not seen), and times.
+        """This rank's numbers since the last agreement: its link's speed (infinite: not measured), and times.
 
-        filled   the share of the mean that is not zero
+        filled   the nonzero share of the mean
         """
         speed = [min(hop_s, UNKNOWN_S), min(byte_s, UNKNOWN_S)]
         return [*speed, filled, *(seconds for _, seconds in self._log)]
 
     def agree(self, least: Sequence[float], spread: Spread | None = None) -> None:
-        """The element-wise minimum of all ranks' reports; `spread`, the same on all ranks, replaces the last one."""
+        """Take in the element-wise minimum of all reports; `spread`, the same on all ranks, replaces the last one."""
         self._hop_s, self._byte_s = (0.0 if x >= UNKNOWN_S else x for x in least[:2])
         if spread is not self._forgotten:
             self._spread = spread or self._spread
         times: dict[str, list[float]] = {}
         for (way, _), seconds in zip(self._log, least[3:], strict=True):
             times.setdefault(way, []).append(seconds)
-        # The first of several trials pays for cold caches.
+        # The first of several trials has cold caches.
         fresh = {way: median(t[1:] if self._trying and len(t) > 1 else t) for way, t in times.items()}
         known = {**self.cost_s, **fresh}
         never = {way for way in times if 2 * self._full.count(way) > len(times[way])}
@@ -124,9 +124,9 @@ class Chooser:
             self._watch(fresh)
 
     def restrict(self, candidates: Sequence[str]) -> None:
-        """Other ways are there from now on, on all ranks alike: an aggregator was lost, or is back.
+        """From now on there are other ways, on all ranks: an aggregator was lost, or is back.
 
-        A way that is no longer there is followed by the same way without an aggregator.
+        If the current way is gone, the same way without an aggregator replaces it.
         """
         gone, came = set(self.candidates) - set(candidates), set(candidates) - set(self.candidates)
         self.candidates = tuple(candidates)
@@ -137,7 +137,7 @@ class Chooser:
             self.way = self.way.partition("-")[2]
         if self.way not in (*candidates, "dense"):
             self.way = "dense"
-        self._start([self.way, self.way])  # timed anew, and then whatever is unknown
+        self._start([self.way, self.way])  # measured again, and then the unknown ones
 
     def _after_trial(self, fresh: Mapping[str, float]) -> None:
         self.cost_s.update(fresh)
@@ -146,7 +146,7 @@ class Chooser:
             if way in self._unknown:
                 self._unknown.discard(way)
                 if cost < NEAR * best and len(self.cost_s) > 1:
-                    self._start([way] * 3)  # near enough for a proper measurement
+                    self._start([way] * 3)  # near enough to deserve a proper measurement
                     return
         if not self._try_another():
             self._pick()
@@ -159,7 +159,7 @@ class Chooser:
         return True
 
     def _promise(self, way: str) -> float:
-        """The least time that `way` can take at the link's speed."""
+        """The least time of `way` at the link's speed."""
         if self._spread is None:
             return 0.0
         return traffic(way, self._spread).seconds(byte_s=self._byte_s, hop_s=self._hop_s)
@@ -171,9 +171,9 @@ class Chooser:
         if self._promise(way) >= GAIN * best:
             return False
         if self.cost_s.get(registry().of(way).beyond or "", 0.0) > best:
-            return False  # it sends more and computes more than what has lost already
+            return False  # it sends more and computes more than a way that has lost already
         if way not in self.cost_s:
-            return True  # once
+            return True  # try it once
         return self._spent_s + max(self.cost_s[way] - best, 0.0) <= self.budget * self._total_s
 
     def _pick(self) -> None:
@@ -191,7 +191,7 @@ class Chooser:
         self.cost_s[self.way] = now
         overtaken = any(cost < GAIN * now for way, cost in self.cost_s.items() if way != self.way)
         if self._drifts >= 2:
-            self.cost_s = {self.way: now}  # what was known of other ways was known of another link
+            self.cost_s = {self.way: now}  # other ways were measured on the link as it was before
             self._drifts, self._anchor_s = 0, now
         if self._quiet >= REFRESH or self._dropped:
             self._forget()
@@ -200,8 +200,8 @@ class Chooser:
         self._try_another()
 
     def _forget(self) -> None:
-        """Measurements of ways that were not taken for long may be wrong: also that one found too little to leave out,
-        and how much of the bucket is zero.
+        """Drop old measurements of unused ways, which may be wrong by now. This includes that a way found too few
+        zeros, and the nonzero share of the bucket.
         """
         self._quiet, self._filled = 0, 0.0
         self.cost_s = {way: cost for way, cost in self.cost_s.items() if cost < math.inf or way == self.way}

@@ -1,8 +1,8 @@
-"""Blocks: ranks learn which items anybody holds, and each adds up its share of the union's values for all.
+"""Blocks: ranks exchange the indices of their nonzero items, and each sums its share of the union's values for all.
 
 After OmniReduce (Fei et al., SIGCOMM 2021), without aggregators: a block is an item, such as a row of an embedding. The
-sum is that of floating point in the order of ranks, the same bits as a gather's in one level. A link carries an index
-W - 1 times and the union's values 2 (W-1)/W times, where a gather carries a rank's own values W - 1 times.
+sum is in floating point in the order of ranks, so it has the same bits as a one-level gather's. A link carries an index
+W - 1 times and the union's values 2 (W-1)/W times; in a gather it carries a rank's own values W - 1 times.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dynamix.compression.wire import Messages
 
 @dataclass(frozen=True)
 class Added:
-    """Sums over ranks by table, in float32 at least, and what they took.
+    """Sums over ranks by table, in float32 at least, and the bytes exchanged.
 
-    index   bytes of the index that each rank brought, by table: [table][rank]
+    index   bytes of each rank's index, by table: [table][rank]
     own     bytes of index and values that each rank held, by table
-    hop_bytes   as of `gather.Heads`
+    hop_bytes   as in `gather.Heads`
     """
 
     sums: list[Rows]
@@ -51,11 +51,11 @@ def add_blocks(
 ) -> Added:
     """The sums over ranks of `tables` over `divisor`, the same tables on every rank.
 
-    mark         eight bytes; ranks with different ones get `Doubt("mixed")`, all of them
-    most_bytes   `Doubt("full")`, on every rank, where some rank would have to send or receive more
-    whole        the tables themselves, (span, width), where there are: values of the union are then read from there
+    mark         eight bytes; if they differ between ranks, all ranks get `Doubt("mixed")`
+    most_bytes   if some rank would have to send or receive more, every rank gets `Doubt("full")`
+    whole        the tables themselves, (span, width), if available: the union's values are then read from them
 
-    Raises `DynamixError` for a message that is damaged: nothing is applied, and the job ends.
+    Raises `DynamixError` for a damaged message: nothing is applied, and the job ends.
     """
     theirs, index, heads = _exchange_items(tables, wire, mark, most_bytes)
     own = [
@@ -90,7 +90,7 @@ def _nothing(rows: Rows) -> Rows:
 def _exchange_items(
     tables: Sequence[Rows], wire: Messages, mark: bytes, most_bytes: float
 ) -> tuple[list[list[Tensor]], list[list[int]], Heads]:
-    """The items that are not zero, by table and rank, and the bytes of their index, as all ranks told before."""
+    """The nonzero items, by table and rank, and the bytes of their index, from the headers of all ranks."""
     mine = [Index.of(rows.items, rows.span) for rows in tables]
     payload = torch.cat([heads_of(mine, tables[0].items.device), *(index.bytes for index in mine)])
     heads = exchange_headers(payload, wire, mark)
@@ -121,7 +121,7 @@ def _add_up(
 
 
 def _spread_over(union: Tensor, rows: Rows) -> Tensor:
-    """The values of `rows` at their places in `union`, zeros elsewhere; flat."""
+    """The values of `rows` at their places in `union`, other places zero; flat."""
     if rows.items.numel() == union.numel():
         return rows.values.reshape(-1)
     out = rows.values.new_zeros(union.numel(), rows.values.shape[1])

@@ -1,4 +1,4 @@
-"""One bucket's exchange, from gradients to their mean: by its way, and densely at any doubt."""
+"""One bucket's exchange, from gradients to their mean: by its way, or densely if a check fails."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dynamix.errors import ConfigError
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of gradients that are exchanged
 VERSION = 3
-OVERLAP = 0.9  # a union smaller than this share of what ranks bring makes a second level of gathering pay
-RELEARN = 8  # unions after which a bucket is looked at anew
+OVERLAP = 0.9  # a second level of gathering pays if the union is smaller than this share of the ranks' sum
+RELEARN = 8  # unions after which a bucket's overlap is measured again
 
 
 class BucketMemory(Protocol):
-    """A way's memory of a bucket from step to step."""
+    """A way's memory of a bucket between steps."""
 
     def forget(self, *, undecoded: bool) -> None:
-        """A doubt: what was learned from unions may differ between ranks. `undecoded`: a sketch did not decode."""
+        """Forget unions after a doubt: they may differ between ranks. `undecoded`: a sketch failed to decode."""
 
 
 M = TypeVar("M", bound=BucketMemory)
@@ -43,19 +43,19 @@ class BucketExchange:
         self.unions = 0  # since the last doubt
         self._levels = True
         self.memories: dict[type[Any], BucketMemory] = {}
-        self.spread: Spread | None = None  # what the last exchange saw, alike on all ranks
+        self.spread: Spread | None = None  # of the last exchange, the same on all ranks
 
     def reduce_(self, flat: Tensor, way: str, wire: Wire, *, step: int, statistics: Statistics) -> str | None:
         """Replace `flat`, a float tensor (elements,), by its mean over the wire's ranks.
 
         dense           as DDP does it, in floating point
         gather, blocks  the sum of x / W in floating point, in the order of ranks
-        others          as they are registered
+        others          as registered
 
-        A sketch that did not decode is no doubt about the sums: its bucket goes by the way that is named for that. A
-        wire that is lost does not change them either: the same way goes once more, over its reserve.
+        If a sketch does not decode, the sums are not in doubt: the bucket takes the way named for that case. The loss
+        of a wire does not change the sums either: the same way runs again, over the wire's reserve.
 
-        Returns why the way was left, one of `checks.REASONS` and the same on every rank; None if it was not.
+        Returns why the way was abandoned, one of `checks.REASONS` and the same on every rank; None if it was not.
         """
         known = registry()
         known.of(way)
@@ -68,10 +68,10 @@ class BucketExchange:
             try:
                 known.of(taken).exchange(self, flat, wire, step)
                 break
-            except Doubt as doubt:  # on every rank alike, and with `flat` untouched
+            except Doubt as doubt:  # on every rank, with `flat` unchanged
                 sent += wire.payload_bytes - before
                 instead = known.of(taken).instead if doubt.reason == "peel" else None  # the sketch holds too many items
-                if doubt.reason != "nonfinite":  # what was learned from unions may differ between ranks
+                if doubt.reason != "nonfinite":  # knowledge from unions may now differ between ranks
                     self.unions, self._levels = 0, True
                     for memory in self.memories.values():
                         memory.forget(undecoded=instead is not None)
@@ -93,19 +93,19 @@ class BucketExchange:
         return cast(M, self.memories[kind])
 
     def gather(self, flat: Tensor, wire: Wire, step: int) -> None:
-        """The way of this name."""
+        """The way "gather"."""
         values, workers, tables = flat.detach(), wire.workers, self._tables(flat)
         if not tables:
             return
         ours = (VERSION, self.settings, self.index, step, "gather", self.layout, flat.dtype, self._levels)
         most = 2 * (workers - 1) / workers * flat.nbytes
-        if self._levels and workers > FLAT:  # if ranks bring the same; what that is has not been seen yet
+        if self._levels and workers > FLAT:  # assume that ranks bring the same items; their overlap is still unknown
             groups = Levels.of(workers).groups
             most *= (workers - 1) / (len(groups[0]) + len(groups) - 2)
         try:
             brought = gather(tables, wire.messages, digest(*ours), levels=self._levels, most_bytes=most)
         except Doubt as doubt:
-            if doubt.sizes:  # the union holds at least what the fullest rank does
+            if doubt.sizes:  # the union is at least as large as the largest rank's part
                 self.spread = Spread(doubt.sizes, max(doubt.sizes), flat.nbytes)
             raise
         for place, (s, rows) in enumerate(zip(self.layout.segments, tables, strict=True)):
@@ -148,7 +148,7 @@ class BucketExchange:
             self._levels = self.spread.union_bytes < OVERLAP * sum(brought.sizes)
 
     def spread_of(self, sizes: Sequence[int], union: Sequence[Tensor], flat: Tensor) -> Spread:
-        """Which part of `flat` is not zero, from the bytes that each rank brought and the union's items by segment."""
+        """The nonzero part of `flat`, from the bytes of each rank and the union's items by segment."""
         segments = self.layout.segments
         index = sum(index_bytes(items, s.items) for items, s in zip(union, segments, strict=True))
         values = sum(4 * s.width * items.numel() for items, s in zip(union, segments, strict=True))
@@ -156,7 +156,7 @@ class BucketExchange:
 
 
 def warm_up() -> None:
-    """Compile the kernels (seconds, once a machine), so that no step waits for it and no measurement contains it."""
+    """Compile the kernels (seconds, once a machine), so that no step waits for it and no measurement includes it."""
     for dtype in (torch.float32, torch.float64):
         exchange = BucketExchange(Layout.of([(64, 1), (64, 4)]))
         wire, statistics = LocalWire.make(1)[0], Statistics()

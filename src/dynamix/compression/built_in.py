@@ -1,4 +1,4 @@
-"""The ways that are always there, and the names of those that another distribution brings."""
+"""The built-in ways, and the names of ways that another distribution provides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynamix.compression.wire import Wire
 
 
 def register(ways: Registry) -> None:
-    """dense, gather and blocks; the ways in fixed point are missing until dynamix-homomorphic brings them."""
+    """Adds dense, gather and blocks; the fixed-point ways count as missing without dynamix-homomorphic."""
     ways.add(Way("dense", traffic=densely, exchange=_mean))
     ways.add(Way("fixed", missing=ELSEWHERE))
     ways.add(Way("gather", traffic=gathered, exchange=_gather, candidate=True))

@@ -1,7 +1,7 @@
-"""Checks that must hold before a bucket is applied, and the count of those that did not.
+"""Checks before a bucket is applied, and counts of failed ones.
 
-Every check ends the same way on every rank. A bucket in doubt is reduced densely from its untouched values, or by the
-way that stands behind its own.
+Every check has the same result on every rank. A bucket in doubt is reduced densely from its unchanged values, or by
+the fallback of its way.
 """
 
 import hashlib
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# In order of precedence when ranks see different ones.
+# In order of precedence if ranks see different ones.
 REASONS = ("none", "peel", "residual", "checksum", "superset", "union", "mixed", "nonfinite", "lost", "full")
 _DIGEST = 8
 
 
 class Doubt(Exception):
-    """This bucket goes dense ("peel": by compaction; "lost": the same way by the reserve), for one of REASONS.
+    """This bucket goes dense ("peel": by compaction; "lost": by the same way over the reserve), for one of REASONS.
 
-    Every rank raises it; users never see it.
+    Every rank raises it; it never reaches users.
     """
 
     def __init__(self, reason: str, sizes: Sequence[int] = ()) -> None:
@@ -32,12 +32,12 @@ class Doubt(Exception):
 
 @dataclass
 class Statistics:
-    """Figures of an exchange: buckets by way taken, buckets that went dense by reason, bytes handed to collectives.
+    """Figures of an exchange: buckets by way, buckets that went dense by reason, bytes passed to collectives.
 
     dense_after counts "nonfinite" (NaN or infinity, as a GradScaler expects), "mixed" (ranks disagree about seed, step
     or settings), "full" (a gather would have sent more), "union", "superset", "residual" and "checksum". `undecoded`
-    counts sketches that held more items than would come out; their buckets went by compaction, and are counted there.
-    `lost` counts losses of the aggregator, `rejoined` how often it was joined again; no bucket goes dense for those.
+    counts sketches that held too many items to decode; their buckets went by compaction, and are counted there.
+    `lost` counts losses of the aggregator, `rejoined` how often it was joined again; neither makes a bucket dense.
     """
 
     buckets: Counter[str] = field(default_factory=Counter)
@@ -45,14 +45,14 @@ class Statistics:
     undecoded: int = 0
     lost: int = 0
     rejoined: int = 0
-    dense_bytes: int = 0  # what the same buckets would have handed over uncompressed
+    dense_bytes: int = 0  # of the same buckets without compression
     payload_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def count(
         self, way: str, *, dense_bytes: int, payload_bytes: int, doubt: str | None = None, buckets: int = 1
     ) -> None:
-        """One exchange, of one bucket or several; from any thread."""
+        """Count one exchange, of one bucket or several; from any thread."""
         with self._lock:
             self.buckets[way] += buckets
             if doubt == "lost":
@@ -63,12 +63,12 @@ class Statistics:
             self.payload_bytes += payload_bytes
 
     def count_undecoded(self) -> None:
-        """One sketch that did not decode; from any thread."""
+        """Count one sketch that did not decode; from any thread."""
         with self._lock:
             self.undecoded += 1
 
     def count_rejoined(self) -> None:
-        """The aggregator was joined again; from any thread."""
+        """Count that the aggregator was joined again; from any thread."""
         with self._lock:
             self.rejoined += 1
 
@@ -80,16 +80,16 @@ class Statistics:
 
 
 def digest(*parts: object) -> bytes:
-    """Eight bytes that differ where any part does."""
+    """Eight bytes that differ if any part differs."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=_DIGEST).digest()
 
 
 def marks_of(mine: bytes, device: torch.device) -> Tensor:
-    """uint8 (16,): a digest and its complement, which both survive a maximum only if all ranks brought the same."""
+    """uint8 (16,): a digest and its complement. Both survive a maximum only if all ranks have the same."""
     return torch.tensor([*mine, *(255 - b for b in mine)], dtype=torch.uint8, device=device)
 
 
 def are_same(marks: Tensor) -> bool:
-    """Whether all ranks' `marks_of` were, of which these are the maximum."""
+    """Whether all ranks had the same `marks_of`, given their maximum."""
     high, low = marks.cpu().view(2, -1).int()
     return bool((high == 255 - low).all())

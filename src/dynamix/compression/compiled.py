@@ -1,7 +1,7 @@
 """numba kernels for the CPU. Each repeats, bit for bit, the torch function of its name: `index.positions` and so on.
 
-All arithmetic is int64 that holds 32-bit quantities, masked: numba turns a mix of signed and unsigned 64-bit integers
-into floats.
+All arithmetic is in int64 with 32-bit quantities, masked, because numba converts a mix of signed and unsigned 64-bit
+integers to floats.
 """
 
 from collections.abc import Callable
@@ -18,22 +18,22 @@ Array = NDArray[Any]
 
 MASK = 0xFFFFFFFF
 MAGNITUDE = np.int32(0x7FFFFFFF)
-_BIT = np.zeros(32, np.int64)  # de Bruijn: which bit is set in a word with one bit
+_BIT = np.zeros(32, np.int64)  # de Bruijn: the position of the bit in a word with one bit set
 for _i in range(32):
     _BIT[((0x077CB531 << _i) & MASK) >> 27] = _i
 
 
 def jit(function: F) -> F:
-    """`function` compiled; its code is kept where that can be done."""
+    """`function` compiled, with the compiled code cached if possible."""
     try:
         return cast(F, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # nowhere to keep the compiled code
+    except RuntimeError:  # no place for the cache
         return cast(F, numba.njit(nogil=True)(function))
 
 
 @jit
 def nonzero_rows(bits: Array, width: int, marks: Array) -> None:
-    """Mark the rows of `bits`, the int32 of float32 values, with an element that is not zero."""
+    """Mark the rows of `bits`, the int32 of float32 values, with a nonzero element."""
     for item in range(marks.size):
         row = bits[item * width : (item + 1) * width]
         seen = np.int32(0)
@@ -74,7 +74,7 @@ def positions(words: Tensor) -> Tensor:
 
 
 def rows_not_zero(values: Tensor, width: int) -> Tensor:
-    """int64, ascending: the rows of float32 `values` with an element that is not zero."""
+    """int64, ascending: the rows of float32 `values` with a nonzero element."""
     array = values.numpy()
     if width == 1:
         return torch.from_numpy(np.flatnonzero(array))

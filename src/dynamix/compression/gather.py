@@ -1,9 +1,9 @@
-"""Gather: every rank sends the items of its gradient that are not zero, and adds those of all in the order of ranks.
+"""Gather: every rank sends the nonzero items of its gradient to all, and adds those of all ranks in their order.
 
-No fixed point and no index to agree on: one small header says how much each rank brings, then index and values go from
-everyone to everyone. The sum is that of floating point in a fixed order, so it is the same on every rank and in every
-run. A rank sends its own items W - 1 times; a ring sends those of the union about twice. Above `FLAT` ranks it goes in
-two levels, and items that several ranks of a group hold travel on once.
+It needs no fixed point and no common index: a small header says how much each rank sends, then index and values go from
+all to all. The sum is in floating point in a fixed order, so it is the same on every rank and in every run. A rank
+sends its own items W - 1 times; a ring sends those of the union about twice. Above `FLAT` ranks there are two levels,
+and items that several ranks of a group hold are sent on once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from dynamix.compression.rows import Index, Rows, block_of, heads_of, padded, re
 from dynamix.compression.shares import damaged
 from dynamix.compression.wire import Messages
 
-FLAT = 8  # ranks up to which all send to all at once
-_HEADER = 5  # int64: a digest, how many bytes follow, their sum, how many a hop is worth, and the sum of these four
-CROWDED = 0.12  # of their time that large messages are taken to lose where all send to all at once, not around a ring
-SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # added up in
+FLAT = 8  # up to this many ranks, all send directly to all
+_HEADER = 5  # int64: a digest, bytes that follow, their sum, bytes that a hop is worth, and the sum of these four
+CROWDED = 0.12  # assumed part of the time that large messages lose if all send directly to all, not around a ring
+SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # types in which half types are added
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The plan of sending in two levels: groups of neighbours first, then one rank of each other group.
+    """The plan of a two-level gather: first within groups of neighbours, then with one rank of each other group.
 
     >>> levels = Levels.of(10)
     >>> levels.groups
@@ -55,22 +55,22 @@ class Levels:
         return next(group for group in self.groups if rank in group)
 
     def beyond(self, rank: int) -> list[int]:
-        """The ranks whose sums `rank` gets in the second level, one of each other group."""
+        """The ranks whose sums `rank` receives in the second level, one of each other group."""
         place, own = rank - self.mine(rank).start, self.mine(rank)
         return [group[place % len(group)] for group in self.groups if group is not own]
 
     def followers(self, rank: int) -> list[int]:
-        """The ranks that get `rank`'s sums in the second level."""
+        """The ranks that receive `rank`'s sums in the second level."""
         ranks = range(self.groups[-1].stop)
         return [other for other in ranks if other not in self.mine(rank) and rank in self.beyond(other)]
 
 
 @dataclass(frozen=True)
 class Brought:
-    """The rows to add up, by table and in the order of ranks; divided already if `divided`.
+    """The rows to add up, by table and in the order of ranks; already divided if `divided`.
 
-    sizes       bytes that each rank brought at first
-    hop_bytes   as of `Heads`
+    sizes       bytes that each rank sent at first
+    hop_bytes   as in `Heads`
     """
 
     parts: list[list[Rows]]
@@ -83,9 +83,9 @@ class Brought:
 class Heads:
     """The headers that ranks send before their rows.
 
-    sizes       bytes that each is about to send
-    sums        of these, by which damage is found
-    hop_bytes   that a link carries in the time of a hop: the median of what ranks have measured; 0: nobody has
+    sizes       bytes that each will send
+    sums        checksums of these bytes
+    hop_bytes   bytes that a link carries in the time of a hop, the median over ranks; 0: not measured
     """
 
     sizes: list[int]
@@ -94,7 +94,7 @@ class Heads:
 
     @property
     def ring(self) -> bool:
-        """Whether large messages are sooner with all others around a ring than each sent directly.
+        """Whether large messages are faster around a ring than sent directly to all.
 
         The busiest link carries the same bytes in both; a ring has more hops.
         """
@@ -111,14 +111,14 @@ def gather(
     most_bytes: float,
     divisor: int | None = None,
 ) -> Brought:
-    """Everything that must be added up for the mean over ranks of `tables`, the same tables on every rank.
+    """All rows needed for the mean over ranks of `tables`, the same tables on every rank.
 
-    mark         eight bytes; ranks with different ones get `Doubt("mixed")`, all of them
-    levels       in two levels, where there are more ranks than `FLAT`
-    most_bytes   `Doubt("full")`, on every rank, where some rank would have to send or receive more
+    mark         eight bytes; if they differ between ranks, all ranks get `Doubt("mixed")`
+    levels       use two levels if there are more ranks than `FLAT`
+    most_bytes   if some rank would have to send or receive more, every rank gets `Doubt("full")`
     divisor      of the sums of the first of two levels; None: the number of ranks
 
-    Raises `DynamixError` for a message that is damaged: nothing is applied, and the job ends.
+    Raises `DynamixError` for a damaged message: nothing is applied, and the job ends.
     """
     ranks, own = range(wire.workers), wire.rank
     if not levels or wire.workers <= FLAT:
@@ -139,23 +139,23 @@ def _by_table(found: Sequence[Sequence[Rows]]) -> list[list[Rows]]:
 def _swap(
     tables: Sequence[Rows], wire: Messages, mark: bytes, *, to: Sequence[int], of: Sequence[int], most_bytes: float
 ) -> tuple[list[list[Rows]], Heads]:
-    """The tables of the ranks `of` and the own ones, in the order of ranks; and what all said before."""
+    """The tables of the ranks `of` and the own ones, in the order of ranks; and the headers of all ranks."""
     payload, written = _pack(tables)
     ranks, own = range(wire.workers), wire.rank
     heads = exchange_headers(payload, wire, mark)
     sizes = heads.sizes
     if busiest(sizes) > most_bytes:
         raise Doubt("full", sizes)
-    if all(size == 16 * len(tables) for size in sizes):  # nothing but counts, all of them zero
+    if all(size == 16 * len(tables) for size in sizes):  # all ranks have only counts, and all of them are zero
         return [written], heads
     came = send_to(payload, wire, heads, to=to, of=of)
     return [written if rank == own else _unpack(came[rank], tables, rank) for rank in ranks if rank in came], heads
 
 
 def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> Heads:
-    """The headers of all ranks about what each is about to send.
+    """Exchange headers: what each rank will send.
 
-    `Doubt("mixed")`, on every rank, where marks differ. Raises `DynamixError` for a header that is damaged.
+    `Doubt("mixed")`, on every rank, if marks differ. Raises `DynamixError` for a damaged header.
     """
     device, ranks, own = payload.device, range(wire.workers), wire.rank
     mine = [int.from_bytes(mark, "little", signed=True), payload.numel(), sum_of(payload), wire.hop_bytes]
@@ -179,7 +179,7 @@ def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> Heads:
 def send_to(
     payload: Tensor, wire: Messages, heads: Heads, *, to: Sequence[int], of: Sequence[int]
 ) -> dict[int, Tensor]:
-    """The rows by rank that those of `of` sent, and the own `payload`; raises `DynamixError` for what was damaged."""
+    """The rows received from the ranks `of`, by rank, and the own `payload`; raises `DynamixError` for damaged rows."""
     ranks, own, empty = range(wire.workers), wire.rank, payload.new_empty(0)
     wanted = [heads.sizes[rank] if rank in of and rank != own else 0 for rank in ranks]
     if heads.ring and len(to) == len(of) == wire.workers:
@@ -193,14 +193,14 @@ def send_to(
 
 
 def busiest(sizes: Sequence[int]) -> int:
-    """The most that one rank sends or receives when all send to all."""
+    """The most bytes that one rank sends or receives if all send to all."""
     return max((len(sizes) - 1) * max(sizes), sum(sizes) - min(sizes))
 
 
 def _pack(tables: Sequence[Rows]) -> tuple[Tensor, list[Rows]]:
-    """uint8, a multiple of eight bytes: how to read the index of each table, then index and values of each.
+    """uint8, a multiple of eight bytes: how to read each table's index, then each table's index and values.
 
-    And the same tables, which know then how long their index is.
+    Also returns the tables with the length of their index filled in.
     """
     indices = [Index.of(rows.items, rows.span) for rows in tables]
     blocks = [heads_of(indices, tables[0].items.device)]
@@ -227,7 +227,7 @@ def _unpack(payload: Tensor, like: Sequence[Rows], rank: int) -> list[Rows]:
 
 
 def rows_not_zero(part: Tensor, width: int) -> Rows:
-    """The rows of `part`, (items * width,), in which an element is not zero. Values are copied.
+    """The rows of `part`, (items * width,), with a nonzero element. Values are copied.
 
     >>> rows_not_zero(torch.tensor([0.0, 0.0, 0.0, 3.0]), 2).items.tolist()
     [1]
@@ -244,7 +244,7 @@ def rows_not_zero(part: Tensor, width: int) -> Rows:
 
 
 def add_up(parts: Sequence[Rows], workers: int = 1) -> Rows:
-    """The sum of `parts`, each divided by `workers`, in their order. Half types are added in float32."""
+    """The sum of `parts`, each divided by `workers`, in the order given. Half types are added in float32."""
     first = parts[0]
     dtype, span = SUMMED_IN.get(first.values.dtype, first.values.dtype), first.span
     items = union_items(parts)
@@ -255,12 +255,12 @@ def add_up(parts: Sequence[Rows], workers: int = 1) -> Rows:
 
 
 def union_items(parts: Sequence[Rows]) -> Tensor:
-    """int64, ascending: the items that are in any of `parts`."""
+    """int64, ascending: the items in any of `parts`."""
     return union_of_rows([rows.items for rows in parts], parts[0].span)
 
 
 def add_rows_(table: Tensor, items: Tensor, values: Tensor, workers: int) -> None:
-    """Add `values`, (k, width) of the type of `table`, over `workers` to the rows `items` (none twice) of `table`."""
+    """Add `values`, (k, width) of the type of `table`, over `workers` to the rows `items` (all different) of it."""
     fast = compiled_for(table) if table.dtype in (torch.float32, torch.float64) else None
     if fast is not None:
         fast.add_rows_(table.view(-1), items, values.view(-1), table.shape[1], workers)
@@ -269,7 +269,7 @@ def add_rows_(table: Tensor, items: Tensor, values: Tensor, workers: int) -> Non
 
 
 def write_mean_(flat: Tensor, start: int, own: Tensor, brought: Brought, place: int, workers: int) -> None:
-    """Write the mean of table `place` over its rows in `flat`, from element `start` on. `own`: rows not zero here."""
+    """Write the mean of table `place` over its rows in `flat`, from element `start` on. `own`: nonzero rows here."""
     parts = brought.parts[place]
     span, width = parts[0].span, parts[0].values.shape[1]
     table = flat[start : start + span * width].view(span, width)

@@ -1,11 +1,11 @@
-"""A DDP communication hook that exchanges gradients compressed, without loss.
+"""A DDP communication hook that exchanges compressed gradients, without loss.
 
     state = CompressionState()
     model.register_comm_hook(state, compression_hook)                                        # plain DDP
     controller.wrap(DDP(net), optimizer, hook=compression_hook, hook_state=CompressionState())   # unequal batches
 
-A bucket takes several collectives. On gloo they run on one thread in bucket order and on a process group of their own,
-so that ranks issue them in the same order whatever else is in flight; backward goes on meanwhile.
+A bucket takes several collectives. On gloo they run on one thread, in bucket order, over their own process group. So
+ranks issue them in the same order whatever else is in flight, and backward continues meanwhile.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ from dynamix.compression.wire import Wire
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.removed import removed_arguments
 
-MIN_BYTES = 1 << 16  # below this latency decides, and "auto" leaves buckets alone
+MIN_BYTES = 1 << 16  # below this size latency dominates, and "auto" keeps buckets dense
 _log = logging.getLogger(__name__)
 
 
 class CompressionState:
     """The state of `compression_hook`. Constructing it is a collective call, with the same arguments on every rank.
 
-    mode           "auto" predicts and measures per bucket, and picks; "gather" sends what is not zero from all to all;
-                   "blocks" an index, then each rank adds up its share of the union's values for all; "dense" is a
+    mode           "auto" predicts and measures each bucket, and chooses; "gather" sends nonzero items from all to all;
+                   "blocks" sends an index, then each rank sums its share of the union's values for all; "dense" is a
                    plain all-reduce. With dynamix-homomorphic also "compaction" (index, then values), "lhc" (sketch,
                    two-phase) and "lhc-one-phase"; "fixed" is dense in the same fixed point, equal to those three bit
                    for bit
-    model          its embeddings are indexed by row; without it every element has an index of its own. One state serves
+    model          its embeddings are indexed by row; without it every element has its own index. One state serves
                    one model
-    process_group  that of DDP, of any back end; the default group when None
+    process_group  that of DDP, with any back end; None: the default group
     ratio, seed   see `dynamix.compression.ExchangeSettings`
     min_bytes      smaller buckets stay dense under "auto"
-    timeout        of the process groups made here (gloo only); torch's default when None
-    aggregator     where sums are formed in the network, "host:port" or a `dynamix_homomorphic.Aggregator`; without one
-                   the process group forms them. When it is lost the same way goes on over the process group, and it is
-                   joined again when it is back
+    timeout        of the process groups made here (gloo only); None: torch's default
+    aggregator     computes sums in the network, "host:port" or a `dynamix_homomorphic.Aggregator`; without one the
+                   process group computes them. If it is lost, the same way continues over the process group; when it
+                   is back, it is joined again
 
-    Sparse gradients (`nn.Embedding(sparse=True)`) are added up by rows in every mode but "dense", those of one backward
-    pass together, each table gathered or in blocks.
+    Sparse gradients (`nn.Embedding(sparse=True)`) are summed by rows in every mode except "dense", those of one
+    backward pass together, each table gathered or in blocks.
 
-    `statistics` counts what happened, `ways` says which way each bucket takes now. Raises `ConfigError` for modes that
-    are unknown or not installed, for arguments and embeddings that differ between ranks and for an aggregator that does
-    not let all ranks in, `UsageError` without a process group and, from backward, where two models share a state.
+    `statistics` has counts, `ways` the current way of each bucket. Raises `ConfigError` for modes that are unknown or
+    not installed, for arguments and embeddings that differ between ranks, and for an aggregator that does not admit
+    all ranks; `UsageError` without a process group and, from backward, if two models share a state.
     """
 
     @removed_arguments(lanes="nothing: every item is hashed by itself")
@@ -84,7 +84,7 @@ class CompressionState:
         aggregator: Any = None,
     ) -> None:
         self._known = registry()
-        if mode.startswith(AGGREGATED):  # only an aggregator's line names such a way
+        if mode.startswith(AGGREGATED):  # such names are internal: only an aggregator's ways have them
             raise ConfigError("mode", mode, ", ".join(("auto", *self._known.names)), "pick one")
         if mode != "auto":
             self._known.of(mode, "mode")
@@ -106,8 +106,8 @@ class CompressionState:
         self._lines: dict[int, BucketLine] = {}
         self._sparse, self._sparse_memory = SparsePass(), RowsExchange()
         self._thread: ThreadPoolExecutor | None = None
-        self._queued = False  # something of this backward pass for the thread
-        self._rerouted = False  # the aggregator came or went: choosers are told before the next backward pass
+        self._queued = False  # whether the thread has work of this backward pass
+        self._rerouted = False  # the aggregator was lost or is back: update choosers before the next backward pass
         self._said_mixed = False
         self._paths = paths_of(self.process_group, timeout)
         if not self._paths:
@@ -124,17 +124,17 @@ class CompressionState:
 
     @property
     def ways(self) -> dict[int, str]:
-        """The way each bucket takes at present, by bucket index; "aggregator-" before it where `auto` chose that."""
+        """The current way of each bucket, by bucket index; with the prefix "aggregator-" if `auto` chose that."""
         return {i: line.route for i, line in sorted(self._lines.items())}
 
     @property
     def spreads(self) -> dict[int, Spread]:
-        """Which part of each bucket was not zero when it was last looked at, over ranks; by bucket index."""
+        """The nonzero part of each bucket over ranks when it was last measured; by bucket index."""
         seen = {i: line.exchange.spread for i, line in sorted(self._lines.items())}
         return {i: spread for i, spread in seen.items() if spread is not None}
 
     def reduce(self, bucket: Bucket) -> Future[Tensor]:
-        """The mean of one bucket over ranks; what DDP calls through `compression_hook`."""
+        """The mean of one bucket over ranks; DDP calls it through `compression_hook`."""
         self._owner.check(bucket.parameters(), last=bucket.is_last())
         if bucket.index() == 0 and self._rerouted:
             self._reroute()
@@ -144,7 +144,7 @@ class CompressionState:
             served = " and ".join(self._paths)
             raise UsageError(f"gradients are on {flat.device}, the process group serves {served}: pass another one")
         if bucket.index() == 0:
-            self._queued, self._sparse = False, SparsePass()  # of a backward pass that was left early, too
+            self._queued, self._sparse = False, SparsePass()  # also after a backward pass that was abandoned
         future = self._begin(bucket, flat, path)
         if bucket.is_last() and self._sparse.gradients:
             together, self._sparse = self._sparse, SparsePass()
@@ -170,10 +170,10 @@ class CompressionState:
         return future
 
     def _run(self, path: Path, work: Callable[[], None], *, last: bool) -> None:
-        """On one thread where calls block, so that backward goes on; else at once, in stream order.
+        """Run `work`: on one thread if calls block, so that backward continues; else at once, in stream order.
 
-        At once, too, where backward has nothing left to do meanwhile and no other exchange of this pass is under way:
-        which of them take the thread, ranks choose alike.
+        Also at once if backward has no other work left and no other exchange of this pass is pending. The choice of the
+        thread is the same on all ranks.
         """
         if not path.gloo or (last and not self._queued):
             work()
@@ -239,7 +239,7 @@ class CompressionState:
             _log.warning("ranks disagreed about bucket %d, so it went dense: %s", line.exchange.index, count)
 
     def _reroute(self) -> None:
-        """Nothing is under way between two backward passes, so all ranks do this at the same step."""
+        """All ranks do this at the same step, because no exchange is pending between two backward passes."""
         self._rerouted = False
         for line in self._lines.values():
             if line.chooser is not None:
@@ -250,11 +250,11 @@ class CompressionState:
         return self._known.candidates if self._link is None or self._link.away else self._link.candidates
 
     def state_dict(self) -> dict[str, Any]:
-        """Settings, to be compared. Nothing else outlives a job: sums do not depend on what was measured or counted."""
+        """Settings, for comparison. Nothing else is saved: sums do not depend on measurements or counts."""
         return {"settings": [self.mode, self.settings.seed]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare the settings. So ranks may load or not, each as it likes: they go on alike."""
+        """Compare the settings. A rank need not load: the state has no effect on sums."""
         written, mine = list(state["settings"]), [self.mode, self.settings.seed]
         if written != mine:
             differs = f"the checkpoint was written with mode, seed = {written}, this state has {mine}"
@@ -265,13 +265,13 @@ class CompressionState:
         rows = {m.weight.data_ptr(): m.weight.shape[1] for m in self._embeddings}
         shapes = tuple((p.numel(), rows.get(p.data_ptr(), 1)) for p in bucket.parameters())
         line = self._lines.get(index)
-        if line is None or line.shapes != shapes:  # DDP lays buckets out anew after the first step
+        if line is None or line.shapes != shapes:  # DDP changes its buckets after the first step
             layout = Layout.of((n // width, width) for n, width in shapes)
             exchange = BucketExchange(layout, index=index, settings=self.settings)
             auto = self.mode == "auto" and bucket.buffer().nbytes >= self.min_bytes
             way = "dense" if self.mode == "auto" else self.mode
             if way in ("gather", "blocks") and bucket.buffer().nbytes <= HEADER_BYTES * self.process_group.size():
-                way = "dense"  # the header alone would be more
+                way = "dense"  # the header alone would send more
             chooser = Chooser(self._candidates) if auto else None
             line = self._lines[index] = BucketLine(shapes, exchange, way, chooser)
         return line
@@ -290,7 +290,7 @@ class CompressionState:
 def compression_hook(state: CompressionState, bucket: Bucket) -> Future[Tensor]:
     """A DDP communication hook: `model.register_comm_hook(CompressionState(), compression_hook)`.
 
-    Also an inner hook of `Controller.wrap` and `dynamix.weighted`. The result is the mean over ranks: equal to that of
+    Also an inner hook of `Controller.wrap` and `dynamix.weighted`. The result is the mean over ranks. It equals that of
     a dense all-reduce up to the order of additions; in fixed point, up to one rounding of each gradient to
     2^-(30 - ceil(log2 W)) of its block's largest magnitude.
     """
@@ -300,4 +300,4 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> Future[Tensor]:
 compression_hook.lossless = True  # type: ignore[attr-defined]
 compression_hook.ordered = True  # type: ignore[attr-defined]  # it needs no process group for each bucket
 compression_hook.takes_sparse = True  # type: ignore[attr-defined]
-compression_hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types
+compression_hook.__annotations__.clear()  # DDP checks them, and rejects strings

@@ -1,4 +1,4 @@
-"""Which items are not zero: packed bitmaps, and the positions of their bits."""
+"""The index of nonzero items: packed bitmaps, and the positions of their bits."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ _GATHER_BITS = 0x0102040810204080  # times eight 0/1 bytes (little-endian): thei
 
 
 def pack(marks: Tensor) -> Tensor:
-    """Bit i of byte b says whether marks[8 b + i] is not zero; uint8, padded to 4 bytes. `marks`: bool or uint8 (n,).
+    """Bit i of byte b is set if marks[8 b + i] is not zero; uint8, padded to 4 bytes. `marks`: bool or uint8 (n,).
 
     >>> pack(torch.tensor([True, False, False, True])).tolist()
     [9, 0, 0, 0]
@@ -36,7 +36,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def positions(words: Tensor) -> Tensor:
-    """int64 (k,), ascending: which bits of the int32 `words` are set."""
+    """int64 (k,), ascending: the positions of bits set in the int32 `words`."""
     fast = compiled_for(words)
     found: Tensor = unpack(words.view(torch.uint8)).nonzero().squeeze(1) if fast is None else fast.positions(words)
     return found

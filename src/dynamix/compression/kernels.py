@@ -1,4 +1,4 @@
-"""Which kernels serve a tensor: the numba ones on the CPU where numba is installed, else torch (also on CUDA)."""
+"""Selects the kernels for a tensor: numba on the CPU if numba is installed, else torch (also on CUDA)."""
 
 import functools
 import importlib.util
@@ -14,7 +14,7 @@ def available() -> bool:
 
 
 def compiled_for(tensor: Tensor) -> ModuleType | None:
-    """`dynamix.compression.compiled` when it can serve `tensor`, else None: then the torch reference runs."""
+    """`dynamix.compression.compiled` if it can serve `tensor`, else None: then the torch reference runs."""
     if tensor.device.type != "cpu" or not available():
         return None
     from dynamix.compression import compiled

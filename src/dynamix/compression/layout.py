@@ -1,7 +1,7 @@
-"""How a gradient bucket is cut: segments of items, and blocks of items that share an exponent.
+"""How a gradient bucket is divided: segments of items, and blocks of items that share an exponent.
 
-An item is what the index has one bit for: one element, or a whole row of an embedding. Items are numbered within their
-segment; 32 of them make one word of the bitmap, and a power of two of words makes a block.
+An item has one bit in the index: it is one element, or a whole row of an embedding. Items are numbered within their
+segment. 32 of them make one word of the bitmap, and a power of two of words makes a block.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Layout:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[int, int]]) -> Layout:
-        """The layout of (items, width) pairs; widths of 1 side by side are one. Raises `ConfigError` if one is < 1."""
+        """The layout of (items, width) pairs; adjacent widths of 1 are merged. Raises `ConfigError` for a width < 1."""
         merged: list[tuple[int, int]] = []
         for items, width in parts:
             if width < 1 or items < 0:

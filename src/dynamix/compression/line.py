@@ -26,7 +26,7 @@ class BucketLine:
 
     @property
     def route(self) -> str:
-        """The way it takes now, with "aggregator-" before it where `auto` sends it there."""
+        """The current way, with the prefix "aggregator-" if `auto` uses an aggregator."""
         return self.chooser.way if self.chooser else self.way
 
     def next(self) -> tuple[str, bool]:
@@ -34,13 +34,13 @@ class BucketLine:
         return self.chooser.next() if self.chooser else (self.way, False)
 
     def advance(self, seconds: float | None, *, full: bool = False) -> None:
-        """The step is done; `seconds` if it was timed; `full`: dense would have sent less, and was taken."""
+        """End the step; `seconds` if it was timed; `full`: dense would have sent less, and was used."""
         self.step += 1
         if self.chooser:
             self.chooser.record(seconds, full=full)
 
     def again(self) -> None:
-        """Ranks disagreed, which all of them know: from one step on they count and choose alike again."""
+        """Start over after ranks disagreed, which all of them know: then they count and choose alike again."""
         self.step = 0
         if self.chooser:
             self.chooser = Chooser(self.chooser.candidates, budget=self.chooser.budget)
@@ -59,30 +59,30 @@ class SparsePass:
     futures: list[Future[Tensor]] = field(default_factory=list)
 
     def add(self, gradient: Tensor) -> Future[Tensor]:
-        """Its mean, once it has come."""
+        """Add a gradient; returns the future of its mean."""
         future = new_future(gradient)
         self.gradients.append(gradient)
         self.futures.append(future)
         return future
 
     def settle(self, means: list[Tensor]) -> None:
-        """All of them are there."""
+        """Set the means of all gradients."""
         for future, mean in zip(self.futures, means, strict=True):
             future.set_result(mean)
 
     def fail(self, error: Exception) -> None:
-        """Backward raises it on the user's thread."""
+        """Set an error on all futures; backward raises it on the user's thread."""
         for future in self.futures:
             future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
 
 
 def new_future(values: Tensor) -> Future[Tensor]:
-    """A future that knows of its device's streams."""
+    """A future that handles its device's streams."""
     return Future(devices=[values.device]) if values.is_cuda else Future()
 
 
 def now(values: Tensor) -> float:
-    """Seconds, with the device idle."""
+    """Time in seconds, once the device is idle."""
     if values.is_cuda:
         torch.cuda.synchronize(values.device)
     return time.perf_counter()

@@ -1,12 +1,12 @@
-"""How fast ranks reach each other, read off the exchanges themselves: seconds a hop, and seconds a byte."""
+"""The speed of links, measured from the exchanges themselves: seconds a hop, and seconds a byte."""
 
 from __future__ import annotations
 
-SMALL_BYTES, LARGE_BYTES = 4096, 16384  # below: nothing but hops; above: bytes count
+SMALL_BYTES, LARGE_BYTES = 4096, 16384  # up to the first only hops cost time; from the second on bytes do too
 
 
 class LinkSpeed:
-    """Times of collectives on one rank. The rank that arrives last waits for nobody: take the least over ranks.
+    """Times of collectives on one rank. Take the least over ranks: the rank that arrives last does not wait.
 
     >>> speed = LinkSpeed()
     >>> speed.note(24, hops=1, seconds=0.001)
@@ -19,12 +19,12 @@ class LinkSpeed:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was seen."""
+        """Drop all measurements."""
         self.hop_s = float("inf")
         self._large: list[tuple[int, int, float]] = []
 
     def note(self, sent_bytes: int, hops: int, seconds: float) -> None:
-        """One call: the bytes that the busiest direction of this rank's link carried, and messages in sequence."""
+        """Record one call: bytes in the busiest direction of this rank's link, and messages in sequence."""
         if hops and sent_bytes <= SMALL_BYTES:
             self.hop_s = min(self.hop_s, seconds / hops)
         elif hops and sent_bytes >= LARGE_BYTES:
@@ -32,6 +32,6 @@ class LinkSpeed:
 
     @property
     def byte_s(self) -> float:
-        """Seconds a byte beyond the hops, the least seen; infinite before a large call."""
+        """Least seconds a byte, without the hops; infinite before a large call."""
         hop = 0.0 if self.hop_s == float("inf") else self.hop_s
         return min((max(took - hops * hop, 0.0) / sent for sent, hops, took in self._large), default=float("inf"))

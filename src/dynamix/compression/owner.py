@@ -1,4 +1,4 @@
-"""One state, one model: buckets of a second model would be taken for those of the first."""
+"""One state serves one model: buckets of a second model would be confused with those of the first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIX = "make one CompressionState for each model, in the same order on every ran
 
 
 class Owner:
-    """Decides whose gradients a state reduces: those of the model it was given, else of the first backward pass."""
+    """The model whose gradients a state reduces: the one it was given, else that of the first backward pass."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = None if model is None else weakref.ref(model)
@@ -21,7 +21,7 @@ class Owner:
         self._pass: list[Tensor] = []
 
     def check(self, parameters: Sequence[Tensor], *, last: bool) -> None:
-        """One bucket's parameters; `last` of its backward pass. Raises `UsageError` for another model's."""
+        """Check one bucket's parameters; `last` of its backward pass. Raises `UsageError` for another model's."""
         if self._model is not None:
             if not all(self._knows(p) for p in parameters):
                 model = self._model()

@@ -1,4 +1,4 @@
-"""Over which process groups buckets travel: found per device type, whatever the back end was called at the start."""
+"""The process groups for buckets, by device type, whatever back end the process group was initialised with."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dynamix.compression.wire import GroupWire
 
 @dataclass(frozen=True)
 class Path:
-    """For gradients on one type of device.
+    """The groups for gradients on one type of device.
 
-    chain   carries exchanges of several collectives, one at a time
-    dense   carries plain all-reduces
-    gloo    whether calls return when they are done: then exchanges go on a thread of their own
+    chain   for exchanges of several collectives, one exchange at a time
+    dense   for plain all-reduces
+    gloo    whether calls block until they are done: then exchanges run on their own thread
     """
 
     chain: GroupWire
@@ -27,9 +27,9 @@ class Path:
 
 
 def backend_on(group: dist.ProcessGroup, device: str) -> str | None:
-    """The back end of `group` for a type of device, None where it has none.
+    """The back end of `group` for a type of device; None if it has none.
 
-    `torch.distributed.get_backend` says "undefined" or "custom" of groups with one for each device.
+    For groups with one back end per device, `torch.distributed.get_backend` returns "undefined" or "custom".
     """
     try:
         return str(group._get_backend(torch.device(device)).name()).lower()
@@ -38,7 +38,7 @@ def backend_on(group: dist.ProcessGroup, device: str) -> str | None:
 
 
 def paths_of(home: dist.ProcessGroup, timeout: timedelta | None) -> dict[str, Path]:
-    """The paths that `home` serves here, by type of device. A collective call."""
+    """The paths for `home`, by type of device. A collective call."""
     found = {}
     for device in ("cpu", "cuda"):
         backend = backend_on(home, device)

@@ -1,7 +1,7 @@
-"""Items of a gradient's tables that are not zero, and how they are written into messages.
+"""Nonzero items of a gradient's tables, and their form in messages.
 
-Which items these are takes the fewest of three: four bytes an item, two numbers a run of neighbours (an expert's
-parameters, the head of a vocabulary), or one bit for each that there is.
+The index uses the shortest of three forms: four bytes an item, two numbers a run of adjacent items (an expert's
+parameters, the head of a vocabulary), or one bit for every possible item.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from dynamix.compression.index import pack, positions
 from dynamix.errors import DynamixError
 
-_FEW = 64  # items up to which they are written as they are
+_FEW = 64  # up to this many items they are written directly
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Items of one table of a gradient: int64 (k,), ascending, none twice, below `span`; and values (k, width).
+    """Items of one table of a gradient: int64 (k,), ascending, without duplicates, below `span`; and values (k, width).
 
-    index_bytes   that the items took in a message; 0: they were in none
+    index_bytes   of the items in a message; 0: they were in none
     """
 
     items: Tensor
@@ -33,9 +33,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Index:
-    """The items of one table as they are written: `bytes`, uint8, a multiple of eight.
+    """The items of one table in written form: `bytes`, uint8, a multiple of eight.
 
-    runs   how many runs are written; 0: the items themselves; -1: a bit each
+    runs   number of runs written; 0: the items themselves; -1: one bit each
     """
 
     count: int
@@ -44,7 +44,7 @@ class Index:
 
     @classmethod
     def of(cls, items: Tensor, span: int) -> Index:
-        """The index of int64 (k,), ascending, none twice, below `span`."""
+        """The index of int64 (k,), ascending, without duplicates, below `span`."""
         count, kind = items.numel(), _index_type(span)
         if count > _FEW:
             ends = (items[1:] - items[:-1] != 1).nonzero().squeeze(1)
@@ -63,7 +63,7 @@ class Index:
 
     @property
     def head(self) -> list[int]:
-        """The two numbers that say how to read it."""
+        """The two numbers needed to read it."""
         return [self.count, self.runs]
 
 
@@ -73,7 +73,7 @@ def index_bytes(items: Tensor, span: int) -> int:
 
 
 def read_items(message: Tensor, at: int, head: Sequence[int], span: int, rank: int) -> tuple[Tensor, int]:
-    """int64 items of one table in a message of `rank`, from byte `at` on, and where they end.
+    """The int64 items of one table in a message of `rank`, from byte `at` on, and where they end.
 
     Raises `DynamixError` for items that the table does not have.
     """
@@ -109,28 +109,28 @@ def padded(size: int) -> int:
 
 
 def block_of(values: Tensor) -> Tensor:
-    """uint8, a multiple of eight bytes: `values` as they are, then zeros."""
+    """uint8, a multiple of eight bytes: the bytes of `values`, then zeros."""
     flat = values.contiguous().view(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
 
 
 def heads_of(indices: Sequence[Index], device: torch.device) -> Tensor:
-    """uint8: how to read each, 16 bytes a table."""
+    """uint8: how to read each index, 16 bytes a table."""
     numbers = [number for index in indices for number in index.head]
     return torch.tensor(numbers, dtype=torch.int64, device=device).view(torch.uint8)
 
 
 def sum_of(message: Tensor) -> int:
-    """int64 sum of uint8, a multiple of eight, wrapping around: words count with weights, odd and all different.
+    """Checksum of uint8, a multiple of eight bytes: int64 sum, wrapping, of words with distinct odd weights.
 
-    It changes with every flipped bit, and with words that changed places.
+    Every flipped bit changes it, and so does swapping words.
     """
     words = message.view(torch.int64)
     return int((words * (2 * torch.arange(len(words), device=words.device) + 1)).sum())
 
 
 def union_of_rows(parts: Sequence[Tensor], span: int) -> Tensor:
-    """int64, ascending: the items that are in any of `parts`."""
+    """int64, ascending: the items in any of `parts`."""
     every = torch.cat(list(parts))
     if span > 32 * every.numel():
         found: Tensor = torch.unique(every)

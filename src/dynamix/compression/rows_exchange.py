@@ -1,7 +1,7 @@
-"""Sums of rows over ranks, table by table by the way that sends less: gathered, or in blocks.
+"""Sums of rows over ranks. Each table takes the way that sends less: gather or blocks.
 
-Which way that is, ranks read off what they have all seen, so they choose alike without a word. Both ways add in the
-order of ranks, up to `gather.FLAT` of them to the same bits.
+Ranks choose from figures that all have seen, so they choose alike without communication. Both ways add in the order of
+ranks; with up to `gather.FLAT` ranks the bits are the same.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dynamix.compression.gather import add_up, gather
 from dynamix.compression.rows import Rows
 from dynamix.compression.wire import Messages
 
-LOOK_EVERY = 8  # exchanges after which gathered tables are looked at again
-HOP_BYTES = 16_384  # what a hop is worth before it is measured; blocks take two more than a gather
-GAIN = 0.9  # a way must take less than this share of the other's to replace it
-STAYS = 0.75  # the same, to leave blocks: what a hop is worth is measured roughly
+LOOK_EVERY = 8  # exchanges after which the choice for gathered tables is made again
+HOP_BYTES = 16_384  # bytes that a hop is worth before it is measured; blocks take two hops more than a gather
+GAIN = 0.9  # a way must take less than this share of the other's bytes to replace it
+STAYS = 0.75  # the same for leaving blocks: a hop's worth in bytes is measured only roughly
 
 
 @dataclass
@@ -41,7 +41,7 @@ class RowsExchange:
     ) -> list[Rows]:
         """The sums over ranks of `tables`, each rank's over `divisor`.
 
-        parts         what ranks must have in common; where they do not, all get `Doubt("mixed")`
+        parts         must be equal on all ranks; otherwise all get `Doubt("mixed")`
         dense_bytes   of the same tables without an index
         """
         spans = [(rows.span, rows.values.shape[1]) for rows in tables]
@@ -104,7 +104,7 @@ class RowsExchange:
         return dict(zip(places, added.sums, strict=True))
 
     def _choose(self, place: int, union: Rows, index: Sequence[int], own: Sequence[int], hop_bytes: int) -> None:
-        """Choose from bytes that all ranks know alike."""
+        """Choose from byte counts that are the same on all ranks."""
         workers, hops = len(own), 2 * (hop_bytes or HOP_BYTES)
         gathered = (workers - 1) * max(own)
         blocks = (workers - 1) * max(index) + 2 * (workers - 1) / workers * union.values.nbytes + hops

@@ -1,4 +1,4 @@
-"""Settings that all ranks of an exchange must hold alike."""
+"""Settings of an exchange that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dynamix.errors import ConfigError
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """Settings that all ranks must hold alike. Only the ways of dynamix-homomorphic read it.
+    """Settings that must be equal on all ranks. Only the ways of dynamix-homomorphic read it.
 
     seed      of the hash functions
     ratio     counters per item in LHC; None: 1.4, and 1.5 below 10,000 items

@@ -1,7 +1,7 @@
-"""Sums over ranks by messages: each rank adds up its share of the elements for all, in the order of ranks.
+"""Sums over ranks by messages: each rank sums its share of the elements for all, in the order of ranks.
 
-Two messages in sequence in place of a ring's 2 (W-1), and as many bytes. The order is that of ranks, so all ranks get
-the same bits.
+Two messages in sequence replace a ring's 2 (W-1), with the same bytes. All ranks get the same bits, because the order
+of additions is that of ranks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dynamix.compression.rows import block_of, padded, sum_of
 from dynamix.compression.wire import Messages
 from dynamix.errors import DynamixError
 
-_SUM = 8  # bytes of the sum that ends a message
+_SUM = 8  # bytes of the checksum at a message's end
 
 
 def add_shares(
     flats: Sequence[Tensor], dtypes: Sequence[torch.dtype], wire: Messages, *, divisor: int = 1
 ) -> list[Tensor]:
-    """The sums over ranks of `flats`, (n,) each, over `divisor`; added up, and sent back, in `dtypes`.
+    """The sums over ranks of `flats`, (n,) each, over `divisor`; added and sent back in `dtypes`.
 
-    Lengths and types are the same on every rank. Raises `DynamixError` for a message that is damaged.
+    Lengths and types are the same on every rank. Raises `DynamixError` for a damaged message.
     """
     workers, own = wire.workers, wire.rank
     cuts = [[flat.numel() * rank // workers for rank in range(workers + 1)] for flat in flats]
@@ -50,14 +50,14 @@ def add_shares(
 
 
 def _sealed(parts: Sequence[Tensor]) -> Tensor:
-    """uint8: the parts as they are, then their sum."""
+    """uint8: the parts unchanged, then their checksum."""
     body = torch.cat([block_of(part) for part in parts])
     seal = torch.tensor([sum_of(body)], dtype=torch.int64, device=body.device).view(torch.uint8)
     return torch.cat([body, seal])
 
 
 def _swap(messages: Sequence[Tensor], sizes: Sequence[int], wire: Messages) -> list[Tensor]:
-    """The messages that each rank sent here, the own message among them. Raises `DynamixError` for what was damaged."""
+    """The messages that each rank sent here, including the own one. Raises `DynamixError` for a damaged message."""
     own, empty = wire.rank, messages[0].new_empty(0)
     sent = [empty if rank == own else message for rank, message in enumerate(messages)]
     came = wire.swap(sent, [0 if rank == own else size for rank, size in enumerate(sizes)])
@@ -69,12 +69,12 @@ def _swap(messages: Sequence[Tensor], sizes: Sequence[int], wire: Messages) -> l
 
 
 def damaged(rank: int) -> DynamixError:
-    """The error for a message of `rank` that came damaged."""
+    """The error for a damaged message of `rank`."""
     return DynamixError(f"what rank {rank} sent was damaged on its way: nothing of it is applied")
 
 
 def _read(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a message, of the sizes and types of `like`."""
+    """The parts of a message, with the sizes and types of `like`."""
     found, at = [], 0
     for one in like:
         found.append(message[at : at + one.nbytes].view(one.dtype))

@@ -1,8 +1,8 @@
-"""Gradients that are sparse tensors, as `nn.Embedding(sparse=True)` makes them: added up, all of a pass at once.
+"""Sums of sparse gradients, as `nn.Embedding(sparse=True)` makes them: all of a backward pass at once.
 
-DDP gives each such parameter a bucket of its own. Those of one pass wait for the last bucket and travel together, so a
+DDP gives each such parameter its own bucket. Those of one pass wait for the last bucket and are sent together, so a
 model with four tables pays for one exchange. The mean has the rows of the union, coalesced. A table whose ranks touch
-the same rows, or most of them, goes in blocks where that sends less than a gather.
+mostly the same rows goes in blocks if that sends less than a gather.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def mean_of_sparse(
 ) -> list[Tensor]:
     """The means over ranks of sparse COO `gradients`, the same parameters on every rank.
 
-    memory   what ranks remember from pass to pass, each its own, so as to choose between gather and blocks
+    memory   each rank's memory between passes, used to choose between gather and blocks
 
     Values over W are added in the order of ranks, so all ranks get the same bits, up to the sign of a zero.
     Raises `UsageError`, on every rank, if shapes or types differ.
@@ -44,7 +44,7 @@ def mean_of_sparse(
 
 
 def rows_of(gradient: Tensor) -> Rows:
-    """The rows of a sparse COO tensor, added up where it has some twice."""
+    """The rows of a sparse COO tensor; duplicate rows are added up."""
     gradient = gradient.detach().coalesce()
     sizes = gradient.shape[: gradient.sparse_dim()]
     items = torch.zeros_like(gradient.indices()[0])
@@ -56,7 +56,7 @@ def rows_of(gradient: Tensor) -> Rows:
 
 
 def gradient_of(rows: Rows, like: Tensor) -> Tensor:
-    """The sparse COO tensor of `like`'s shape and type that has these rows."""
+    """The sparse COO tensor with these rows, of `like`'s shape and type."""
     sizes = like.shape[: like.sparse_dim()]
     indices, rest = [], rows.items
     for size in reversed(sizes):

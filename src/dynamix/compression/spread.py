@@ -1,4 +1,4 @@
-"""Which part of a gradient is not zero, and what an exchange of it sends."""
+"""The nonzero part of a gradient, and what its exchange sends."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spread:
-    """Which part of a gradient is not zero, over ranks.
+    """The nonzero part of a gradient, over ranks.
 
-    sizes        bytes of index and values that each rank holds
-    union_bytes  of index and values of the items that some rank holds
-    dense_bytes  of all of it
+    sizes        bytes of each rank's index and values
+    union_bytes  of index and values of the items that any rank holds
+    dense_bytes  of the whole gradient
     index_bytes  the index's part of union_bytes
     """
 
@@ -30,5 +30,5 @@ class Sent:
     hops: int
 
     def seconds(self, *, byte_s: float, hop_s: float) -> float:
-        """The time at so many seconds a byte and a hop."""
+        """The time at these seconds per byte and per hop."""
         return self.bytes * byte_s + self.hops * hop_s

@@ -1,7 +1,7 @@
 """The traffic of a way: bytes through the busiest link direction, and messages in sequence ("hops"), by a model.
 
-Hosts have a link each to one switch, full duplex. An all-reduce is gloo's ring: 2 (W-1)/W of its buffer through every
-link, in 2 (W-1) hops. Messages from all to all take one hop. A small maximum goes from all to all.
+Each host has one full-duplex link to one switch. An all-reduce is gloo's ring: 2 (W-1)/W of its buffer through every
+link, in 2 (W-1) hops. Messages from all to all take one hop; so does a small maximum.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def traffic(way: str, spread: Spread) -> Sent:
 
 
 def densely(spread: Spread) -> Sent:
-    """A ring's all-reduce of everything."""
+    """The traffic of a ring all-reduce of the whole gradient."""
     workers = len(spread.sizes)
     return Sent(2 * (workers - 1) / workers * spread.dense_bytes, 2 * (workers - 1))
 
 
 def blocked(spread: Spread) -> Sent:
-    """Everybody's index to everybody, then values to and from the rank that adds them up."""
+    """The traffic of blocks: every index to every rank, then values to and from the rank that sums them."""
     workers, union = len(spread.sizes), spread.union_bytes
     ring = 2 * (workers - 1) / workers
     index = (workers - 1) * max(spread.sizes) * spread.index_bytes / max(union, 1)
@@ -49,7 +49,7 @@ def gathered(spread: Spread) -> Sent:
     groups = Levels.of(workers).groups
     near, others = len(groups[0]), len(groups) - 1
     brought, union = near * max(sizes), spread.union_bytes
-    # What a group's ranks have in common travels on once: as the union does, from none in common to everything.
+    # Items that a group's ranks share are sent on once. Assume the same overlap as in the union of all ranks.
     shared = 1 - (union - max(sizes)) / max(sum(sizes) - max(sizes), 1)
     group = max(sizes) + (brought - max(sizes)) * min(max(1 - shared, 0.0), 1.0)
     return Sent((near - 1) * max(sizes) + others * group + 2 * header, 4)

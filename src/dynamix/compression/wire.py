@@ -1,7 +1,7 @@
 """Collectives over ranks: maximum, union, sum and mean of buffers, and messages; over a process group or between
 threads.
 
-Whoever adds and ORs buffers can stand here: a process group, an aggregator in the network, or `LocalWire` in tests.
+Anything that can add and OR buffers can implement a wire: a process group, an aggregator, or `LocalWire` in tests.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from torch import Tensor
 from dynamix.compression.link_speed import LinkSpeed
 from dynamix.errors import DynamixError
 
-SMALL_BYTES = 512  # a maximum of up to so many goes from everyone to everyone, in one hop in place of a ring's 2 (W-1)
+SMALL_BYTES = 512  # a maximum up to this size goes from all to all, in one hop instead of a ring's 2 (W-1)
 
 
 class WireLost(DynamixError):
-    """A wire with a `reserve` cannot go on. Ranks may learn it at different points of a round, or some not at all."""
+    """A wire with a `reserve` failed. Ranks may notice at different points of a round, or some not at all."""
 
 
 class Messages(Protocol):
-    """Messages between `workers` ranks, of which this is `rank`."""
+    """Messages between `workers` ranks; `rank` is this one."""
 
     rank: int
     workers: int
     payload_bytes: int
 
     def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send `parts[j]`, uint8, to rank j; returns what each rank sent here, `sizes[j]` bytes from rank j.
+        """Send `parts[j]`, uint8, to rank j; returns the messages of all ranks, `sizes[j]` bytes from rank j.
 
-        The own part does not travel: give it as an empty one, and 0 as its size.
+        The own part is not sent: pass an empty one, and 0 as its size.
         """
 
     def pass_on(self, part: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Send `part`, uint8, around a ring to all; returns what each rank sent, `sizes[j]` bytes from rank j."""
+        """Send `part`, uint8, around a ring to all; returns the part of each rank, `sizes[j]` bytes from rank j."""
 
     @property
     def hop_bytes(self) -> int:
-        """How many bytes this rank's link carries in the time of a hop, by what it has measured; 0: nothing yet."""
+        """Bytes that this rank's link carries in the time of a hop, as measured; 0: not measured yet."""
 
 
 class Wire(Protocol):
     """In-place collectives over `workers` ranks; every rank makes the same calls in the same order.
 
-    `reserve` stands behind a wire that can be lost, and carries the vote on each bucket. None: a loss ends the job.
-    `messages` carries what is addressed to single ranks.
+    `reserve` replaces a wire that can be lost, and carries the vote on each bucket. None: a loss ends the job.
+    `messages` carries messages to single ranks.
     """
 
     workers: int
 
     @property
     def payload_bytes(self) -> int:
-        """Handed over by this rank so far, in all-reduces; messages count as the all-reduce that sends as much."""
+        """Bytes passed by this rank to all-reduces so far; messages count as the all-reduce that sends as much."""
 
     @property
     def reserve(self) -> Wire | None: ...
@@ -68,20 +68,20 @@ class Wire(Protocol):
     def messages(self) -> Messages: ...
 
     def maximum(self, values: Tensor) -> None:
-        """uint8."""
+        """Maximum of uint8."""
 
     def union(self, bits: Tensor, beside: Tensor | None = None) -> None:
         """Bitwise OR of uint8; `beside`, int32, is summed in the same phase."""
 
     def total(self, values: Tensor) -> None:
-        """int32, wrapping around."""
+        """Sum of int32, wrapping."""
 
     def mean(self, values: Tensor) -> None:
-        """Floating point, as DDP does it."""
+        """Mean in floating point, as DDP does it."""
 
 
 class GroupWire:
-    """A torch process group. `speed` is read off calls on the CPU."""
+    """A torch process group. `speed` is measured from calls on the CPU."""
 
     reserve: Wire | None = None
 
@@ -159,7 +159,7 @@ class GroupWire:
 
 
 def as_all_reduced(sent_bytes: int, workers: int) -> int:
-    """How large a buffer is of whose all-reduce on a ring a rank sends so many bytes.
+    """The size of a buffer whose ring all-reduce makes a rank send this many bytes.
 
     >>> as_all_reduced(3000, workers=4)
     2000
@@ -181,9 +181,9 @@ def bitwise_or(bits: Tensor, group: dist.ProcessGroup) -> None:
 
 
 class LocalWire:
-    """W ranks as threads of one process: the shipped fake, and what benchmarks use for one rank.
+    """W ranks as threads of one process: the shipped fake, also used by benchmarks for a single rank.
 
-    measured   what `hop_bytes` says
+    measured   the value of `hop_bytes`
     """
 
     reserve: Wire | None = None

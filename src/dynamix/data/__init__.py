@@ -1,4 +1,4 @@
-"""The global sample stream: every sample once, unequal shares, one order whatever the split."""
+"""The global sample stream: every sample once an epoch, unequal shares, one order for every split."""
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.plan import Piece, Round, StepPlan

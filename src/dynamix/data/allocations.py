@@ -1,4 +1,4 @@
-"""The ledger of allocations: which batch sizes are in force in which round."""
+"""The ledger of allocations: the batch sizes of every round."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dynamix.window import Ints
 
 
 class Allocations:
-    """Which allocation is in force in which round, a counter over the whole job that never resets.
+    """Records which allocation applies to which round; rounds are counted over the whole job and never reset.
 
-    `sizes` (W,), samples of a round per rank, hold from round 0. All ranks hold equal ledgers, so all cut the same
-    batches without talking. If ranks may meet in two ways, an allocation says which: with a `piece` each rank steps
-    apart, on so many samples a step; with 0 their gradients meet. A round is an optimizer step.
+    `sizes` (W,), samples of a round per rank, apply from round 0. All ranks hold equal ledgers, so all cut the same
+    batches without communication. If ranks may synchronise in two ways, the allocation chooses: with a `piece` each
+    rank takes local steps of that many samples; with 0 gradients are averaged, and a round is one optimizer step.
 
     >>> ledger = Allocations([32, 32])
     >>> ledger.schedule(100, [16, 48])
@@ -27,8 +27,8 @@ class Allocations:
     """
 
     def __init__(self, sizes: ArrayLike) -> None:
-        # Rounds, sizes and pieces. Replaced as a whole, never changed: a thread may read ahead of the loop, and what
-        # was planned by them stands while they are the same object.
+        # Rounds, sizes and pieces. Always replaced as a whole, because a thread may read ahead of the loop. So a plan
+        # stays valid while this is the same object.
         self.entries: tuple[list[int], list[Ints], list[int]] = [0], [_checked(sizes)], [0]
 
     @property
@@ -38,15 +38,15 @@ class Allocations:
 
     @property
     def begin(self) -> int:
-        """The first round that this ledger still knows."""
+        """The first round in this ledger."""
         return self.entries[0][0]
 
     def schedule(self, from_step: int, sizes: ArrayLike, piece: int = 0) -> None:
-        """Put `sizes` (W,) in force from round `from_step`; scheduling the same round again replaces.
+        """Apply `sizes` (W,) from round `from_step`; scheduling the same round again replaces the entry.
 
-        Allocations that are equal to those already in force there change nothing, and `since` then names the older
-        round. Raises `ConfigError` for another W, for negative or all-zero sizes, and for a round before the last
-        entry.
+        If they equal the sizes already in force there, nothing changes, and `since` returns the older round. Raises
+        `ConfigError` for another W, for negative or all-zero sizes, and for a round before the last entry.
+
         """
         fresh = _checked(sizes)
         if fresh.size != self.workers:
@@ -70,42 +70,42 @@ class Allocations:
         return self.entries[1][self._find(number)]
 
     def piece_at(self, number: int) -> int:
-        """Samples of a rank's own step in round `number`, where ranks step apart then; 0 where they do not."""
+        """Samples of a rank's local step in round `number`; 0 if the round has no local steps."""
         return self.entries[2][self._find(number)]
 
     def since(self, number: int) -> int:
-        """The round from which the allocation in force in round `number` holds."""
+        """The first round of the allocation in force in round `number`."""
         return self.entries[0][self._find(number)]
 
     def span(self, number: int) -> range:
-        """The rounds in which the allocation in force in round `number` holds, as far as is known."""
+        """The rounds of the allocation in force in round `number`, as scheduled so far."""
         steps, at = self.entries[0], self._find(number)
         return range(steps[at], steps[at + 1] if at + 1 < len(steps) else sys.maxsize)
 
     def reset(self, from_step: int, sizes: ArrayLike, piece: int = 0) -> None:
-        """Start over: `sizes` of any W in force from round `from_step`, nothing before it."""
+        """Start over: `sizes` of any W apply from round `from_step`; earlier entries are dropped."""
         self.entries = [from_step], [_checked(sizes)], [piece]
 
     def forget(self, before_step: int) -> None:
-        """Drop entries that no round from `before_step` on needs; the one in force there stays."""
+        """Drop entries that no round from `before_step` on needs. The entry in force there stays."""
         steps, sizes, pieces = self.entries
         keep = max(bisect_right(steps, before_step) - 1, 0)
         if keep:
             self.entries = steps[keep:], sizes[keep:], pieces[keep:]
 
     def from_on(self, number: int) -> dict[int, list[int]]:
-        """The allocation in force in round `number`, and those to come, by the round from which they hold."""
+        """The allocation in force in round `number` and the later ones, each by its first round."""
         later = {s: sizes.tolist() for s, sizes in zip(*self.entries[:2], strict=True) if s > number}
         return {number: self.at(number).tolist()} | later
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain lists: `{"steps": [...], "sizes": [[...], ...]}`, and the `"pieces"` where ranks step apart in any."""
+        """Plain lists: `{"steps": [...], "sizes": [[...], ...]}`, and `"pieces"` if any round has local steps."""
         steps, sizes, pieces = self.entries
         plain = {"steps": list(steps), "sizes": [s.tolist() for s in sizes]}
         return plain | ({"pieces": list(pieces)} if any(pieces) else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`. Raises `StateError` when it is of another W."""
+        """The inverse of `state_dict`. Raises `StateError` if the state has another W."""
         sizes = [_checked(s) for s in state["sizes"]]
         if not sizes or {s.size for s in sizes} != {self.workers} or len(sizes) != len(state["steps"]):
             raise StateError(
@@ -117,13 +117,13 @@ class Allocations:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Allocations:
-        """The ledger of a checkpoint, whatever its W."""
+        """The ledger of a checkpoint, with the checkpoint's W."""
         ledger = cls(state["sizes"][0])
         ledger.load_state_dict(state)
         return ledger
 
     def _find(self, number: int) -> int:
-        """The place of the entry in force in round `number`."""
+        """The index of the entry in force in round `number`."""
         steps = self.entries[0]
         at = bisect_right(steps, number) - 1
         if at < 0:

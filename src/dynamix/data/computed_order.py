@@ -1,4 +1,4 @@
-"""The order of an epoch's samples: drawn, or computed index by index where a drawn one would take too much memory."""
+"""The order of an epoch's samples: drawn, or computed for each index if a drawn one would take too much memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from dynamix.window import Ints
 
-LARGE = 1 << 24  # samples from which on an order is computed: drawn, it takes 8 bytes for each of them
-COMPUTED = "computed"  # what a state calls this order; a change of it needs another name
+LARGE = 1 << 24  # with this many samples or more the order is computed: a drawn one takes 8 bytes a sample
+COMPUTED = "computed"  # this order's name in a state; a changed order needs a new name
 _ROUNDS = 8
 _MIX = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)  # of splitmix64
 _HALF, _LESS = np.array([32, 29], dtype=np.uint64)
 
 
 class Order(Protocol):
-    """The indices of an epoch in the order in which they come, as an array gives them."""
+    """The indices of an epoch, in their order; used like an array."""
 
     @property
     def size(self) -> int: ...
@@ -29,11 +29,11 @@ class Order(Protocol):
 
 
 class ComputedOrder:
-    """A permutation of `range(size)` that follows from a seed and an epoch; without a seed the numbers as they lie.
+    """A permutation of `range(size)`, computed from a seed and an epoch; the identity without a seed.
 
-    A Feistel network: a position is two digits in a base near the square root of `size`, and each round adds to one
-    digit a mixture of the other. An index that leaves the range goes round again until it is inside (cycle walking;
-    Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    A Feistel network: a position is two digits in a base near the square root of `size`, and each round adds a mixture
+    of one digit to the other. A result outside of the range goes through the network again until it is inside (cycle
+    walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
     >>> sorted(ComputedOrder(10, 3, 0)[0:10].tolist()), ComputedOrder(10)[2:5].tolist()
     ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4])
@@ -48,12 +48,12 @@ class ComputedOrder:
 
     def __getitem__(self, at: slice | Ints) -> Ints:
         found = self._through(_positions(at, self.size).astype(np.uint64))
-        while (outside := found >= self.size).any():  # one in the square root of `size`
+        while (outside := found >= self.size).any():  # about one of every sqrt(`size`) positions
             found[outside] = self._through(found[outside])
         return found.astype(np.int64)
 
     def _through(self, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """The network, once: a permutation of what two digits can say."""
+        """One pass through the network: a permutation of all pairs of digits."""
         high, low = np.divmod(positions, self._low)
         for number, key in enumerate(self._keys):
             mixed = ((low if number % 2 else high) + key) * _MIX[0]
@@ -68,7 +68,7 @@ class ComputedOrder:
 
 
 def order_of_epoch(epoch: int, size: int, seed: int | None, *, computed: bool) -> Order:
-    """A permutation of `range(size)`, computed, or drawn as torch's `DistributedSampler` does; in order without a seed.
+    """A permutation of `range(size)`, computed, or drawn as torch's `DistributedSampler` does; sorted without a seed.
 
     >>> order_of_epoch(1, 4, 7, computed=False).tolist()
     [3, 2, 0, 1]
@@ -82,7 +82,7 @@ def order_of_epoch(epoch: int, size: int, seed: int | None, *, computed: bool) -
 
 
 class Spliced:
-    """Intervals of an order, one behind the other: what is left of it where it was cut otherwise.
+    """Intervals of an order, joined: what remains of it after part of it was cut by another allocation.
 
     >>> Spliced(np.arange(10), [(1, 3), (5, 5), (7, 9)])[0:3].tolist()
     [1, 2, 7]
@@ -95,7 +95,7 @@ class Spliced:
         self._order: Order = order
         begins, ends = np.asarray(intervals, dtype=np.int64).reshape(-1, 2).T
         self._begins, self._upto = begins, np.cumsum(ends - begins)
-        self._shift = ends - self._upto  # from a position here to one there
+        self._shift = ends - self._upto  # from a position here to one in `order`
         self.size = int(self._upto[-1]) if begins.size else 0
 
     def __getitem__(self, at: slice | Ints) -> Ints:
@@ -104,7 +104,7 @@ class Spliced:
         return self._order[there]
 
     def _within(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """The intervals there of what lies from `begin` to `end` here."""
+        """The intervals of the underlying order for positions `begin` to `end` of this one."""
         first, last = np.searchsorted(self._upto, [begin, end], side="left")
         for i in range(first, min(last + 1, self._upto.size)):
             low, high = begin + self._shift[i], end + self._shift[i]

@@ -1,8 +1,8 @@
-"""Cutting an epoch into optimizer steps: how many samples each rank takes in each micro-step.
+"""Cuts an epoch into optimizer steps: how many samples each rank takes in each micro-step.
 
-Pure functions of what is left, so every rank computes the same answer. An optimizer step is a group of A micro-steps,
-shape (A, W). Ordinary groups repeat the allocation; only what the end of an epoch needs is treated here at length:
-a rank has the same count in all A micro-steps, except that what A does not divide goes to one rank in the last.
+Pure functions of the samples left, so every rank computes the same answer. An optimizer step is a group of A
+micro-steps, shape (A, W). Ordinary groups repeat the allocation. Most of this module is about the end of an epoch: a
+rank has the same count in all A micro-steps, but what A does not divide goes to one rank in the last.
 """
 
 import numpy as np
@@ -10,25 +10,25 @@ import numpy as np
 from dynamix.projection import project
 from dynamix.window import Bounds, Ints
 
-RULES_VERSION = 3  # regions that were cut by another end elsewhere
-NO_LIMIT = 2**40  # samples; stands for "no upper bound" where a number is needed
+RULES_VERSION = 3  # saved with regions: those cut by other rules for an epoch's end cannot be resumed
+NO_LIMIT = 2**40  # samples; stands for "no upper bound" if a number is needed
 
 
 def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints, first: bool = False) -> Ints:
-    """Counts (A, W) of the next optimizer step, at most `left` in all: what remains of the epoch, 1 or more.
+    """Counts (A, W) of the next optimizer step, at most `left` in all, which is 1 or more.
 
-    left    samples left, all ranks together
+    left    samples left in the epoch, all ranks together
     sizes   (W,) allocation in force, sum >= 1; ranks with 0 stay at 0
     low, high   (W,) bounds per micro-step; a tail may fall below `low`, nothing exceeds max(high, sizes)
-    first       step of its epoch
+    first       whether it is the first step of its epoch
 
-    A tail below half a step halves what is left with the step before it, in the proportions of `sizes`: a step of a few
-    samples, mostly noise to batch norm and the gradient, would undo many others. (Not with the first step of an epoch:
-    where it is the only one of the usual sizes, windows are made of it.) A remainder under 2 A joins the step before it
-    where a rank has room. If no rank has room for what A does not divide, a tail is halved, if both halves can be cut.
-    A rest of less than a step goes to as many ranks as can have 2 samples per micro-step (those with the largest sizes,
-    ties to the lower rank). If bounds make all this impossible (a cap below A + 1, say), the samples left over fill the
-    last micro-step of several ranks, and a rank may get 1 sample.
+    If a tail has less than half a step's samples, it and the step before it are halved, in the proportions of `sizes`.
+    A step of a few samples is mostly noise to batch norm and the gradient, and would undo many others. (The first step
+    of an epoch is not halved: if it is the only one of the usual sizes, windows need it.) A remainder under 2 A joins
+    the step before it if a rank has room. If no rank has room for the samples that A does not divide, a tail is halved,
+    if both halves can be cut. Less than a step goes to as many ranks as can have 2 samples per micro-step (those with
+    the largest sizes, ties to the lower rank). If bounds make all this impossible (a cap below A + 1, say), the samples
+    left over fill the last micro-step of several ranks, and a rank may get 1 sample.
 
     >>> none, cap = np.array([1, 1, 1]), np.array([64, 64, 64])
     >>> next_group(100, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()
@@ -46,19 +46,19 @@ def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints
 
 
 def enough(total: int, accumulate: int) -> int:
-    """Samples of which an ordinary optimizer step of `total` per micro-step leaves enough for another: half as many."""
+    """Samples with which an ordinary optimizer step of `total` per micro-step leaves at least half a step."""
     whole = accumulate * total
     return whole + max(2 * accumulate, -(-whole // 2))
 
 
 def is_regular(left: int, total: int, accumulate: int, *, first: bool = False) -> bool:
-    """Whether an ordinary optimizer step leaves nothing, or enough for another."""
+    """Whether an ordinary optimizer step leaves either nothing or enough for another."""
     needed = accumulate * (total + 2) if first else enough(total, accumulate)
     return left == accumulate * total or left >= needed
 
 
 def regular_groups(left: int, total: int, accumulate: int, *, first: bool = False) -> int:
-    """How many ordinary optimizer steps come next before `next_group` has to think."""
+    """How many ordinary optimizer steps come before `next_group` must apply the rules of an epoch's end."""
     whole = accumulate * total
     groups = max((left - enough(total, accumulate)) // whole + 1, 0)
     if not groups and is_regular(left, total, accumulate, first=first):
@@ -69,7 +69,7 @@ def regular_groups(left: int, total: int, accumulate: int, *, first: bool = Fals
 def whole_epoch(
     left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints, first: bool = False
 ) -> tuple[int, Ints]:
-    """(optimizer steps, samples per rank (W,)) until nothing of `left` remains, under one allocation."""
+    """(optimizer steps, samples per rank (W,)) that use up `left` under one allocation."""
     groups = regular_groups(left, int(sizes.sum()), accumulate, first=first)
     totals = groups * accumulate * sizes
     left -= int(totals.sum())
@@ -104,7 +104,7 @@ def _last_groups(left: int, sizes: Ints, accumulate: int, low: Ints, high: Ints)
 
 
 def _half(left: int, sizes: Ints, accumulate: int, low: Ints, high: Ints) -> tuple[Ints, int] | None:
-    """Half of what is left, such that the other half can be cut as well; None where bounds allow neither rounding."""
+    """Half of the samples left, so that the other half can be cut too; None if bounds allow neither rounding."""
     for each in (-(-left // (2 * accumulate)), left // (2 * accumulate)):
         rest = left - accumulate * each
         if rest >= 2 * accumulate and _split(*divmod(rest, accumulate), sizes, low, high) is not None:
@@ -115,7 +115,7 @@ def _half(left: int, sizes: Ints, accumulate: int, low: Ints, high: Ints) -> tup
 
 
 def _join(more: int, extra: int, sizes: Ints, high: Ints) -> tuple[Ints, int] | None:
-    """`sizes` with the remainder given to the rank of the largest size that has room for it, ties to the lower."""
+    """`sizes` plus the remainder, given to the rank with the largest size that has room; ties to the lower rank."""
     roomy = (sizes > 0) & (high - sizes >= more + extra)
     if not roomy.any():
         return None
@@ -140,7 +140,7 @@ def _split(each: int, extra: int, sizes: Ints, low: Ints, high: Ints, least: int
         return None
     chosen = order[: int(np.searchsorted(np.cumsum(floors[order]), each, side="right"))]
     if chosen.size and caps[chosen].sum() < each:
-        # All chosen are capped at `least` and one sample is over: trade the last of them for a rank with room.
+        # All chosen are capped at `least` and one sample is left over: replace the last of them by a rank with room.
         roomy = order[chosen.size :][caps[order[chosen.size :]] > caps[chosen[-1]]]
         if not roomy.size or (extra and chosen.size == 1):
             return None
@@ -156,7 +156,7 @@ def _split(each: int, extra: int, sizes: Ints, low: Ints, high: Ints, least: int
 
 
 def _squeeze(each: int, extra: int, sizes: Ints, accumulate: int, low: Ints, high: Ints) -> Ints:
-    """The cut that the bounds allow if no clean split exists: at least one sample, the rest for another group."""
+    """The cut that bounds allow if no clean split exists: at least one sample, and the rest for another group."""
     each = min(each, int(sizes.sum()))
     base = _split(each, 0, sizes, low, high) or _split(each, 0, sizes, low, high, least=1)
     counts = np.zeros_like(sizes) if base is None else base[0]

@@ -20,26 +20,26 @@ Batch = TypeVar("Batch")
 class Consumption:
     """The loop's place in the data on one rank, and the batches that it has yet to consume.
 
-    `issued` returns to `consumed` when an iteration begins anew: batches that an abandoned iterator prefetched are
+    `issued` returns to `consumed` when an iteration starts anew: batches that an abandoned iterator prefetched are
     lost, and their samples are issued again.
 
-    current        the batch in hand: issued, not consumed, the first such; None if there is none
+    current        the first batch that is issued but not consumed; None if there is none
     issued, consumed   micro-steps so far (counters over the job)
     batches_issued, batches_consumed   pieces of this rank so far
-    iteration      another number for every iteration, so that an abandoned iterator cannot go on
-    place          where the loop stands; moved by what is consumed, and where an epoch begins
-    opened         batches consumed when the epoch under way began
+    iteration      a new number for every iteration, so that an abandoned iterator cannot continue
+    place          the loop's position; moved by consumption and by the start of an epoch
+    opened         batches consumed when the current epoch began
 
-    Batches may be added in another thread than the loop's.
+    A thread other than the loop's may add batches.
     """
 
     def __init__(self, workers: int) -> None:
         self.place = self._saved = Cursor(0, 0, 0, np.zeros(workers, dtype=np.int64))
         self.current: Piece | None = None
         self.issued = self.consumed = self.batches_issued = self.batches_consumed = self.iteration = self.opened = 0
-        self._pending: deque[tuple[Piece, Cursor]] = deque()  # where the loop stands once the piece is consumed
-        self._lock = threading.Lock()  # of what is pending
-        self._thread = threading.current_thread()  # consumed last, or made this
+        self._pending: deque[tuple[Piece, Cursor]] = deque()  # with the loop's position after the piece
+        self._lock = threading.Lock()  # protects `_pending`
+        self._thread = threading.current_thread()  # that consumed last, or made this object
 
     @property
     def consumed_here(self) -> bool:
@@ -53,15 +53,15 @@ class Consumption:
 
     @property
     def finished(self) -> bool:
-        """Whether the epoch being consumed is done, and no other begun."""
+        """Whether the epoch being consumed is done, and the next has not begun."""
         return self.place.finished
 
     def plan(self) -> StepPlan:
-        """The plan of the micro-step being consumed now: issued, not yet consumed. Raises `UsageError` if none is."""
+        """The plan of the micro-step being consumed: issued, not yet consumed. Raises `UsageError` if there is none."""
         return self.piece().plan
 
     def piece(self) -> Piece:
-        """The batch being consumed now: issued, not yet consumed. Raises `UsageError` if there is none."""
+        """The batch being consumed: issued, not yet consumed. Raises `UsageError` if there is none."""
         if self.current is None:
             raise UsageError(
                 "no batch is waiting to be trained: iterate the loader (or stream) that you made from this "
@@ -71,11 +71,11 @@ class Consumption:
         return self.current
 
     def waiting(self) -> list[Piece]:
-        """The batches that are planned and not consumed, in order."""
+        """The batches that are planned but not consumed, in order."""
         return [piece for piece, _ in list(self._pending)]  # a thread that reads ahead may add to them meanwhile
 
     def consume(self) -> StepPlan:
-        """Count the current batch as done and return its plan; only whole optimizer steps are ever saved."""
+        """Count the current batch as consumed and return its plan; only whole optimizer steps are ever saved."""
         piece = self.current or self.piece()
         self._thread = threading.current_thread()
         with self._lock:
@@ -87,32 +87,32 @@ class Consumption:
             self._saved = self.place
         return piece.plan
 
-    # ------------------------------------------------------------ told by who issues
+    # ------------------------------------------------------------ called by the issuer
 
     def add(self, pieces: list[Piece], before: Cursor, after: Cursor) -> None:
-        """This rank's pieces of a micro-step from `before` to `after` wait; the first goes to who asked for it."""
+        """Queue this rank's pieces of a micro-step from `before` to `after`; the first is handed out at once."""
         with self._lock:
             for piece in pieces[:-1]:
-                self._pending.append((piece, before))  # a round of which not all is consumed is not begun
+                self._pending.append((piece, before))  # until a round is wholly consumed, the saved place is before it
             self._pending.append((pieces[-1], after))
             self.current, self.issued = self._pending[0][0], after.index
             self.batches_issued += 1
 
     def hand_out(self) -> None:
-        """The next of the pieces that were added goes to who asked for it."""
+        """Count the next of the queued pieces as handed out."""
         self.batches_issued += 1
 
     def newest(self) -> tuple[int, Cursor]:
-        """Batches consumed, and where the loop will stand once it has consumed all that wait."""
+        """Batches consumed, and the loop's position after all queued ones."""
         with self._lock:
             return self.batches_consumed, self._pending[-1][1] if self._pending else self.place
 
     def iterate_on(self) -> None:
-        """Another iteration begins, whose batches follow those that wait."""
+        """Start another iteration, whose batches follow the queued ones."""
         self.iteration += 1
 
     def rewind(self) -> None:
-        """Forget what waits: it is issued anew."""
+        """Drop the queued batches: they are issued again."""
         with self._lock:
             self._pending.clear()
             self.current = None
@@ -121,23 +121,23 @@ class Consumption:
         self.iteration += 1
 
     def move_to(self, now: Cursor) -> None:
-        """Go on at `now`; what waits is forgotten."""
+        """Continue at `now` and drop the queued batches."""
         self.place = self._saved = now
         self.rewind()
 
     def begin_epoch(self, now: Cursor) -> None:
-        """An epoch begins at `now`."""
+        """Start an epoch at `now`."""
         self.opened = self.batches_consumed
         self.move_to(now)
 
     def end_epoch(self, now: Cursor) -> None:
-        """The epoch ends at `now`: it turned out to have no more samples."""
+        """End the epoch at `now`: it turned out to have no more samples."""
         self.place = self._saved = now
         self.issued = self.consumed = now.index
 
 
 class Issuable(Consumption, ABC):
-    """A source that an `Issuer` issues: it says how its rounds are planned, and how a piece's samples are read."""
+    """A source for an `Issuer`. Subclasses plan its rounds and read a piece's samples."""
 
     rank: int
     accumulate: int
@@ -147,28 +147,28 @@ class Issuable(Consumption, ABC):
 
     @abstractmethod
     def plan_group(self, now: Cursor) -> Group | None:
-        """The optimizer step that begins at `now`; None when the epoch turns out to be empty."""
+        """The optimizer step that begins at `now`; None if the epoch turns out to be empty."""
 
     @abstractmethod
     def most_of_piece(self, piece: int) -> int | None:
-        """Most samples of this rank's pieces in a round of which the ledger says `piece`; None: its share is one."""
+        """Most samples of this rank's pieces in a round with the ledger's `piece`; None: its share is one piece."""
 
     @abstractmethod
     def read(self, piece: Piece, before: Cursor) -> Any:
-        """The batch of a piece, whose micro-step begins at `before`."""
+        """The batch of a piece in the micro-step that begins at `before`."""
 
 
 class Issuer:
     """Plans round after round ahead of the loop, and cuts this rank's share of each into pieces.
 
-    begun      rounds that were begun to be issued, the one that another thread plans just now included
+    begun      rounds begun so far, including one that another thread is planning
     ahead      where the next micro-step begins
-    thread     that asked for the newest batch
-    reader     who iterates
-    began      batches issued when the iteration under way began
+    thread     the thread that asked for the newest batch
+    reader     the iterator that reads
+    began      batches issued when the current iteration began
 
-    A thread that reads ahead of the loop may come to the end of an epoch, and begin the next, before the loop has
-    consumed the last steps. They stay issued then, and the next epoch's follow them.
+    A thread that reads ahead may reach the end of an epoch and begin the next before the loop has consumed the last
+    steps. These steps then stay issued, and those of the next epoch follow.
     """
 
     def __init__(self, of: "Issuable") -> None:
@@ -176,13 +176,13 @@ class Issuer:
         self.ahead, self.begun, self.began = of.place, 0, 0
         self.thread: threading.Thread | None = None
         self.reader = BatchReader()
-        self.loaded = False  # a state, and no batch was asked for since
+        self.loaded = False  # a state was loaded, and no batch was asked for since
         self._refused: UsageError | None = None
         self._dealt: tuple[Ints | None, list[tuple[int, int]]] = None, []
-        self._hold = False  # a finished epoch that the user asked for by name is not run again
+        self._hold = False  # whether a finished epoch that the user named in `set_epoch` must not run again
 
     def load(self, now: Cursor) -> None:
-        """Go on at `now`, as a state says."""
+        """Continue at `now`, from a loaded state."""
         self._of.move_to(now)
         self._go_back()
         self.loaded, self._hold = True, False
@@ -191,7 +191,7 @@ class Issuer:
         """As `Issuable.set_epoch`."""
         now = self._of.place
         if now.finished and self.ahead.epoch == epoch != now.epoch:
-            return  # a thread that reads ahead has begun it
+            return  # a thread that reads ahead has already begun it
         try:
             reads_on = self._reads_on()
         except UsageError as error:
@@ -205,9 +205,9 @@ class Issuer:
             self._begin_epoch(epoch)
 
     def received(self) -> tuple[int, bool]:
-        """Batches that the loop has received, and whether that is certain: not where the loader's iterator is gone.
+        """Batches that the loop has received, and whether that is certain. It is not if the loader's iterator is gone.
 
-        Those issued, if nobody can tell.
+        If the number is unknown, it is that of the batches issued.
         """
         reader, issued = self.reader, self._of.batches_issued
         if (iterator := reader.iterator() if reader.known else None) is None:
@@ -215,15 +215,15 @@ class Issuer:
         return min(self.began + int(iterator._num_yielded) - reader.before, issued), True
 
     def begin(self) -> int:
-        """A new iteration begins: go on where consumption stands, or with the next epoch. Returns its number."""
+        """Start an iteration where consumption stands, or with the next epoch. Returns its number."""
         of, self._refused = self._of, None
         try:
             reader = reader_of(of)
-        except UsageError as error:  # raised with the first batch: a loader that is half made could not be cleaned up
+        except UsageError as error:  # raised with the first batch, because a half-made loader cannot be cleaned up
             self._refused, reader = error, BatchReader()
         try:
             reads_on = self._reads_on()
-        except UsageError as error:  # what the loop was given stays issued until it is told
+        except UsageError as error:  # until it is raised, the batches that the loop was given stay issued
             self._refused = error
             of.iterate_on()
             return of.iteration
@@ -250,22 +250,22 @@ class Issuer:
         self.begun = -(-self.ahead.index // self._of.accumulate)
 
     def _following(self, now: Cursor, epoch: int) -> Cursor:
-        """The beginning of `epoch`, after `now`."""
+        """The start of `epoch`, after `now`."""
         begin = -(-now.index // self._of.accumulate) * self._of.accumulate  # an abandoned optimizer step counts as one
         return Cursor(epoch, 0, begin, np.zeros_like(now.taken))
 
     def _reads_on(self) -> bool:
-        """Whether who begins now is ahead of the loop, which has yet to consume what this one was given.
+        """Whether this iteration reads ahead of a loop that has not yet consumed what the thread handed on before.
 
-        Raises `UsageError` if it cannot be known whether the loop is to go on with what was given, or with what will
-        be.
+        Raises `UsageError` if it is unclear whether the loop will continue with the batches handed on, or with those
+        of this iteration.
         """
         if threading.current_thread() is not self.thread or self._of.consumed_here:
             return False
         consumed, newest = self._of.newest()
         given = min(self.began + self.reader.has_handed_on, self._of.batches_issued)
         if given <= consumed:
-            return False  # nothing that is not consumed
+            return False  # everything handed on is consumed
         chosen = newest.finished and not self.ahead.finished
         if self._of.goes_on_ahead and (chosen or (self.ahead.finished and given == self._of.batches_issued)):
             return True
@@ -274,7 +274,7 @@ class Issuer:
         raise UsageError(f"{why}, so samples would be trained twice: {fix}")
 
     def batches(self, number: int) -> Iterator[Any]:
-        """The batches that this rank loads in iteration `number`, one after another until the epoch ends."""
+        """The batches that this rank loads in iteration `number`, until the epoch ends."""
         while True:
             before = self.ahead
             if (plan := self._issue(number)) is None:
@@ -306,7 +306,7 @@ class Issuer:
         self.thread = threading.current_thread()
         now = self.ahead
         if now.finished:
-            # One that goes on from the end of an epoch begins twice, and has asked here for batches ahead.
+            # A loader that resumes at the end of an epoch begins twice, and has asked for batches ahead here.
             self._hold = self._hold and bool(self.reader.resumes.get("_iterator_finished"))
             return None
         if (group := now.group) is not None and now.round is not None:
@@ -325,7 +325,7 @@ class Issuer:
         return self._next_of(now, group, self._round_of(now, group))
 
     def _round_of(self, now: Cursor, group: Group) -> Round:
-        """The round that does `group`, which begins at `now`."""
+        """The round of `group`, which begins at `now`."""
         return Round(
             now.index // self._of.accumulate,
             now.epoch,
@@ -341,7 +341,7 @@ class Issuer:
         )
 
     def _next_of(self, now: Cursor, group: Group, begun: Round) -> StepPlan:
-        """The micro-step at `now` of the round `begun`, behind which the next begins."""
+        """The micro-step at `now` of the round `begun`; moves `ahead` to the one after it."""
         micro, steps = now.micro, self._of.accumulate
         counts, done = group.counts[micro], micro == steps - 1
         order = None if group.cuts is None else group.cuts[micro].samples
@@ -354,7 +354,7 @@ class Issuer:
         return plan
 
     def _dealt_by(self, counts: Ints) -> list[tuple[int, int]]:
-        """This rank's samples in each of a round's micro-steps, and those of the ranks before it."""
+        """For each micro-step of a round: this rank's samples, and those of the ranks before it."""
         known, dealt = self._dealt
         if known is not counts:
             rank = self._of.rank
@@ -379,7 +379,7 @@ class Issuer:
 
 
 class Asking(Iterator[Batch], Generic[Batch]):
-    """An iteration over a sampler, whose `reader` knows how often it was asked."""
+    """An iteration over a sampler; its `reader` counts the batches asked for."""
 
     def __init__(self, batches: Iterator[Batch], reader: BatchReader) -> None:
         self._batches, self._reader = batches, reader

@@ -1,4 +1,4 @@
-"""Costs of samples: a round is cut between the ranks by cost, so that long samples do not make a worker late."""
+"""Costs of samples: a round is split between ranks by cost, so that long samples do not delay a worker."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dynamix.errors import ConfigError
 from dynamix.window import Floats, Ints
 
 Lengths = Sequence[float] | Floats | Ints | Tensor | Callable[[int], float]
-_MOST = 1e300  # that all samples may cost together
-_TRIES = 4  # cuts of a padded round, of which the best is taken: more bring nothing
+_MOST = 1e300  # limit of the cost of all samples together
+_TRIES = 4  # cuts of a padded round; the best is taken, and more do not improve it
 
 
 class SampleCosts:
     """The cost of each of n samples: tokens, frames, anything that adds up.
 
     costs      (n,) above 0
-    mean       of a sample
-    padded     a batch costs its samples times the longest of them, not their sum
+    mean       cost of a sample
+    padded     a batch costs its number of samples times the longest of them, not their sum
     checksum   of `costs`
 
     >>> costs = SampleCosts([5, 5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 12)
@@ -35,7 +35,7 @@ class SampleCosts:
         self.costs, self.padded = _checked(lengths, samples), padded
         self.mean = float(self.costs.mean())
         self.checksum = hashlib.blake2b(self.costs.tobytes(), digest_size=8).hexdigest()
-        # Places in the order of length. No two are alike, so any way to sort gives one answer on every machine.
+        # Ranks of the samples by length. All differ, so every sorting algorithm gives the same order on every machine.
         self._place: Ints | None = None
         if padded:
             self._place = np.empty(samples, dtype=np.int64)
@@ -44,16 +44,16 @@ class SampleCosts:
     def cut(
         self, samples: Ints, shares: Ints, low: Ints, high: Ints, *, turn: int = 0, in_pieces: bool = False
     ) -> CutRound:
-        """The `samples` (N,) of a micro-step, cut such that each rank's cost is in proportion to its share.
+        """Cut the `samples` (N,) of a micro-step so that each rank's cost is in proportion to its share.
 
-        A pure function of its arguments, the same on every rank. A rank's cost differs from its part by less than the
-        largest cost of a sample, where bounds leave it room.
+        A pure function of its arguments, the same on every rank. If bounds leave room, a rank's cost differs from its
+        part by less than the largest cost of a sample.
 
         shares      (W,) samples, N in all; a rank with 0 gets none
-        low, high   (W,) bounds of the samples that a rank gets, beside its share itself
+        low, high   (W,) bounds of a rank's samples; its share itself is always allowed
         turn        padded: a number of this micro-step, by which ranks take turns at the long samples
         in_pieces   padded: a rank's samples pass through the model in several pieces, each padded alone. Samples of a
-                    piece are so alike in length that what is padded is not counted
+                    piece are so similar in length that padding is not counted
         """
         low, high = (np.broadcast_to(bound, shares.shape) for bound in (low, high))
         if self._place is None:
@@ -67,9 +67,9 @@ class SampleCosts:
         return CutRound(np.diff(ends, prepend=0), work, None)
 
     def _by_length(self, samples: Ints, shares: Ints, low: Ints, high: Ints, turn: int, in_pieces: bool) -> CutRound:
-        """Ranks take stretches of the samples sorted by length, so that there is little to pad."""
+        """Give ranks consecutive samples sorted by length, so that there is little padding."""
         assert self._place is not None
-        ordered = samples[np.argsort(self._place[samples])]  # the longest first
+        ordered = samples[np.argsort(self._place[samples])]  # longest first
         costs = self.costs[ordered]
         ranks = np.roll(np.arange(shares.size), turn)
         shares, low, high = shares[ranks], low[ranks], high[ranks]
@@ -78,7 +78,7 @@ class SampleCosts:
             paid = np.diff(np.append(0.0, np.cumsum(costs))[ends], prepend=0.0)
         else:
             ends, paid = _evenly_padded(costs, shares, low, high)
-        # In all as much as the samples are worth: what padding adds is taken to be the same from round to round.
+        # The sum is that of the unpadded samples: padding is assumed to add the same part in every round.
         work = paid * (costs.sum() / (self.mean * paid.sum()))
         back = np.argsort(ranks)
         counts = np.diff(ends, prepend=0)
@@ -87,11 +87,11 @@ class SampleCosts:
 
 
 class CutRound(NamedTuple):
-    """A micro-step as it is cut.
+    """The cut of a micro-step.
 
     counts    (W,) samples of each rank
-    work      (W,) what they cost, in samples of mean cost
-    samples   (N,) the first rank's, then the second's, and so on; None: as they were given
+    work      (W,) their cost, in samples of mean cost
+    samples   (N,) the first rank's, then the second's, and so on; None: in the given order
     """
 
     counts: Ints
@@ -100,7 +100,7 @@ class CutRound(NamedTuple):
 
 
 def _ends(costs: Floats, shares: Ints) -> Ints:
-    """The ends of each rank's stretch (W,): costs (N,) divide as nearly as may be in proportion to `shares`."""
+    """The ends of each rank's interval (W,), which divide the costs (N,) most nearly in proportion to `shares`."""
     upto, wanted = np.cumsum(costs), np.cumsum(shares)
     targets = upto[-1] * (wanted / wanted[-1])
     at = np.minimum(np.searchsorted(upto, targets), costs.size - 1)
@@ -112,14 +112,14 @@ def _ends(costs: Floats, shares: Ints) -> Ints:
 
 
 def _within(ends: Ints, shares: Ints, low: Ints, high: Ints) -> Ints:
-    """The `ends` nearest to those given at which no rank has fewer or more samples than its bounds say."""
-    least = np.minimum(shares, np.maximum(low, 2))  # a single sample is more than batch norm can do with
+    """The nearest `ends` at which no rank has fewer or more samples than its bounds allow."""
+    least = np.minimum(shares, np.maximum(low, 2))  # batch norm cannot normalise a single sample
     most = np.where(shares > 0, np.maximum(high, shares), 0)
     counts = np.diff(ends, prepend=0)
     if ((counts >= least) & (counts <= most)).all():
         return ends
     total = int(ends[-1])
-    floors = (total - np.append(np.cumsum(most[::-1])[::-1][1:], 0)).tolist()  # the ranks after it can hold the rest
+    floors = (total - np.append(np.cumsum(most[::-1])[::-1][1:], 0)).tolist()  # later ranks have room for the rest
     ceilings = (total - np.append(np.cumsum(least[::-1])[::-1][1:], 0)).tolist()
     end, within = 0, []
     for wish, fewest, largest, floor, ceiling in zip(
@@ -131,9 +131,9 @@ def _within(ends: Ints, shares: Ints, low: Ints, high: Ints) -> Ints:
 
 
 def _evenly_padded(costs: Floats, shares: Ints, low: Ints, high: Ints) -> tuple[Ints, Floats]:
-    """Ends (W,) at which padded costs are nearly in proportion to `shares`, and those costs; `costs` longest first.
+    """Ends (W,) with padded costs nearly in proportion to `shares`, and those costs; `costs` are sorted, longest first.
 
-    Each try cuts by what samples cost padded as the try before cut them.
+    Each try uses the padded costs of the samples in the cut before it.
     """
     best: tuple[float, Ints, Floats] | None = None
     active, of_samples = shares > 0, costs
@@ -177,11 +177,11 @@ def _checked(lengths: Any, samples: int) -> Floats:
 def costs_by_length(
     lengths: Lengths | None, padded: bool, samples: int, *, apart: bool, fixed: bool
 ) -> SampleCosts | None:
-    """The costs that the `lengths` of `Controller.batch_sampler` stand for. Raises `ConfigError` for what does not go
-    together.
+    """The costs for the `lengths` of `Controller.batch_sampler`. Raises `ConfigError` for arguments that exclude each
+    other.
 
-    apart   workers may step apart
-    fixed   the global batch stays what it is
+    apart   workers may take local steps
+    fixed   the global batch is fixed
     """
     if lengths is None:
         if padded:

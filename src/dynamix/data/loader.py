@@ -1,4 +1,4 @@
-"""A `DataLoader` made anew so that its batches are the controller's: everything else about it stays."""
+"""Rebuilds a `DataLoader` so that the controller sets its batches, and everything else stays as it was."""
 
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, NamedTuple, cast
@@ -33,10 +33,10 @@ _KEPT = (
 
 
 class Loader(DataLoader[Any]):
-    """A `DataLoader` over a `BatchSampler`; `set_epoch` is the sampler's, as frameworks look for it on both.
+    """A `DataLoader` over a `BatchSampler`. It has the sampler's `set_epoch`, because frameworks look for it on both.
 
-    If the user gives no generator, what the loader's processes draw follows from the seed and the epoch. The global
-    random state then does not depend on where an epoch was begun, and a resumed job draws as before.
+    If the user gives no generator, the seeds of the loader's processes follow from the seed and the epoch. The global
+    random state then does not depend on where an epoch began, and a resumed job draws the same numbers.
     """
 
     def __init__(self, sampler: BatchSampler, dataset: Any, *, generator: torch.Generator | None, **kept: Any) -> None:
@@ -45,7 +45,7 @@ class Loader(DataLoader[Any]):
         self.cut = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch's order the next iteration has."""
+        """Set the epoch whose order the next iteration uses."""
         self.cut.set_epoch(epoch)
 
     def __iter__(self) -> Any:
@@ -60,12 +60,12 @@ class Loader(DataLoader[Any]):
 
 
 class Epochs:
-    """A loader for frameworks that count epochs and steps themselves: each iteration goes on where the last one ended.
+    """A loader for frameworks that count epochs and steps themselves: each iteration continues where the last ended.
 
-    It has no `set_epoch`, so that no framework can leave samples out: what an iteration leaves is the next one's.
+    It has no `set_epoch`, so that no framework can skip samples: those that an iteration leaves go to the next.
 
-    steps   what `len()` says whenever it is asked, the batches of a whole epoch; where it says None there is no length
-    place   done to each batch, such as moving it to a device
+    steps   gives `len()`, the batches of a whole epoch, each time it is asked; if it returns None there is no length
+    place   applied to each batch, for example to move it to a device
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Epochs:
 
 
 class LoaderOrder(NamedTuple):
-    """The order of a loader's samples, as `Controller.batch_sampler` takes it."""
+    """The order of a loader's samples, in the arguments of `Controller.batch_sampler`."""
 
     shuffle: bool
     seed: int = 0
@@ -95,9 +95,9 @@ class LoaderOrder(NamedTuple):
 
 
 def order_of(loader: DataLoader[Any]) -> LoaderOrder:
-    """The order of a loader, where it can be kept.
+    """The order of a loader's samples, if it can be kept.
 
-    Raises `UsageError` for one that draws samples in another way, naming the line to write.
+    Raises `UsageError`, with the line to write, for a loader that draws samples in another way.
 
     >>> order_of(DataLoader(range(4), shuffle=True)).shuffle, order_of(DataLoader(range(4))).shuffle
     (True, False)
@@ -126,7 +126,7 @@ def order_of(loader: DataLoader[Any]) -> LoaderOrder:
 
 
 def _order_of(drawn: Any, samples: int) -> LoaderOrder | None:
-    """The order that a sampler gives so many samples; None for what has no order that could be kept."""
+    """The order that a sampler gives this many samples; None if it has no order that can be kept."""
     kind = type(drawn)
     if kind is SubsetRandomSampler:
         return LoaderOrder(True, indices=drawn.indices)
@@ -139,7 +139,7 @@ def _order_of(drawn: Any, samples: int) -> LoaderOrder | None:
     if isinstance(drawn, DistributedSampler):
         if kind.__iter__ is DistributedSampler.__iter__ or kind.__module__.startswith("torchdata."):
             return LoaderOrder(bool(drawn.shuffle), int(drawn.seed), _first(len(cast(Sized, drawn.dataset)), samples))
-        if kind.__module__.startswith(("lightning.", "pytorch_lightning.")):  # puts one around the user's own
+        if kind.__module__.startswith(("lightning.", "pytorch_lightning.")):  # a wrapper around the user's own
             return _order_of(getattr(drawn.dataset, "_sampler", None), samples)
     if kind is SequentialSampler or (kind is RandomSampler and drawn.num_samples == len(drawn.data_source)):
         return LoaderOrder(kind is RandomSampler, 0, _first(len(drawn.data_source), samples))
@@ -147,19 +147,19 @@ def _order_of(drawn: Any, samples: int) -> LoaderOrder | None:
 
 
 def _first(size: int, samples: int) -> Indices | None:
-    """The samples that a sampler made for `size` samples takes of a data set."""
+    """The samples of a data set that a sampler made for `size` samples draws."""
     return None if size == samples else np.arange(size)
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int | None:
-    """Samples of a batch, also where the loader was given torch's own `BatchSampler`; None where batches differ."""
+    """Samples of a batch, even if the loader has torch's own `BatchSampler`; None if batches differ."""
     return loader.batch_sampler.batch_size if type(loader.batch_sampler) is torch_data.BatchSampler else None
 
 
 def require_batch_size(loader: DataLoader[Any], allowed: dict[str, int]) -> None:
-    """Raise `ConfigError` unless the loader's batches are of one of the sizes that the controller was told.
+    """Raise `ConfigError` unless the loader's batch size is one of those given to the controller.
 
-    allowed   by the name of the argument
+    allowed   sizes by the name of the argument
     """
     if (size := batch_size_of(loader)) not in allowed.values():
         told = " and ".join(f"{name}={value}" for name, value in allowed.items())

@@ -1,4 +1,4 @@
-"""The base of samplers and streams: how they are asked for batches, and what they say of the epoch."""
+"""The base of samplers and streams: how batches are requested, and facts about the epoch."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from dynamix.window import Ints
 
 
 class OrderOptions(TypedDict, total=False):
-    """Options that every source of batches takes by name; `SampleOrder` says what each is."""
+    """Options that every source of batches takes by name; `SampleOrder` explains each."""
 
     rank: Required[int]
     world_size: Required[int]
@@ -31,15 +31,15 @@ class OrderOptions(TypedDict, total=False):
 
 
 class SampleOrder(Issuable):
-    """Batches of this rank, epoch after epoch. A source of its own says how a round is planned and samples are read.
+    """Batches of this rank, epoch after epoch. Subclasses plan rounds and read samples.
 
     allocations    the ledger that all ranks share; of rounds, which are `accumulate` micro-steps each
     low, high      (W,) bounds per micro-step
-    micro_batch    most samples of a piece; None: a share of a micro-step is one
-    placeholder    what the loop gets in place of a batch that is none
-    owner          whom the source belongs to
-    draws_alike    whether ranks' samples are as if drawn from the same
-    goes_on_ahead  whether an epoch can be issued while the one before is not consumed
+    micro_batch    most samples of a piece; None: a share of a micro-step is one piece
+    placeholder    the loop gets this instead of an empty batch
+    owner          the job that the source belongs to
+    draws_alike    whether all ranks' samples are as if drawn from the same distribution
+    goes_on_ahead  whether an epoch can be issued before the previous one is consumed
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SampleOrder(Issuable):
         self.owner: SourceOwner = Nobody() if owner is None else owner
         self._meeting = self.owner.meeting
         self.draws_alike, self.goes_on_ahead = draws_alike, goes_on_ahead
-        self._told = set[int]()  # batches of an epoch, as somebody was told who asked at the beginning of one
+        self._told = set[int]()  # numbers of batches that `len()` returned at the start of the epoch
         self._issuer = Issuer(self)
         self.received = self._issuer.received
 
@@ -86,23 +86,23 @@ class SampleOrder(Issuable):
         return Asking(self._issuer.batches(number), self._issuer.reader)
 
     def limit(self, high: ArrayLike) -> None:
-        """Let no rank have more samples of a micro-step than `high`, a number or (W,), from the next round on."""
+        """From the next round on, limit every rank's samples of a micro-step to `high`, a number or (W,)."""
         self.high = np.broadcast_to(np.asarray(high, dtype=np.int64), (self.world_size,))
 
     def limit_pieces(self, samples: int | None) -> None:
-        """Cut no piece of this rank's larger; None: a share of a micro-step is one piece."""
+        """Limit the size of this rank's pieces; None: a share of a micro-step is one piece."""
         self.micro_batch = samples
 
     def most_of_piece(self, piece: int) -> int | None:
         return None if self.micro_batch is None else self._meeting.most(piece, self.micro_batch)
 
     def planned(self, number: int, counts: Ints, sizes: Ints, *, final: bool) -> Group:
-        """Round `number`, of shares `counts` that are dealt as they are."""
+        """Round `number` with shares `counts`, dealt in order."""
         apart, piece = self._meeting.local(self.allocations.piece_at(number))
         return Group.of(counts, sizes, apart=apart, piece=piece, final=final)
 
     def sizes_at(self, index: int) -> Ints:
-        """Samples of each rank (W,) in micro-step `index`, as the ledger says."""
+        """Samples of each rank (W,) in micro-step `index`, by the ledger."""
         sizes, steps = self.allocations.at(index // self.accumulate), self.accumulate
         if steps > 1 and (sizes % steps).any():
             fix = "a round has that many micro-batches, all of one size"
@@ -110,16 +110,16 @@ class SampleOrder(Issuable):
         return sizes if steps == 1 else sizes // steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to run next. The epoch under way keeps its position, also after a mid-epoch load.
+        """Choose the epoch to run next. The current epoch keeps its position, even after a mid-epoch load.
 
-        Another epoch starts at its beginning, and steps issued but not consumed are dropped. Naming an epoch that
-        this job has finished runs it again; naming the finished epoch of a checkpoint just loaded runs nothing.
+        Another epoch starts at its beginning, and steps issued but not consumed are dropped. If this job has finished
+        the named epoch, it runs again. If a checkpoint just loaded had finished it, nothing runs.
         """
         if epoch < 0:
             raise ConfigError("epoch", epoch, "0 or more", "count epochs from 0")
         self._issuer.set_epoch(epoch)
 
-    # ------------------------------------------------------------ what a loop's checks ask
+    # ------------------------------------------------------------ queries of the loop's checks
 
     def handed_on(self) -> Piece:
         """The batch that the loop was given last."""
@@ -132,7 +132,7 @@ class SampleOrder(Issuable):
 
     @property
     def begun(self) -> int:
-        """Rounds that were begun to be issued so far, the one that another thread plans just now included."""
+        """Rounds begun so far, including one that another thread is planning."""
         return self._issuer.begun
 
     @property
@@ -147,19 +147,19 @@ class SampleOrder(Issuable):
 
     @property
     def abandons(self) -> bool:
-        """Whether a new iteration would leave an epoch half done, perhaps after another round on each rank."""
+        """Whether a new iteration would abandon this epoch, possibly at different rounds on different ranks."""
         here = self.batches_consumed > self._issuer.began
         return self.micro_batch is not None and not self.place.finished and here
 
     @property
     def left_early(self) -> bool:
-        """Whether a new iteration would leave an epoch of which this rank has consumed a part."""
+        """Whether a new iteration would abandon an epoch that this rank has partly consumed."""
         now, here = self.place, self.batches_consumed > self._issuer.began
         return self.abandons or (now.position > 0 and not now.finished and here)
 
     @property
     def progress(self) -> float:
-        """Part of the epoch's samples that is consumed, 0 to 1, over all ranks; NaN while nobody knows its length."""
+        """Part of the epoch's samples consumed, 0 to 1, over all ranks; NaN while its length is unknown."""
         if self.place.finished:
             return 1.0
         length = self.epoch_length()
@@ -167,27 +167,27 @@ class SampleOrder(Issuable):
 
     @property
     def cut_short(self) -> int:
-        """Samples that are left where the epoch has had as many batches as somebody was told it has; else 0.
+        """Samples left if the loop has had as many batches as `len()` announced for the epoch; else 0.
 
-        A loop that ends there does so for that number, which no longer held when sizes moved.
+        A loop that stops there relies on that number, which no longer held after sizes changed.
         """
         done, length = self.batches_consumed - self.opened, self.epoch_length()
         if self.place.finished or length is None or done not in self._told:
             return 0
         return length - self.place.position
 
-    # ------------------------------------------------------------ what a source says
+    # ------------------------------------------------------------ facts about the source
 
     def epoch_length(self) -> int | None:
-        """Samples of an epoch over all ranks, where that is known before its end."""
+        """Samples of an epoch over all ranks; None if unknown before its end."""
         return None
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """Facts that must be alike on all ranks: which samples, in which order, and how far. Plain values by name."""
+        """Facts that must be equal on all ranks: which samples, in which order, and how far. Plain values by name."""
 
     def _position_state(self) -> dict[str, Any]:
-        """The last finished optimizer step: gradients accumulated for an unfinished one are not saved, so its
+        """The state after the last finished optimizer step. Gradients of an unfinished step are not saved, so its
         samples are dealt again after a resume."""
         now = self._saved
         return {
@@ -199,7 +199,7 @@ class SampleOrder(Issuable):
         }
 
     def _load_position(self, state: dict[str, Any]) -> None:
-        """`taken` is kept at the same world size; at another the caller has folded it into something else."""
+        """Keeps `taken` at the same world size. At another, the caller has converted it to something else."""
         taken = np.asarray(state["taken"], dtype=np.int64)
         if taken.size != self.world_size:
             taken = np.zeros(self.world_size, dtype=np.int64)
@@ -215,7 +215,7 @@ class SampleOrder(Issuable):
 
 
 def require_known(name: str) -> None:
-    """Raise `StateError` for an order that a state names and this version does not know."""
+    """Raise `StateError` if a state names an order that this version does not know."""
     if name not in ("", COMPUTED):
         raise StateError(f"the samples' order is called {name!r}: go on with the version of dynamix that saved it")
 

@@ -1,4 +1,4 @@
-"""Whom a sampler or stream belongs to: what it asks of a job, and of nobody where it is made without one."""
+"""The owner of a sampler or stream: what a source asks of its job, and a default for sources without a job."""
 
 import math
 import threading
@@ -9,21 +9,20 @@ from dynamix.errors import DynamixError
 
 
 class Meeting(Protocol):
-    """How ranks meet after a round, of which the ledger says the `piece`: see `Allocations`."""
+    """How ranks synchronise after a round whose ledger entry has `piece`: see `Allocations`."""
 
     def local(self, piece: int) -> tuple[bool, int]:
-        """Whether ranks step apart in the round, and samples of such a step; 0: it is a rank's share, or none."""
+        """Whether ranks take local steps in the round, and samples of such a step; 0: a rank's share, or no step."""
 
     def most(self, piece: int, limit: int) -> int | None:
-        """Most samples of a rank's pieces, if it holds `limit`; None: its share is one."""
+        """Most samples of a rank's pieces if it can hold `limit`; None: its share is one piece."""
 
 
 class SourceOwner(Protocol):
-    """The owner that a source tells, and asks, while it issues batches. It is called by the source only, never calls
-    back.
+    """The job's interface for a source while it issues batches. The source calls it, and it never calls back.
 
-    A round is begun under the `lock`, and only below the `horizon`: so whoever holds the lock knows which rounds were
-    begun, and no other may be changed by what is decided on them.
+    A round begins under the `lock`, and only below the `horizon`. So the holder of the lock knows which rounds have
+    begun, and a decision on them can change only later rounds.
     """
 
     @property
@@ -34,23 +33,23 @@ class SourceOwner(Protocol):
 
     @property
     def horizon(self) -> float:
-        """The first round that a decision under way may still change; infinite if none is under way."""
+        """The first round that a pending decision may still change; infinite if none is pending."""
 
     def settle(self) -> None:
-        """Take the decision under way, waiting for it. The horizon is then beyond what it was."""
+        """Wait for the pending decision and apply it. The horizon then moves on."""
 
     def iteration_begins(self) -> None:
-        """Before every iteration and every `set_epoch`, while what the loop left unconsumed is still there."""
+        """Called before every iteration and `set_epoch`, while batches that the loop has not consumed still exist."""
 
     def resumed(self) -> None:
-        """Once, at the first batch asked for after a load: the loader's iterator exists by then."""
+        """Called once, at the first batch asked for after a load, when the loader's iterator exists."""
 
     def fail(self, error: DynamixError) -> DynamixError:
-        """Gets every error of an iteration before it is raised, and says what to raise."""
+        """Called with every error of an iteration before it is raised; returns the error to raise."""
 
 
 class EveryStep:
-    """Gradients meet after every round."""
+    """Gradients are averaged after every round."""
 
     def local(self, piece: int) -> tuple[bool, int]:
         return False, 0
@@ -60,7 +59,7 @@ class EveryStep:
 
 
 class Nobody:
-    """The owner of a source that is made without a controller: nothing is decided, and nobody is told."""
+    """The owner of a source without a controller: it decides nothing and ignores every call."""
 
     def __init__(self) -> None:
         self.lock, self.horizon, self.meeting = threading.Lock(), math.inf, EveryStep()

@@ -1,4 +1,4 @@
-"""Reads a sampler: a `DataLoader`'s iterator, from which one can tell how many batches the loop has received."""
+"""Finds out who reads a sampler. A `DataLoader`'s iterator shows how many batches the loop has received."""
 
 import sys
 import weakref
@@ -11,18 +11,18 @@ from torch.utils.data import DataLoader
 
 from dynamix.errors import UsageError
 
-LOOK = 4  # frames between the first line of an iteration and the loader's own
+LOOK = 4  # stack frames from the first line of an iteration up to the loader's own
 
 
 class BatchReader:
-    """Whoever iterates a sampler: a loader's iterator, or (None) somebody unknown.
+    """The reader of a sampler: a loader's iterator, or (None) something unknown.
 
-    iterator gives the loader's, while it is there; else None
-    known    it is a loader's iterator, which may be gone: used up, or left
-    before   batches that the iterator says it has handed on, and that were of an earlier process
-    asked    how often it has asked for a batch in this iteration, also after the last one
-    ahead    whether it asks for batches that the loop has not come to
-    resumes  what it goes on from, where it is torchdata's StatefulDataLoader with a state to load; else empty
+    iterator returns the loader's iterator while it exists; else None
+    known    whether it is a loader's iterator, even if it is used up or was abandoned
+    before   batches that the iterator counts as handed on, but that belong to an earlier process
+    asked    how often it has asked for a batch in this iteration, including after the last one
+    ahead    whether it asks for batches before the loop needs them
+    resumes  the state that torchdata's StatefulDataLoader resumes from, if it has one to load; else empty
     """
 
     def __init__(self, iterator: Any = None, loader: DataLoader[Any] | None = None) -> None:
@@ -35,28 +35,28 @@ class BatchReader:
         self.resumes: dict[str, Any] = resumes if isinstance(resumes, dict) else {}
 
     def begin(self) -> None:
-        """It is about to ask for the first batch."""
+        """Call before it asks for the first batch."""
         self.before += self.handed_on or 0
 
     @property
     def handed_on(self) -> int | None:
-        """Batches that it has handed on; None where that cannot be told."""
+        """Batches that it has handed on; None if unknown."""
         iterator = self.iterator()
         return None if iterator is None else int(iterator._num_yielded) - self.before
 
     @property
     def has_handed_on(self) -> int:
-        """Batches that it has handed on at least, also when it is gone. A loader with workers asks ahead, and then
-        once with every batch that it hands on, also for batches that there are no more."""
+        """A lower bound of the batches handed on, even if the iterator is gone. A loader with workers asks ahead, and
+        then once with every batch that it hands on, even after the last batch."""
         known = self.handed_on
         return max(self.asked - self._at_first, 0) if known is None else known
 
 
 def reader_of(sampler: object) -> BatchReader:
-    """Called where an iteration over `sampler` begins: who iterates.
+    """The reader of `sampler`. Call it at the start of an iteration.
 
-    A `DataLoader` with workers reads ahead, so what it asked for is not what the loop has received. Raises `UsageError`
-    for loaders that would misread the batches: `sampler=` beside a batch size, `in_order=False`.
+    A `DataLoader` with workers reads ahead, so the loop has received fewer batches than it asked for. Raises
+    `UsageError` for loaders that would misread the batches: `sampler=` with a batch size, or `in_order=False`.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(LOOK):

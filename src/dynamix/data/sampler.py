@@ -1,4 +1,4 @@
-"""The batch sampler: one seeded order per epoch, cut anew for every step by the allocation in force."""
+"""The batch sampler: one seeded order per epoch; the allocation in force cuts every step from it."""
 
 import operator
 from collections.abc import Callable
@@ -38,8 +38,8 @@ class Regions:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """An ordinary optimizer step, planned again and again: by the same `entries` of the ledger, in these rounds,
-    while no fewer samples than `least` are left."""
+    """An ordinary optimizer step that can be reused: for the same `entries` of the ledger, in these rounds, and as long
+    as at least `least` samples are left."""
 
     group: Group
     entries: object
@@ -52,27 +52,27 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
     One permutation per epoch, as `torch.utils.data.DistributedSampler` draws it (a generator seeded with seed + epoch).
     A data set of `LARGE` samples or more is ordered by a `ComputedOrder` of seed and epoch, which takes no memory.
-    Micro-step t takes its next B_t entries and rank i the slice that begins at sum of b_j, j < i, so the order of
-    samples does not depend on how they are split, and a position is one integer. All ranks take the same number of
-    steps; `cutting.next_group` says how an epoch ends. A rank with a share of zero gets a placeholder of 2 real
+    Micro-step t takes the next B_t entries, and rank i the slice that begins at sum of b_j, j < i. So the order of
+    samples does not depend on the split, and a position is one integer. All ranks take the same number of steps;
+    `cutting.next_group` has the rules for the end of an epoch. A rank with a share of zero gets a placeholder of 2 real
     indices; `plan().counts[rank] == 0` flags it.
 
     dataset_size   samples of an epoch: those of the data set, or of the `selection`
-    allocations    the ledger all ranks share; read once per optimizer step
-    accumulate     A micro-steps per optimizer step; an allocation holds for all of them
+    allocations    the ledger that all ranks share; read once per optimizer step
+    accumulate     A micro-steps per optimizer step; all have the same allocation
     partition      "stream", or "contiguous": each rank reads its own region of the epoch's order, cut anew
                    by share every epoch (DBS, arXiv 2007.11831, section 3); allocations then apply at epoch ends only
     low, high      bounds per micro-step, a number or (W,); None: no upper bound on what the end of an epoch adds
-    costs          of the samples: a step's samples are then cut such that each rank's *cost* is in proportion to its
-                   size. Which samples a step has does not change. Not with partition="contiguous"
-    size_now       says how many samples the data set has; asked at the beginning of every epoch, in which it must be
-                   `dataset_size` still
-    selection      which samples an epoch has, where that is not each of the data set once
+    costs          of the samples: a step's samples are then cut so that each rank's *cost* is in proportion to its
+                   size. The samples of a step stay the same. Not with partition="contiguous"
+    size_now       returns the data set's number of samples; called at the start of every epoch, when it must still be
+                   `dataset_size`
+    selection      the samples of an epoch, if not all of the data set once
     micro_batch, placeholder, owner   as in `SampleOrder`
 
-    Iterating again in the middle of an epoch goes on from the last consumed step; after a finished epoch it begins
+    Iterating again in the middle of an epoch continues after the last consumed step. After a finished epoch it begins
     the next one, with or without `set_epoch`. Only `consume` (that is, `controller.step`) moves the saved position.
-    Raises `ConfigError` when one optimizer step needs more samples than the data set has.
+    Raises `ConfigError` if one optimizer step needs more samples than the data set has.
 
     >>> sampler = BatchSampler(10, Allocations([1, 3]), rank=1, world_size=2, shuffle=False)
     >>> list(sampler)
@@ -114,13 +114,13 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         self._cuts: list[dict[str, list[int]]] = []  # of this epoch, at earlier world sizes
         self._regions: Regions | None = None
         self._order: tuple[int, Order] | None = None
-        # A loaded job goes on with the order that it had. A subset or weights take as much memory as a drawn one.
+        # A loaded job keeps its saved order. A subset or weights take as much memory as a drawn order.
         self._order_name = COMPUTED if dataset_size >= LARGE and selection is None else ""
         self._usual: Usual | None = None
 
     @property
     def compares(self) -> bool:
-        """Whether all ranks' batches are drawn alike, and cut alike, so that figures of theirs can be compared."""
+        """Whether all ranks' batches are drawn and cut alike, so that their figures can be compared."""
         return self.shuffle and self.draws_alike and self.partition == "stream" and self.micro_batch is None
 
     def __len__(self) -> int:
@@ -150,10 +150,10 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         return rest + groups * self.accumulate
 
     def shares(self) -> list[list[int]]:
-        """Indices that every rank takes in the micro-step being consumed now, empty for a share of zero.
+        """Indices that every rank takes in the micro-step being consumed, empty for a share of zero.
 
-        The samples that the ranks of a job load, for one process that plays all of them. Raises `UsageError` with
-        regions, whose order is not the union batch's.
+        For one process that plays all ranks: the samples that the ranks of a job load. Raises `UsageError` with
+        regions, whose order is not that of the union batch.
         """
         if self.partition != "stream":
             raise UsageError('shares() needs partition="stream": with regions no two ranks read one order')
@@ -183,7 +183,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         return {name: state.pop(name) for name in named} | state | padded
 
     def _regions_state(self) -> dict[str, Any] | None:
-        """The regions that this epoch has begun to read; None where a load may cut them anew."""
+        """The regions that this epoch has begun to read; None if a load may cut them anew."""
         regions = self._regions
         if regions is None or self._saved.position <= regions.begin:
             return None
@@ -195,7 +195,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise `StateError` if the order of samples would differ from the one that was saved."""
+        """Raise `StateError` if the order of samples would differ from the saved one."""
         require_equal(
             state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle, partition=self.partition
         )
@@ -219,18 +219,18 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the saved step, also at another world size. Raises `StateError` if the order would differ.
+        """Continue after the saved step, also at another world size. Raises `StateError` if the order would differ.
 
-        torchdata's `StatefulDataLoader` calls this too, with what it saved when it asked for batches ahead of the loop.
-        The place that the controller has loaded stays then. Raises `UsageError` if it has loaded none, and that
-        loader's would deal samples again.
+        torchdata's `StatefulDataLoader` calls this too, with its state from when it asked for batches ahead of the
+        loop. Then the position that the controller has loaded stays. Raises `UsageError` if the controller has loaded
+        none and the loader's position would deal samples again.
         """
         if not self._keeps_place(state, reader_of(self)):
             self.check_state(state)
             self.go_on(state)
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Go on after the saved step of a state that was checked."""
+        """Continue after the saved step of a checked state."""
         saved = state["regions"]
         self._load_position(state)
         self._cuts, self._regions = [dict(cut) for cut in state["cuts"]], None
@@ -242,7 +242,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         self._order = None
 
     def _keeps_place(self, state: dict[str, Any], reader: BatchReader) -> bool:
-        """Whether `state` is a loader's own, which says where it was, and not where the loop is to go on."""
+        """Whether `state` is a loader's own: it says where the loader was, not where the loop must continue."""
         if reader.handed_on is None:
             return False
         if reader.resumes.get("_steps_since_snapshot"):
@@ -273,7 +273,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         return indices
 
     def _dealt(self, plan: StepPlan) -> tuple[Order, int]:
-        """Indices in which the samples of `plan` follow each other rank by rank, and where they begin."""
+        """Indices that hold the samples of `plan` rank by rank, and where they begin."""
         if plan.order is not None:
             return plan.order, 0
         known, epoch = self._order, plan.round.epoch
@@ -287,7 +287,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         number = now.index // self.accumulate
         same = usual is not None and usual.entries is self.allocations.entries and number in usual.rounds
         if usual is not None and same and self.dataset_size - now.position >= usual.least:
-            return usual.group  # nearly always
+            return usual.group  # the common case
         group = self._shares(now)
         if self.costs is None:
             return group
@@ -322,7 +322,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         return whole_epoch(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=position == 0)
 
     def _epoch_order(self, epoch: int) -> Order:
-        """The indices of an epoch in order; after cuts at other world sizes, only those left then."""
+        """The indices of an epoch in order. After cuts at other world sizes, only those left by them."""
         if self._order is None or self._order[0] != epoch:
             self._require_size()
             self._order = epoch, self._draw(epoch)
@@ -347,7 +347,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             ends = np.cumsum(cut["lengths"])
             starts = ends - cut["lengths"] + cut["taken"]
             left = list(zip(starts, ends, strict=True))
-            if self.partition == "stream":  # positions are of the whole epoch: what is trained stays, in front
+            if self.partition == "stream":  # positions are of the whole epoch: trained samples stay, in front
                 trained = [(a - t, a) for a, t in zip(starts, cut["taken"], strict=True)]
                 left = [*trained, *left, (ends[-1], order.size)]
             order = Spliced(order, left)
@@ -364,7 +364,7 @@ def _require_partition(partition: str, costs: SampleCosts | None) -> None:
 
 
 def _seed(seed: Any, *, shuffle: bool) -> int:
-    """As torch's generators take it; without a shuffle nobody asks."""
+    """The seed in the form of torch's generators; without a shuffle it is not used."""
     try:
         return operator.index(0 if seed is None and not shuffle else seed)
     except TypeError:

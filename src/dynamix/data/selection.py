@@ -1,4 +1,4 @@
-"""Which samples an epoch has, where that is not each sample of the data set once: a subset, or draws by weight."""
+"""Selects an epoch's samples, if not each sample of the data set once: a subset, or draws by weight."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dynamix.window import Floats, Ints
 
 Indices = Sequence[int] | Ints | Tensor
 Weights = Sequence[float] | Floats | Tensor
-SELECTED = ("indices", "weights")  # what a state says of a selection, by checksum
+SELECTED = ("indices", "weights")  # parts of a selection whose checksums a state holds
 
 
 class Selection:
-    """The samples that an epoch's positions stand for. The positions without `weights` are a permutation of the subset.
+    """The samples at an epoch's positions. Without `weights`, positions are a permutation of the subset.
 
-    samples       of the data set
+    samples       number of samples in the data set
     indices       of the subset, each once; None: all of the data set
     weights       of the subset's samples, 0 or more: each draw of an epoch takes a sample with a probability in
                   proportion to its weight, with replacement
-    num_samples   draws of an epoch; None: as many as there are weights
+    num_samples   draws of an epoch; None: the number of weights
 
     Raises `ConfigError` naming the first number that is not possible.
 
@@ -44,7 +44,7 @@ class Selection:
     ) -> None:
         self._indices = None if indices is None else _indices(indices, samples)
         within = samples if self._indices is None else self._indices.size
-        # Sums are made in one order, so all machines have the same.
+        # A fixed order of summation gives the same sums on all machines.
         self._upto = None if weights is None else np.cumsum(_weights(weights, within))
         self.size = within if num_samples is None else _draws(num_samples, weighted=weights is not None)
         self.digests = {"indices": _digest(self._indices), "weights": _digest(self._upto)}

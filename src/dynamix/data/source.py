@@ -1,4 +1,4 @@
-"""Reading an iterable ahead, keeping what is not consumed yet, and finding the place again after a restart."""
+"""Reads an iterable ahead, keeps samples until they are consumed, and finds its position again after a restart."""
 
 import copy
 from collections import deque
@@ -11,8 +11,8 @@ from dynamix.errors import StateError, UsageError
 class Source:
     """One pass over `iterable`, with samples from the oldest unconsumed one kept in memory.
 
-    Positions count samples since the epoch began. An iterable's own `set_epoch` is called when an epoch starts, and
-    its own `state_dict`/`load_state_dict`, where it has both, spare a resumed job the reading of what is done.
+    Positions count samples since the epoch began. An iterable's own `set_epoch` is called when an epoch starts. If it
+    has both `state_dict` and `load_state_dict`, a resumed job need not read finished samples again.
     """
 
     def __init__(self, iterable: Iterable[Any]) -> None:
@@ -27,7 +27,7 @@ class Source:
         self._stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
 
     def start(self, epoch: int, position: int = 0, state: dict[str, Any] | None = None) -> None:
-        """Begin a pass at `position`, from the iterable's own saved `state` if given, else by reading up to there."""
+        """Begin a pass at `position`: from the iterable's own saved `state` if given, else by reading up to there."""
         if self._iterator is self.iterable:
             raise UsageError(
                 "this iterable can be read only once (its iterator is itself): pass an object whose __iter__ starts "
@@ -52,11 +52,11 @@ class Source:
             self.drop(self._first + want)
 
     def stop(self) -> None:
-        """This pass is over; the next batch asked for begins another."""
+        """End this pass; the next request for a batch begins another."""
         self.started = False
 
     def available(self, position: int, want: int) -> int:
-        """Samples held from `position` on, after reading ahead so that there are `want`; fewer only when dry."""
+        """Samples held from `position` on, after reading ahead to `want` of them; fewer only if the source is dry."""
         assert self._iterator is not None
         missing = position + want - self._first - len(self._kept)
         if missing > 0 and not self.dry:
@@ -72,7 +72,7 @@ class Source:
         return self._first + len(self._kept) - position
 
     def take(self, position: int, count: int) -> list[Any]:
-        """`count` samples from `position` on; they stay until dropped."""
+        """`count` samples from `position` on; they stay in memory until dropped."""
         at = position - self._first
         return self._kept[at : at + count]
 
@@ -81,18 +81,18 @@ class Source:
         return (self._latest + self._kept[: position - self._first])[-2:]
 
     def drop(self, before: int) -> None:
-        """Forget samples before position `before`: they are consumed."""
+        """Drop samples before position `before`: they are consumed."""
         count = before - self._first
         if count <= 0:
             return
         self._latest = (self._latest + self._kept[max(count - 2, 0) : count])[-2:]
         del self._kept[:count]
         self._first = before
-        # A resumed rank that is dry needs its last 2 samples again, so keep a snapshot at least that old.
+        # After a resume a dry rank needs its last 2 samples, so keep a snapshot at least that old.
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= before - 2:
             self._snapshots.popleft()
 
     def state_at(self, position: int) -> dict[str, Any] | None:
-        """The iterable's own state from which `position` can be reached, with how many samples it had given then."""
+        """The iterable's own state from which `position` can be reached, and the number of samples it had given."""
         usable = [s for s in self._snapshots if s[0] <= max(position - 2, 0)]
         return {"read": usable[-1][0], "state": usable[-1][1]} if usable else None

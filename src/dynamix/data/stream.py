@@ -1,4 +1,4 @@
-"""The streaming form: unequal batches cut in the main process from an iterable data set."""
+"""Streams: unequal batches of an iterable data set, cut in the main process."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, Unpack
@@ -36,17 +36,17 @@ class Stream(SampleOrder):
     sharded=False   Every rank iterates the same global stream, in the same order. Step t takes its next B_t samples and
         this rank keeps its slice. Guarantee: each sample exactly once over all ranks, in an order that does not depend
         on the split; resumes at any world size. Price: each rank reads everything, and holds 1.5 steps of all ranks.
-    sharded=True    Each rank iterates a stream of its own (a shard). Guarantee: each sample of each stream exactly
+    sharded=True    Each rank iterates its own stream (a shard). Guarantee: each sample of each stream exactly
         once; the order across ranks depends on the allocations; resumes at the same world size only.
-        The ranks agree one optimizer step ahead, by an asynchronous sum, what each can give: a collective.
-        A rank that ran dry gets placeholders (its last samples) until all are dry. A rank whose size more than doubles
-        at once gives what it has read ahead for one step, and the leftover of a tail stays with its rank.
+        One optimizer step ahead, the ranks agree by an asynchronous sum (a collective) what each can give.
+        A rank that ran dry gets placeholders (its last samples) until all are dry. If a rank's size more than doubles
+        at once, it gives for one step what it has read ahead. The remainder of a tail stays with its rank.
 
-    iterable      yields samples; `set_epoch`, and `state_dict` with `load_state_dict`, are used where it has them
+    iterable      yields samples; `set_epoch`, and `state_dict` with `load_state_dict`, are used if it has them
     collate_fn    list of samples -> batch
     agree         sharded: starts an in-place sum of an int64 vector (W,) over ranks and returns a handle with `wait()`;
                   may be None at W=1
-    The rest is as in `BatchSampler`. `plan`, `consume` and the states work the same; a state without the iterable's
+    The rest is as in `BatchSampler`. `plan`, `consume` and the states work the same. A state without the iterable's
     own is resumed by reading up to the position again. sharded: save the state of every rank.
 
     >>> stream = Stream(range(7), Allocations([1, 2]), rank=1, world_size=2)
@@ -80,13 +80,13 @@ class Stream(SampleOrder):
         self._resume: dict[str, Any] | None = None
 
     def consume(self) -> StepPlan:
-        """As `SampleOrder.consume`; the samples of the step leave memory."""
+        """As `SampleOrder.consume`; also drops the step's samples from memory."""
         plan = super().consume()
         self._source.drop(self._own(self.place))
         return plan
 
     def state_dict(self) -> dict[str, Any]:
-        """The loop's place in the data; sharded or stateful iterables make it this rank's own."""
+        """The loop's place in the data; with sharded or stateful iterables it differs by rank."""
         source = self._source.state_at(self._own(self._saved)) if self._source.started else None
         return self._position_state() | {
             "sharded": self.sharded,
@@ -106,12 +106,12 @@ class Stream(SampleOrder):
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the saved step. Raises `StateError` for another kind of stream, or a sharded one at another W."""
+        """Continue after the saved step. Raises `StateError` for another kind of stream, or another W if sharded."""
         self.check_state(state)
         self.go_on(state)
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Go on after the saved step of a state that was checked."""
+        """Continue after the saved step of a checked state."""
         self._load_position(state)
         self._resume = state["source"]
         self._source.stop()
@@ -121,16 +121,16 @@ class Stream(SampleOrder):
             return None
         try:
             return len(self._source.iterable)  # type: ignore[arg-type]
-        except TypeError:  # it has none, or (a loader) passes on that its data set has none
+        except TypeError:  # it has no length, or it is a loader whose data set has none
             return None
 
     def _own(self, cursor: Cursor) -> int:
-        """This rank's position in what it reads."""
+        """This rank's position in the stream that it reads."""
         return int(cursor.taken[self.rank]) if self.sharded else cursor.position
 
     def rewind(self) -> None:
         super().rewind()
-        if self._offer is not None:  # a collective under way must end before it is forgotten
+        if self._offer is not None:  # a pending collective must end before it can be dropped
             self._settle()
 
     def begin_epoch(self, now: Cursor) -> None:
@@ -194,10 +194,10 @@ class Stream(SampleOrder):
         return self.planned(now.index // self.accumulate, counts, sizes, final=final)
 
     def _own_groups(self, held: Ints, dry: NDArray[np.bool_], sizes: Ints, first: NDArray[np.bool_]) -> Ints:
-        """Counts (A, W) where each rank serves itself: the rules of `next_group`, rank by rank."""
+        """Counts (A, W) if every rank deals from its own stream: the rules of `next_group`, rank by rank."""
         steps = self.accumulate
         if not (sizes[held > 0] > 0).any():
-            # Only ranks that the policy idles still have samples: they must empty their streams all the same.
+            # Only ranks that the policy idles still have samples, and these must be used up too.
             sizes = np.where(held > 0, np.minimum(np.maximum(self.low, 2), self.high), sizes)
         ahead = np.maximum((held - 2 * steps) // steps, 0)
         counts = np.tile(np.minimum(sizes, ahead), (steps, 1))
@@ -209,7 +209,7 @@ class Stream(SampleOrder):
         return counts
 
     def _post(self, position: int, index: int) -> None:
-        """Offer what this rank can give to the next step. Its size is unknown yet: up to twice this one's."""
+        """Offer what this rank can give to the next step. Its size is still unknown: assume up to twice this one's."""
         size = int(self.sizes_at(index)[self.rank])
         reach = max(2 * size, int(self.low[self.rank]), 2)
         ceiling = max(int(self.high[self.rank]), size)

@@ -1,1 +1,1 @@
-"""The records that a run writes while it goes on."""
+"""Records that a run writes while it runs."""

@@ -1,4 +1,4 @@
-"""Events of a training job: written by a thread of their own, and never a reason to end the job."""
+"""Events of a training job: written by their own thread, and never a reason to end the job."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _log = logging.getLogger("dynamix")
 
 
 class BackgroundLog:
-    """`EventLog` for a job that trains: `write` returns at once, a thread appends the lines in order.
+    """`EventLog` for a training job: `write` returns at once, a thread appends the lines in order.
 
     A record that cannot be written (disk full, no permission, no such value in JSON) is dropped, counted in `dropped`
-    and said once in the log. Every later line is tried again, and the first one that gets through carries `dropped`,
-    the count so far. A file or folder that was removed is made again. A file of more than `MOST_BYTES` is thinned. The
+    and reported once in the log. Later lines are tried again, and the first one that is written carries `dropped`, the
+    count so far. A file or folder that was removed is made again. A file of more than `MOST_BYTES` is thinned. The
     thread starts with the first line.
 
     >>> log = BackgroundLog("/proc/no/such/folder/events.jsonl")
@@ -35,7 +35,7 @@ class BackgroundLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.dropped = 0
-        self._told = 0  # of `dropped`, how many a line has said
+        self._told = 0  # the value of `dropped` in the last line that had it
         self._warned = False
         self._fd = -1
         self._most_bytes = records.MOST_BYTES
@@ -53,7 +53,7 @@ class BackgroundLog:
             self._drop("the disk is too slow")
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Write what waits and end the thread; False if that takes longer. Writing again begins anew."""
+        """Write queued lines and end the thread; False if that takes longer. `write` may be called again later."""
         thread, self._thread = self._thread, None
         if thread is None:
             return True
@@ -68,7 +68,7 @@ class BackgroundLog:
         while (fields := self._lines.get()) is not None:
             try:
                 self._append(fields)
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:  # training goes on, whatever the error
                 self._drop(str(error) or type(error).__name__)
         self._shut()
 
@@ -77,7 +77,7 @@ class BackgroundLog:
             fields = fields | {"dropped": self.dropped}
         line = line_of(fields)
         if self._fd >= 0 and os.fstat(self._fd).st_nlink == 0:
-            self._shut()  # removed: what is written there is lost
+            self._shut()  # the file was removed, so lines written to it would be lost
         if self._fd < 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished(self.path)
@@ -88,7 +88,7 @@ class BackgroundLog:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError:
-            os.ftruncate(self._fd, before)  # or the next line would follow half a line
+            os.ftruncate(self._fd, before)  # otherwise the next line would follow half a line
             raise
         self._told = fields.get("dropped", self._told)
         if before + len(line) > self._most_bytes and stat.S_ISREG(os.fstat(self._fd).st_mode):
@@ -98,7 +98,7 @@ class BackgroundLog:
         try:
             thin(self.path, records.MOST_BYTES)
             self._most_bytes = records.MOST_BYTES
-        except (OSError, StateError) as error:  # no room for a second file, say: again when it is twice as long
+        except (OSError, StateError) as error:  # for example no room for a second file: retry at twice the length
             self._most_bytes *= 2
             _log.warning("%s cannot be thinned (%s) and grows", self.path, error)
         self._shut()
@@ -116,7 +116,7 @@ class BackgroundLog:
 
 
 def background_log(path: str | os.PathLike[str] | None) -> BackgroundLog | None:
-    """A job's events: in `path`, else in the file that DYNAMIX_EVENTS names, else nowhere. As `require_events`."""
+    """The log of a job's events: in `path`, else in the file of DYNAMIX_EVENTS, else None. As `require_events`."""
     chosen = path if path is not None else os.environ.get(EVENTS_VARIABLE)
     if not chosen:
         return None

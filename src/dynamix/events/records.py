@@ -1,4 +1,4 @@
-"""events.jsonl: one line a window, written by rank 0 and readable while the run goes on."""
+"""events.jsonl: one line a window, written by rank 0 and readable during the run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.events.windows import unpacked, window_record
 from dynamix.window import Window
 
-SCHEMA = 1  # of result.json and what else is written as JSON
+SCHEMA = 1  # of result.json and other JSON files
 EVENTS_SCHEMA = 2  # sizes are samples per round; 1 counted them per micro-batch
-MOST_BYTES = 2**26  # of a controller's events file: a longer one is thinned
-EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names the events file of a job that names none; `dynamix emulate` sets it
+MOST_BYTES = 2**26  # a controller's events file is thinned above this size
+EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names the events file of a job without `events=`; `dynamix emulate` sets it
 
 
 class EventLog:
-    """Appends one JSON object a line, flushed at once: a killed run loses at most the line it was writing.
+    """Appends one JSON object a line, flushed at once: a killed run loses at most the line being written.
 
     Lines carry `"schema": 2` and the fields of docs/run-folder.md. NaN and infinity become null. An unfinished last
     line, left by a killed run, is cut off before the first new one.
@@ -33,7 +33,7 @@ class EventLog:
         self._file: IO[bytes] | None = None
 
     def write(self, **fields: Any) -> None:
-        """Append one event: a `Window` and what JSON knows, else TypeError. As `require_events`."""
+        """Append one event: a `Window` and values that JSON supports, else TypeError. As `require_events`."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished(self.path)
@@ -55,7 +55,7 @@ class EventLog:
 
 
 def line_of(fields: dict[str, Any]) -> bytes:
-    """One event as a line of the file. Raises TypeError for values that JSON does not know."""
+    """One event as a line of the file. Raises TypeError for values that JSON does not support."""
     event = {"schema": EVENTS_SCHEMA, **_plain(fields)}
     return (json.dumps(event, allow_nan=False, separators=(",", ":")) + "\n").encode()
 
@@ -63,13 +63,13 @@ def line_of(fields: dict[str, Any]) -> bytes:
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All events of a file, oldest first. An unfinished last line is left out: its writer was killed.
 
-    Raises `StateError` naming the line when anything else is broken or of another schema, such as that of version 0.1.
+    Raises `StateError` naming the line if anything else is damaged or of another schema, such as that of version 0.1.
     """
     return list(each_event(path))
 
 
 def each_event(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """`read_events`, one at a time: files may be larger than memory."""
+    """`read_events`, one at a time, because files may be larger than memory."""
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -80,7 +80,7 @@ def each_event(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def parse_event(line: str, place: str, *, unpack: bool = True) -> dict[str, Any]:
-    """The event in one line of a file. Raises `StateError`, which begins with `place`, if it is none.
+    """The event in one line of a file. Raises `StateError`, which begins with `place`, if it is no event.
 
     unpack   False: leave a packed window as it is, for `dynamix.events.windows.window_of`
     """
@@ -119,12 +119,12 @@ def cut_unfinished(path: Path) -> None:
 
 
 def thin(path: Path, most_bytes: int) -> None:
-    """Drop lines of a file that is longer than `most_bytes`, so that about three quarters of that are left at most.
+    """Remove lines from a file that is longer than `most_bytes`, so that at most about three quarters of that remain.
 
-    The newest half of `most_bytes` stays as it is, and so do lines that begin a run. Every second one of the others
-    goes; of a file that is longer still, as many as it takes. The first line says in `thinned` how often that was done.
+    The newest half of `most_bytes` is kept, and so are lines that begin a run. Of the others every second one is
+    removed; more if the file is longer still. The first line counts in `thinned` how often this was done.
     """
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # so that a link stays a link
     shorter, begins = path.with_name(f"{path.name}.thinned"), line_of({"window_index": 0}).replace(b"}\n", b",")
     older, at = path.stat().st_size - most_bytes // 2, 0
     every = math.ceil(older / (most_bytes // 4))
@@ -144,14 +144,14 @@ def thin(path: Path, most_bytes: int) -> None:
 
 
 def require_events(path: Path) -> None:
-    """Raise `ConfigError` where `path` is a folder, or a file that does not begin as one of events of this version."""
+    """Raise `ConfigError` if `path` is a folder, or a file that does not begin with events of this version."""
     if path.is_dir():
         raise ConfigError("events", str(path), "a file", f"name one in this folder, such as {path / 'events.jsonl'}")
     line, begins = b"", line_of({}).replace(b"}\n", b",")
     if path.is_file():
-        with contextlib.suppress(OSError), path.open("rb") as file:  # whoever writes finds out
+        with contextlib.suppress(OSError), path.open("rb") as file:  # the writer will get the error
             line = file.readline(2**24)
-    ours = begins.startswith(line[: len(begins)])  # none yet, or one that was not finished
+    ours = begins.startswith(line[: len(begins)])  # empty, or an unfinished first line
     if line.endswith(b"\n"):
         with contextlib.suppress(StateError):
             ours = bool(parse_event(line.decode("utf-8", errors="replace"), "", unpack=False))

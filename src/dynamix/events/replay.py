@@ -1,4 +1,4 @@
-"""Reads an earlier run's answers at the end of its windows from its events file, for a run that repeats it."""
+"""Reads the decisions of an earlier run from its events file, for a run that repeats them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ANSWER = ("decision", "from_step", "allocation", "noise", "signal", "interval",
 
 
 def recorded(path: str | os.PathLike[str], workers: int) -> dict[int, dict[str, Any]]:
-    """Window index -> what an earlier run's events file says was answered, which a run that repeats it answers too.
+    """Window index -> the recorded decision of an earlier run, which the run that repeats it takes too.
 
-    Raises `StateError` for a file whose lines do not say it, `ConfigError` for one of a run of other `workers`.
+    Raises `StateError` for a file whose lines lack it, `ConfigError` for a run with another number of `workers`.
     """
     answers, worlds, fix = {}, set(), "replay the events.jsonl of a job, unchanged"
     for number, event in enumerate(each_event(path), 1):
@@ -23,7 +23,7 @@ def recorded(path: str | os.PathLike[str], workers: int) -> dict[int, dict[str, 
             why = "windows were left out of this file when it grew long (docs/run-folder.md)"
             raise StateError(f"{os.fspath(path)}: {why}, so the run cannot be replayed from it")
         if event.get("short"):
-            continue  # nobody decided on it
+            continue  # no decision was made on it
         answer = {k: event[k] for k in _ANSWER if k in event}
         if why := _unfit(event.get("window_index"), answer):
             raise StateError(f"{os.fspath(path)}, event {number}: {why}; {fix}")

@@ -1,4 +1,4 @@
-"""The folder every run writes: run.json, events.jsonl, result.json, report.html (docs/run-folder.md)."""
+"""The folder of every run: run.json, events.jsonl, result.json, report.html (docs/run-folder.md)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class RunFolder:
     """One run's folder. Made when constructed; raises `ConfigError` if it exists and is not empty.
 
     path     None: `runs/<command>-<UTC time>` under the working directory
-    resume   go on in the folder of an earlier run, which must exist
+    resume   continue in the folder of an earlier run, which must exist
     """
 
     def __init__(self, command: str, path: str | os.PathLike[str] | None = None, *, resume: bool = False) -> None:
-        self._made: list[Path] = []  # what making it made, innermost first
+        self._made: list[Path] = []  # folders that it created, innermost first
         if resume:
             if path is None or not (Path(path) / "run.json").is_file():
                 raise ConfigError("out", path and str(path), "the folder of the run to go on with", "name it by --out")
@@ -47,13 +47,13 @@ class RunFolder:
 
     @classmethod
     def at(cls, path: Path) -> RunFolder:
-        """The folder `path`, which exists, as it is."""
+        """The existing folder `path`, unchanged."""
         folder = cls.__new__(cls)
         folder.path, folder._made = path, []
         return folder
 
     def __enter__(self) -> RunFolder:
-        """As a context manager: what failed before anything was written leaves no folder behind."""
+        """As a context manager: a run that fails before it writes anything leaves no folder."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -64,13 +64,13 @@ class RunFolder:
                 folder.rmdir()
 
     def write_run(self, **fields: Any) -> None:
-        """run.json: what runs, with which versions, on which machine; `fields` are added."""
+        """Write run.json: what runs, with which versions, on which machine; `fields` are added."""
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         known = {"schema": SCHEMA, "commit": commit(), "started": started, "argv": sys.argv}
         self._write("run.json", {**known, "versions": versions(), "machine": machine(), **fields})
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """result.json: exactly what --json prints."""
+        """Write result.json: exactly the output of --json."""
         self._write("result.json", result)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ def row_folder(name: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that decide a result; missing ones are left out."""
+    """Versions of Python and of the packages that affect results; missing ones are left out."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -109,7 +109,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The git commit of the source tree this package runs from ("-dirty" if changed); None for an installed one."""
+    """The git commit of the source tree that this package runs from ("-dirty" if changed); None if installed."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None

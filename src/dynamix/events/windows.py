@@ -1,8 +1,8 @@
-"""A window as one line's JSON holds it: plain lists, and packed where there are many workers.
+"""The JSON form of a window in one line: plain lists, packed if there are many workers.
 
-At 1,024 workers plain lists are 400 kB and 20 ms a line, which is more than most decisions cost. Packed they are a
-tenth of the size, each number right to a quarter of a percent: enough for plots and for fitting costs. Of many more
-workers only what zlib shortens much goes through it: it takes longest over noise, which stays as long as it is.
+At 1,024 workers plain lists take 400 kB and 20 ms a line, more than most decisions cost. Packed they take a tenth of
+the size, each number with an error of at most a quarter of a percent: enough for plots and for fitting costs. With many
+more workers, only bytes that zlib shortens well go through it. It is slowest on noise, which it does not shorten.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import numpy as np
 from dynamix.window import PER_CLUSTER, PER_WORKER, Floats, Ints, Window, plain_floats
 
 PACKED_ABOVE = 64  # workers
-RAW_ABOVE = 2048  # workers: low bytes are noise, and then go as they are
+RAW_ABOVE = 2048  # workers: the low bytes are noise, and stay uncompressed
 _MOST_WORKERS = 2**14
-_BEFORE_WORK = len(PER_WORKER) - 1  # fields of records that were written before windows had `work`, the last of them
-_TOP = 15  # exponent that a field's largest value gets: the last that a half float has
-_ROUNDED = 2  # low bits of a half float, which are noise that no packing makes shorter
+_BEFORE_WORK = len(PER_WORKER) - 1  # fields in records from before windows had `work`, the last field
+_TOP = 15  # exponent of a field's largest value after scaling: the last one of a half float
+_ROUNDED = 2  # low bits of a half float that are noise, and cannot be compressed
 
 
 def window_record(window: Window) -> dict[str, Any]:
     """JSON of a window of one cluster. Above 64 workers its per-worker fields are packed.
 
-    `packed` is base64 of zlib of half floats (fields, W), all high bytes first, each field multiplied by 2^`shift`;
-    `sizes` the same of little-endian 64-bit batch sizes. A value 2^25 times smaller than the largest of its field
-    becomes 0, infinities stay. Above 2,048 workers the low bytes of `packed` follow the zlib stream as they are.
+    `packed` is base64 of zlib of half floats (fields, W), all high bytes first, each field multiplied by 2^`shift`.
+    `sizes` is the same for little-endian 64-bit batch sizes. A value 2^25 times smaller than the largest of its field
+    becomes 0; infinities stay. Above 2,048 workers the low bytes of `packed` follow the zlib stream uncompressed.
     """
     if window.workers <= PACKED_ABOVE:
         return window.to_dict()
     halves, shift = np.empty((len(PER_WORKER), window.workers), "<f2"), []
-    for row, name in zip(halves, PER_WORKER, strict=True):  # all at once would leave the processor's cache
+    for row, name in zip(halves, PER_WORKER, strict=True):  # one at a time, so that data stay in the cache
         values = getattr(window, name)
         largest = np.abs(values).max(where=np.isfinite(values), initial=0.0)
         shift.append(_TOP - math.frexp(largest)[1])
@@ -52,7 +52,7 @@ def window_record(window: Window) -> dict[str, Any]:
 
 
 def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain lists of `window_record`, whichever form it has; unknown numbers are None.
+    """The plain lists of `window_record`, in either form; unknown numbers are None.
 
     Raises ValueError, TypeError or KeyError for a packed record that is damaged.
     """
@@ -65,11 +65,11 @@ def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def window_of(record: Mapping[str, Any], wanted: Sequence[str] = PER_WORKER) -> Window:
-    """The window that a record of either form holds. Fields that this version does not know are left out.
+    """The window in a record of either form. Fields that this version does not know are left out.
 
-    wanted   fields of workers that are asked for; the others are unknown in the answer
+    wanted   fields of workers to read; the others are unknown in the result
 
-    Raises ValueError, TypeError, KeyError or OverflowError for a damaged one.
+    Raises ValueError, TypeError, KeyError or OverflowError for a damaged record.
 
     >>> window_of({"batch_size": [32, 96], "compute": [0.1, None], "of_a_later_version": 1}).compute.tolist()
     [0.1, nan]
@@ -98,11 +98,11 @@ def _arrays(record: Mapping[str, Any], wanted: Sequence[str] = PER_WORKER) -> tu
 
 
 def _packed(values: np.ndarray[Any, Any], raw: int = 0) -> str:
-    """`values`, of which the last `raw` bytes of their planes follow as they are."""
-    # Bytes of one kind together: neighbours are alike, and zlib finds that.
+    """`values` packed by byte planes; the last `raw` bytes follow uncompressed."""
+    # Bytes of one kind lie together, because neighbours are alike and zlib finds that.
     planes = values.view(np.uint8).reshape(-1, values.itemsize)[:, ::-1].T.tobytes()
     end = len(planes) - raw
-    # Runs and Huffman codes: half the time of looking for repeated strings, and shorter.
+    # Runs and Huffman codes take half the time of searching for repeated strings, and give a shorter result.
     packer = zlib.compressobj(1, strategy=zlib.Z_RLE)
     return base64.b64encode(packer.compress(planes[:end]) + packer.flush() + planes[end:]).decode()
 
@@ -121,5 +121,5 @@ def _planes(text: str, length: int, itemsize: int) -> np.ndarray[Any, Any]:
 
 
 def _values(planes: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
-    """The values in `_planes` (itemsize, ...), (...)."""
+    """The values (...) of `_planes` (itemsize, ...)."""
     return np.ascontiguousarray(np.moveaxis(planes[::-1], 0, -1)).view(kind)[..., 0]

@@ -1,6 +1,6 @@
-"""Adapters for frameworks that own a part of the training loop; each module needs the extra of its name.
+"""Adapters for frameworks that own part of the training loop; each module needs the extra of the same name.
 
-They are reached as `dynamix.integrations.lightning` and so on, once asked for (docs/frameworks.md).
+They are available as `dynamix.integrations.lightning` and so on, and imported on first use (docs/frameworks.md).
 """
 
 import importlib

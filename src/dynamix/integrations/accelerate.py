@@ -23,7 +23,7 @@ def prepare(
     *others: Any,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """`accelerator.prepare(model, optimizer, loader, *others)`, with a controller in front of what it returns.
+    """`accelerator.prepare(model, optimizer, loader, *others)`, with a controller in front of the result.
 
         controller, model, optimizer, loader = prepare(accelerator, settings, model, optimizer, loader)
         for x, y in loader:

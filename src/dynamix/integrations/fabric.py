@@ -30,7 +30,7 @@ def setup(
             ...
             controller.step(loss=loss)    # the last line of the loop's body
 
-    Iterating `loader` again is the next epoch. If gradients accumulate, say so in the settings, and use
+    Iterating `loader` again is the next epoch. If gradients accumulate, set that in the settings, and use
     `fabric.no_backward_sync`. `options` are those of `Controller.wrap`.
     """
     wrapped, prepared = fabric.setup(model, optimizer)

@@ -1,4 +1,4 @@
-"""Steers Transformers' Trainer: its plain loader, its loss, the end of epochs, its checkpoints."""
+"""Adapts Transformers' Trainer: its plain loader, its loss, the end of epochs, its checkpoints."""
 
 import math
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from dynamix.integrations.joining import batches_left, fixed
 from dynamix.runtime.controller import Controller
 
 FILE = "controller.pt"  # in a checkpoint's folder
-IGNORED = -100  # the label of what does not count
+IGNORED = -100  # label of tokens that do not count
 
 
 def require_tokens_of_all(trainer: Trainer, weighting: str | None) -> bool:
-    """Whether losses are divided by `num_items_in_batch`. Raises `ConfigError` if those are one rank's only, and
-    where a `compute_loss` of the user's may do either and `weighting` does not say what it does."""
+    """Whether losses are divided by `num_items_in_batch`. Raises `ConfigError` if that counts only one rank's tokens,
+    or if a user's own `compute_loss` may or may not divide and `weighting` does not say which."""
     given = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
     if weighting is not None:
         given = weighting == "given"
@@ -36,7 +36,7 @@ def require_tokens_of_all(trainer: Trainer, weighting: str | None) -> bool:
 
 
 def require_counted(batches: list[Any], items: Any, *, given: bool) -> None:
-    """Raise `UsageError` where losses are not weighted as they must be: by `items`, or as means over samples."""
+    """Raise `UsageError` if losses cannot be weighted as required: by `items`, or as means over samples."""
     if given and batches and items is None:
         fix = "give batches `labels`, or set model.accepts_loss_kwargs = False"
         raise UsageError(f"losses are divided by num_items_in_batch, but the Trainer found nothing to count: {fix}")
@@ -51,7 +51,7 @@ def _skips(labels: Any) -> bool:
 
 
 def plain_loader(trainer: Trainer, get_train_dataloader: Any) -> Any:
-    """The training loader before Accelerate shares its samples out."""
+    """The training loader before Accelerate distributes its samples."""
     trainer.accelerator.prepare = lambda loader: loader
     try:
         return get_train_dataloader()
@@ -60,7 +60,7 @@ def plain_loader(trainer: Trainer, get_train_dataloader: Any) -> Any:
 
 
 def masked(batch: Any) -> Any:
-    """A batch of which nothing counts."""
+    """A batch in which no token counts."""
     return {
         name: torch.full_like(value, IGNORED) if name in ("labels", "shift_labels") else value
         for name, value in batch.items()
@@ -68,14 +68,14 @@ def masked(batch: Any) -> Any:
 
 
 def save(controller: Controller, args: Any, step: int) -> None:
-    """Put the controller's state into the checkpoint of `step`. A collective call."""
+    """Add the controller's state to the checkpoint of `step`. A collective call."""
     state = controller.state_dict(gather=True)
     if args.should_save:
         torch.save(state, Path(args.output_dir) / f"checkpoint-{step}" / FILE)
 
 
 def load(controller: Controller, checkpoint: str) -> None:
-    """Go on where a checkpoint was made. Raises `StateError` for one that was made without the adapter."""
+    """Continue from a checkpoint. Raises `StateError` if it was made without the adapter."""
     path = Path(checkpoint) / FILE
     if not path.exists():
         fix = "resume from a checkpoint that was made with the adapter, or begin anew"
@@ -84,15 +84,15 @@ def load(controller: Controller, checkpoint: str) -> None:
 
 
 def steps_of(checkpoint: str) -> int:
-    """Optimizer steps that were taken before a checkpoint."""
+    """Optimizer steps before a checkpoint."""
     return int(TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).global_step)
 
 
 def enough(epochs: Epochs, most: int, pieces: int, *, done: int, wanted: float, moves: bool) -> int:
-    """Rounds of an epoch to tell the Trainer, so that it runs long enough after `done` steps of perhaps other sizes.
+    """Rounds of an epoch to report, so that the Trainer runs long enough after `done` steps of perhaps other sizes.
 
-    most   rounds that an epoch can have from now on. The Trainer divides `done` by what it is told to learn in which
-           epoch it is, and ends after that times `wanted`
+    most   most rounds of an epoch from now on. The Trainer divides `done` by the reported number to find its epoch, and
+           ends after that number times `wanted`
     """
     cut = epochs.loader.cut
     left = most if moves else batches_left(epochs) // pieces
@@ -102,7 +102,7 @@ def enough(epochs: Epochs, most: int, pieces: int, *, done: int, wanted: float, 
 
 
 class Idle:
-    """A learning-rate scheduler that is stepped by somebody else."""
+    """A learning-rate scheduler that something else steps."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -111,15 +111,15 @@ class Idle:
         return getattr(self._scheduler, name)
 
     def step(self, *_: Any) -> None:
-        """Nothing: the schedule counts samples."""
+        """Does nothing: the schedule counts samples."""
 
 
 class Steered:
-    """A trainer whose loader is made by `joined`, and whose loss and steps are known.
+    """A trainer with a loader made by `joined`, and with hooks on its loss and steps.
 
-    given      losses are divided by the tokens of all ranks
-    loss       of the batch of the last backward pass, as the model gives it
-    weighting  as `Controller.wrap` takes it; None: what the model's arguments say
+    given      whether losses are divided by the tokens of all ranks
+    loss       of the batch of the last backward pass, as the model returned it
+    weighting  as in `Controller.wrap`; None: by the model's arguments
     """
 
     def __init__(self, trainer: Trainer, joined: Callable[..., Epochs], weighting: str | None) -> None:
@@ -159,9 +159,9 @@ class Steered:
         return batches, items
 
     def measured(self, epochs: Epochs, controller: Controller) -> Epochs:
-        """The loader where the job stands, with the length that lets the trainer run long enough.
+        """The loader at the job's position, with a length that lets the trainer run long enough.
 
-        A state is loaded here: it brings the global batch by which steps are counted.
+        Loads the state first: it has the global batch by which steps are counted.
         """
         if self._resumed:
             load(controller, self._resumed)
@@ -180,14 +180,14 @@ class Steered:
         return self._own["create_scheduler"](num_training_steps=self._nominal, **given)
 
     def begin(self, controller: Controller) -> None:
-        """Training begins, or goes on. If the global batch moves, the schedule counts samples from now on."""
+        """Begin or resume training. If the global batch moves, the schedule counts samples from now on."""
         trainer = self.trainer
         if self._moves and not isinstance(trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             controller.scheduler(getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler))
             trainer.lr_scheduler = Idle(trainer.lr_scheduler)
 
     def stepped(self, controller: Controller, state: Any, control: Any) -> None:
-        """After an optimizer step: say what epoch it is, by samples, and end it."""
+        """After an optimizer step: set the epoch by samples, and end it when its samples are used."""
         assert self._epochs is not None
         state.epoch = self._epochs.loader.cut.epoch + controller.progress
         control.should_epoch_stop = control.should_epoch_stop or controller.epoch_done
@@ -198,5 +198,5 @@ class Steered:
             control.should_save = control.should_save or args.save_strategy == "steps"
 
     def end(self) -> None:
-        """Training is over. DDP cannot let go of a closed controller's hook, so the next one gets a new DDP."""
+        """End training. DDP cannot drop a closed controller's hook, so the next training gets a new DDP."""
         self.trainer.model_wrapped = self.trainer.model

@@ -23,10 +23,10 @@ class BalanceCallback(Callback):
 
         trainer = Trainer(strategy="ddp", callbacks=[BalanceCallback(dynamix.Settings("lb_bsp"))])
 
-    The training loader's batches are the controller's, whatever sampler Lightning would take. Checkpoints hold the
+    The controller sets the training loader's batches, whatever sampler Lightning would choose. Checkpoints hold the
     place in the epoch. Batches per optimizer step are `accumulate_grad_batches`. If the global batch moves, the loader
-    has no length, as an `IterableDataset` has none. With `max_epochs=-1` and `controller.budget(...)`, called in the
-    module's `on_train_start`, the fit ends when the budget is spent. `options` are those of `Controller.wrap`. Raises
+    has no length, like an `IterableDataset`. With `max_epochs=-1` and `controller.budget(...)`, called in the module's
+    `on_train_start`, the fit ends when the budget is spent. `options` are those of `Controller.wrap`. Raises
     `UsageError` for several training loaders, such as a dict of them.
     """
 
@@ -35,8 +35,8 @@ class BalanceCallback(Callback):
     def __init__(self, settings: Settings, **options: Any) -> None:
         require_steps_alike(settings, "Lightning", "exchanges after every batch")
         self.settings, self.options = settings, options
-        self._state, self._final = dict[str, Any](), dict[str, Any]()  # to go on from; and of the fit that has ended
-        self._counts = (0, 0)  # batches of a whole epoch, and those done of the one that is gone on with
+        self._state, self._final = dict[str, Any](), dict[str, Any]()  # to resume from; of the fit that has ended
+        self._counts = (0, 0)  # batches of a whole epoch, and finished ones of the resumed epoch
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_kept_loader(trainer.reload_dataloaders_every_n_epochs)
@@ -65,7 +65,7 @@ class BalanceCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         self.controller.step(loss=outputs)
-        trainer.should_stop = trainer.should_stop or self.controller.stopping  # a budget is spent, or it was asked for
+        trainer.should_stop = trainer.should_stop or self.controller.stopping  # a budget is spent, or a stop requested
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._final = self.controller.state_dict(gather=True)  # for `trainer.save_checkpoint` after `fit`

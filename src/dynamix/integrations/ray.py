@@ -1,4 +1,4 @@
-"""Ray Train: checkpoints of a plain loop inside the workers' function, and going on from them after a failure.
+"""Ray Train: checkpoints of a plain loop in the workers' function, and resuming from them after a failure.
 
     controller = dynamix.Controller("lb_bsp", batch_size=64)
     loader = controller.loader(DataLoader(dataset, batch_size=64, shuffle=True))  # not ray's prepare_data_loader
@@ -9,7 +9,7 @@
     if controller.checkpoint_due(every=100):  # after every controller.step(), on every worker
         report({"loss": loss.item()}, controller, net=net, optimizer=optimizer)
 
-Ray starts the workers again as `FailureConfig` allows.
+Ray restarts workers as `FailureConfig` allows.
 """
 
 import tempfile
@@ -24,9 +24,9 @@ FILE = "dynamix.pt"
 
 
 def report(metrics: dict[str, Any], controller: Controller, **parts: Any) -> None:
-    """`ray.train.report` with a checkpoint of the controller and of `parts`: what has a `state_dict`, by name.
+    """`ray.train.report` with a checkpoint of the controller and of `parts`: objects with a `state_dict`, by name.
 
-    A collective call, where the controller can be saved: at a meeting (`checkpoint_due`). The first worker writes.
+    A collective call, at a step at which the controller can be saved (`checkpoint_due`). The first worker writes.
     """
     import ray.train
 
@@ -38,7 +38,7 @@ def report(metrics: dict[str, Any], controller: Controller, **parts: Any) -> Non
 
 
 def resume(controller: Controller, **parts: Any) -> bool:
-    """Load what `report` saved last, on every worker; returns whether there was anything. `parts` as in `report`."""
+    """Load the last state saved by `report`, on every worker; returns whether there was one. `parts` as in `report`."""
     import ray.train
 
     if (checkpoint := ray.train.get_checkpoint()) is None:

@@ -1,4 +1,4 @@
-"""Shares of one global batch for replicas that come and go between rounds, decided alike on each of them."""
+"""Shares of one global batch for replicas that come and go between rounds; each replica computes the same decision."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from dynamix.runtime.config import from_outside, policy_of
 from dynamix.runtime.limits import check_counts, fixed_at
 from dynamix.window import Bounds, Floats, Ints, Window
 
-_UNKNOWN = -1.0  # samples of a replica that has trained nothing so far
+_UNKNOWN = -1.0  # samples of a replica that has not trained yet
 
 
 class ReplicaShares:
     """Decides what a replica trains next if no process group holds all of them: fault-tolerant training.
 
-    Every replica holds one, with the same arguments. They tell each other in `meet` what they trained and how long it
-    took; each then asks its own policy the same question. The global batch stays what it is, however many replicas
-    there are. The samples that `deal` gives count as trained once `done` says that they were committed: a round that
-    failed is dealt again, to the replicas that are there then. So each sample comes once an epoch, and all replicas
-    hold the same state after a round that all committed. One that was not there loads it from another.
+    Every replica holds one, with the same arguments. In `meet` they exchange their samples and seconds; then each asks
+    its own policy the same question. The global batch stays the same for any number of replicas. Samples from `deal`
+    count as trained once `done` reports that they were committed. A failed round is dealt again, to the replicas
+    present then. So each sample comes once an epoch, and all replicas hold the same state after a round that all
+    committed. A replica that was absent loads it from another.
 
     samples      in the data set
     batch_size   samples of a round, all replicas together
-    policy       as of `Controller`; it sees times of computing only. It must decide by windows. DYNAMIX_POLICY wins
-    interval     rounds between decisions. Where replicas come or go, shares follow at once
+    policy       as in `Controller`; it sees only computing times. It must decide by windows. DYNAMIX_POLICY wins
+    interval     rounds between decisions. If replicas come or go, shares follow at once
     low, high    samples of a replica and round; None: no upper bound
     seed, shuffle   of the order of samples, as in `Controller.batch_sampler`
-    device       on which replicas tell each other; "cuda" where they meet through NCCL
+    device       on which replicas exchange these figures; "cuda" if they communicate through NCCL
 
-    Raises `ConfigError` for a policy that gives all the same or decides once an epoch, and for sizes below 1.
+    Raises `ConfigError` for a policy that gives all the same size or decides once an epoch, and for sizes below 1.
 
     >>> shares = ReplicaShares(10, 4, shuffle=False)
     >>> shares.meet(0, 1, average=lambda told: None)
@@ -77,23 +77,23 @@ class ReplicaShares:
         self.low, self.high, self.seed, self.shuffle = low, high or batch_size, seed, shuffle
         self.device = device
         self.epoch = self.position = self.rounds = 0
-        self.sizes: Ints = np.zeros(0, dtype=np.int64)  # (W,) in force; empty before the first meeting
+        self.sizes: Ints = np.zeros(0, dtype=np.int64)  # (W,) in force; empty before the first `meet`
         self.counts: Ints = self.sizes  # (W,) of the round that was dealt
         self.rank: int | None = None
-        self.weight = 1.0  # by which this replica's part enters a plain mean over replicas
+        self.weight = 1.0  # of this replica's part in a plain mean over replicas
         self._seen: Floats = np.zeros((2, 0))  # samples and seconds (2, W) since the last decision
         self._dealt, self._own = 0, (_UNKNOWN, 0.0)
         self._began: float | None = None
-        self._order_name = COMPUTED if samples >= LARGE else ""  # a state goes on with the order that it had
+        self._order_name = COMPUTED if samples >= LARGE else ""  # a loaded state keeps its order
         self._order: tuple[int, Order] | None = None
         self._kept = self._state()
 
     def meet(self, rank: int | None, workers: int, average: Callable[[Tensor], object]) -> None:
-        """All replicas are here, `workers` of them, this one being number `rank`. Collective.
+        """Call when all `workers` replicas are present; this one is number `rank`. Collective.
 
         average   makes a float64 tensor its mean over replicas, in place
 
-        Raises `UsageError` for a replica that is no part of the round.
+        Raises `UsageError` for a replica that takes no part in the round.
         """
         if rank is None:
             raise UsageError("spare replicas get no samples: use torchft's WorldSizeMode.DYNAMIC")
@@ -116,7 +116,7 @@ class ReplicaShares:
     def deal(self, *, least: int = 0) -> list[int]:
         """Indices of the samples that this replica trains in the next round.
 
-        least   so many at least, though they be no part of the round: a pass with gradients of weight 0 needs some
+        least   at least this many, even from outside of the round: a pass with gradients of weight 0 needs some
         """
         if self.rank is None:
             raise UsageError("no replica has met another yet: start torchft's quorum before the first batch")
@@ -129,19 +129,19 @@ class ReplicaShares:
         begin = self.position + int(self.counts[: self.rank].sum())
         self._began = time.perf_counter()
         taken = max(mine, least)
-        first = min(begin, self.samples - taken)  # what is no part of the round may be any
+        first = min(begin, self.samples - taken)  # samples outside of the round may be any
         picked: list[int] = self._epoch_order()[first : first + taken].tolist()
         return picked
 
     def pieces(self, micro_batch: int) -> list[list[int]]:
-        """The samples that `deal` gives, in lists of at most `micro_batch`; none before this replica has met others."""
+        """The samples of `deal`, in lists of at most `micro_batch`; empty before the first `meet`."""
         share = [] if self.rank is None else self.deal()
         sizes = pieces_of(len(share), micro_batch) if share else []
         ends = np.cumsum(sizes).tolist()
         return [share[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def computed(self) -> None:
-        """This replica is done with what it was dealt, and about to wait for others. Waits for an accelerator."""
+        """Call when this replica has finished its samples and is about to wait. Synchronises an accelerator."""
         if self._began is None or self.rank is None:
             return
         if torch.accelerator.is_available():
@@ -150,12 +150,12 @@ class ReplicaShares:
         self._began = None
 
     def weigh_(self, tensor: Tensor) -> Tensor:
-        """Make a plain mean over replicas one by samples: this replica's part of it, in place."""
+        """Scale `tensor`, in place, so that a plain mean over replicas becomes a mean over samples."""
         self.computed()
-        return tensor.mul_(self.weight) if self.weight else tensor.zero_()  # whatever a pass without samples gave
+        return tensor.mul_(self.weight) if self.weight else tensor.zero_()  # a pass without samples may give NaN
 
     def done(self, *, committed: bool) -> bool:
-        """The round is over. Its samples are trained if it was committed, and are dealt again if not."""
+        """End the round. Its samples count as trained if it was committed; otherwise they are dealt again."""
         if committed:
             self._commit()
         return committed
@@ -168,11 +168,11 @@ class ReplicaShares:
         self._kept = self._state()
 
     def state_dict(self) -> dict[str, Any]:
-        """The samples that were committed, and how many the round under way has: the same on all replicas."""
+        """The committed samples, and the number in the current round: the same on all replicas."""
         return copy.deepcopy(self._kept) | {"dealt": self._dealt}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the replica that gave `state`, now."""
+        """Continue as the replica that gave `state`, from now on."""
         require_known(state.get("order", ""))
         self._load(state)
         self._dealt = state["dealt"]
@@ -201,7 +201,7 @@ class ReplicaShares:
 
     def _load(self, state: dict[str, Any]) -> None:
         self.epoch, self.position, self.rounds = state["epoch"], state["position"], state["rounds"]
-        if (order := state.get("order", "")) != self._order_name:  # of 0.2: the one that is drawn
+        if (order := state.get("order", "")) != self._order_name:  # a state of 0.2 has the drawn order
             self._order_name, self._order = order, None
         self.sizes = np.asarray(state["sizes"], dtype=np.int64)
         self._seen = np.asarray(state["seen"], dtype=np.float64).reshape(2, -1)

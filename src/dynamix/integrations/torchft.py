@@ -9,7 +9,7 @@ from dynamix.integrations.replicas import ReplicaShares
 
 
 class WeightedManager:
-    """A `torchft.Manager(use_async_quorum=False)` whose means are by samples; `shares` deals them."""
+    """A `torchft.Manager(use_async_quorum=False)` whose means are by samples; `shares` deals the samples."""
 
     def __init__(self, manager: Any, shares: ReplicaShares) -> None:
         if manager._use_async_quorum:
@@ -33,17 +33,17 @@ class WeightedManager:
         return self.shares.done(committed=bool(self._manager.should_commit(*args, **options)))
 
     def pieces(self, averaging: Any, micro_batch: int) -> list[list[int]]:
-        """A round of torchft's LocalSGD or DiLoCo: indices, an optimizer step for each list. A new replica has none."""
+        """A round of torchft's LocalSGD or DiLoCo: lists of indices, one per optimizer step. A new replica has none."""
         pieces = self.shares.pieces(micro_batch)
-        averaging._sync_every = max(len(pieces), 1)  # torchft knows one number for all replicas
+        averaging._sync_every = max(len(pieces), 1)  # torchft has one number for all replicas
         if not pieces:
             averaging._local_optimizer.zero_grad()
-            averaging._local_optimizer.step()  # changes nothing, and its hook meets the others
+            averaging._local_optimizer.step()  # changes nothing, but its hook synchronises with the others
         return pieces
 
 
 class _Work:
-    """An all-reduce. It has a future also if a replica was lost: the hook of torchft 0.2's DDP relies on it."""
+    """An all-reduce. It has a future even if a replica was lost, because the hook of torchft 0.2's DDP needs one."""
 
     def __init__(self, manager: Any, work: Any, tensor: torch.Tensor) -> None:
         self._manager, self._work, self._tensor = manager, work, tensor

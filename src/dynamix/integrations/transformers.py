@@ -19,9 +19,9 @@ class TrainerBalance(TrainerCallback):
         TrainerBalance(trainer, dynamix.Settings("lb_bsp"))
         trainer.train()
 
-    Losses that are divided by `num_items_in_batch` carry their weights, by tokens; others are weighted by samples.
-    Checkpoints hold the place in the epoch, so `ignore_data_skip` is set. If the global batch moves, epochs end and the
-    learning rate is scheduled by samples. `options` are those of `Controller.wrap`.
+    Losses divided by `num_items_in_batch` carry their weights, by tokens; others are weighted by samples.
+    Checkpoints hold the place in the epoch, so `ignore_data_skip` is set. If the global batch moves, epochs and the
+    learning rate's schedule count samples. `options` are those of `Controller.wrap`.
     """
 
     controller: Controller

@@ -1,4 +1,4 @@
-"""How workers meet where both ways are open: over gradients after every step, or over parameters after several."""
+"""Chooses between averaging gradients after every step and averaging parameters after several local steps."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ from dynamix.model.sync_schedule import Ask, Conditions, SyncSchedule
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
-# So many times as much a second must rounds apart promise, to begin and to go on. Where both ways promise alike, rounds
-# apart have reached a loss with fewer samples, not with more; the gap keeps a job from changing to and fro.
-# A batch that moves is a way to save exchanges too, and rounds follow changes late, so there it must be clearly more.
+# Local steps must promise this many times the speed of gradient averaging, to begin and to go on. Below 1, because at
+# equal speed local steps have needed fewer samples for a loss; the gap prevents switching back and forth. A batch that
+# moves also saves exchanges, and rounds follow changes late, so there the gain must be clear.
 BEGINS, STAYS = {"fixed": 0.98, "moves": 1.3}, {"fixed": 0.95, "moves": 1.2}
-BEARS = 6.0  # times noisier a worker's own gradient may be than that of all, for steps at one rate to teach alike
-LEAST_STEPS = 2  # of a round apart, in the mean
-STEADY = 1.1  # pieces stay as they are where others would be so little larger or smaller
-LOOK = 1.3  # times as many samples as when gradients met last: then they meet for a window, where the batch may move
-PART = 0.1  # of the samples trained so far that a round has at most: longer ones have cost score in short runs
-HARM = 0.1  # of the loss when gradients met last: a rise apart by more is held against stepping apart
-NEWEST = 0.5  # weight of a window's figure over those before it
-LATEST = 3.0  # times what workers would take whose shares fit their speeds, at most
+BEARS = 6.0  # local steps teach as much as common ones while a worker's gradient is at most this many times noisier
+LEAST_STEPS = 2  # local steps of a round, mean over workers
+STEADY = 1.1  # the piece stays if a new one would differ by less than this factor
+LOOK = 1.3  # growth of the samples trained, after which gradients are averaged for a window, where the batch may move
+PART = 0.1  # a round's most samples, as a part of those trained so far: longer rounds have cost score in short runs
+HARM = 0.1  # local steps end if the loss rises by more than this part since gradients were last averaged
+NEWEST = 0.5  # weight of a window's figure against earlier ones
+LATEST = 3.0  # limit of a lag: times the seconds of shares that fit the workers' speeds
 NO_LIMIT = 2**40  # samples
 Pair = tuple[float, float]
-NEAR = 2.0 ** (np.arange(-4, 5) / 4)  # times the batch in force: those at which the ways are compared
+NEAR = 2.0 ** (np.arange(-4, 5) / 4)  # batches at which the modes are compared, as multiples of the batch in force
 
 
 @dataclass
 class AutoSync(SyncSchedule):
-    """Chooses way and size of a round, window by window, for most progress a second.
+    """Chooses the mode and size of a round, window by window, for most progress a second.
 
-    A policy decides on steps of all workers, as if gradients met. Apart, every worker takes steps of its part of such a
-    step's samples, a piece, at the same learning rate, and the mean of the models moves as far as one such step for
-    every step's samples. So samples teach alike in both, up to the number of steps that `RoundSize` allows. To the
-    policy a round apart is so many steps, each with the exchange that it would have if gradients met.
+    A policy decides on steps of all workers, as if gradients were averaged. With local steps each worker takes its part
+    of such a step's samples (a piece) in its own step, at the same learning rate. The averaged model then moves as far
+    as by a common step. So samples teach alike in both modes, up to the number of steps that `RoundSize` allows. To the
+    policy a round of local steps is that many steps, each with the exchange of an averaged gradient.
 
-    That holds for few workers. A rate that suits the gradient of all is too high for one worker's where that is much
-    noisier: with a noise scale phi, and steps of T samples by W workers, its square is (T + W phi) / (T + phi) times as
-    large. The part beyond `BEARS` is taken off what samples teach apart. An unknown phi is taken for large.
+    That holds for few workers. A learning rate that suits the averaged gradient is too high for one worker's if that is
+    much noisier: with noise scale phi and steps of T samples by W workers, its square is (T + W phi) / (T + phi) times
+    as large. Beyond `BEARS`, samples of local steps count less in proportion. An unknown phi counts as large.
 
-    The gain of each way is counted at the batch that suits it best among those near the one in force: samples a second,
-    over what a sample teaches less there (`NoiseByBatch`). If the batch is fixed, that is samples a second.
+    The gain of each mode is its samples a second at its best batch near the one in force, divided by how much less a
+    sample teaches there (`NoiseByBatch`). If the batch is fixed, the gain is samples a second.
 
-    Speeds are those of pieces. Over gradients they follow from the fitted costs of every worker: a slow worker's small
-    share has the fixed cost of a whole pass, so it looks slower there than it is apart, and a fast one looks faster.
+    Speeds are those of pieces. If gradients are averaged, they follow from each worker's fitted costs: a slow worker's
+    small share has the fixed cost of a whole pass, so it looks slower than in local steps, and a fast one looks faster.
 
-    Only one way's exchange is seen at a time. The other way's exchange is predicted from this one's: a meeting moves
-    `payload` times the bytes of a gradient, and nothing hides it; of a gradient's exchange `hidden_s` goes on while
-    workers compute. The hidden part is learned when workers have met both ways, and is nothing before that.
+    Only one mode's exchange is seen at a time, and the other's is predicted from it. Averaging parameters moves
+    `payload` times the bytes of a gradient, and overlaps with nothing. Of a gradient's exchange, `hidden_s` overlaps
+    with computing. That part is learned once both modes were used, and is 0 before.
 
-    A learning rate that gradients of all workers bear may be too high for a worker's own. So where the loss rises while
-    workers step apart, gradients meet again, and rounds apart must promise twice as much as before to be tried again.
+    A learning rate that suits the averaged gradient may be too high for a single worker's. So if the loss rises during
+    local steps, gradients are averaged again, and the next local steps must promise twice as much as before.
 
-    workers   how many
-    epoch     samples of an epoch, which no round outgrows; infinite where there are none
+    workers   number of workers
+    epoch     samples of an epoch, the limit of a round; infinite without epochs
 
-    `why` says how the last choice was made; the figures are NaN before one.
+    `why` gives the reason for the last choice; the figures are NaN before the first one.
     """
 
     steps_apart: ClassVar[bool] = True
@@ -72,19 +72,19 @@ class AutoSync(SyncSchedule):
     workers: int
     epoch: float = math.inf
     hidden_s: float = field(default=0.0, init=False)
-    late: float = field(default=1.0, init=False)  # the slowest worker of a step over the slowest mean
-    lags: list[float] = field(default_factory=lambda: [1.0, 1.0], init=False)  # over gradients, and apart
-    gradients: float = field(default=float("nan"), init=False)  # samples a second that are to be expected
+    late: float = field(default=1.0, init=False)  # seconds of a step's slowest worker over the slowest mean
+    lags: list[float] = field(default_factory=lambda: [1.0, 1.0], init=False)  # with averaged gradients, local steps
+    gradients: float = field(default=float("nan"), init=False)  # expected samples a second
     parameters: float = field(default=float("nan"), init=False)
     why: str = field(default="nothing is measured yet", init=False)
     size: RoundSize = field(default_factory=lambda: RoundSize(1.0), init=False)
     _costs: WorkerCosts = field(default_factory=WorkerCosts, init=False)
     _noise: NoiseByBatch = field(default_factory=NoiseByBatch, init=False)
-    _exposed_s: float = field(default=float("nan"), init=False)  # of the gradients' exchange, seen or foreseen
-    _unseen: bool = field(default=False, init=False)  # no meeting was seen since gradients met
-    _loss: float = field(default=float("nan"), init=False)  # when gradients met last
-    _doubt: float = field(default=1.0, init=False)  # times as much that rounds apart must promise to begin
-    _looked: float = field(default=0.0, init=False)  # samples trained when gradients met last
+    _exposed_s: float = field(default=float("nan"), init=False)  # of the gradient exchange, measured or predicted
+    _unseen: bool = field(default=False, init=False)  # gradients were averaged; no parameter averaging since
+    _loss: float = field(default=float("nan"), init=False)  # when gradients were last averaged
+    _doubt: float = field(default=1.0, init=False)  # local steps must promise this many times as much to begin
+    _looked: float = field(default=0.0, init=False)  # samples trained when gradients were last averaged
     _windows: int = field(default=0, init=False)
     _apart: bool = field(default=False, init=False)  # the last choice
 
@@ -104,20 +104,20 @@ class AutoSync(SyncSchedule):
         vars(self).update(vars(AutoSync(self.workers, self.epoch)))
 
     def apart_bounds(self, piece: int, most: float = NO_LIMIT) -> Bounds:
-        """The bounds of rounds apart, of `most` samples: whole pieces, one at least, so that each speed is seen."""
+        """Bounds of a round of local steps, of `most` samples: a piece a worker at least, so that each is timed."""
         each = np.full(self.workers, piece, dtype=np.int64)
-        high = 8 * int(MOST) * each  # of the fastest of unlike workers
+        high = 8 * int(MOST) * each  # for the fastest of unequal workers
         least = LEAST_STEPS * int(each.sum())
         largest = max(min(self._most(piece), int(high.sum()), int(most) // piece * piece), least)
         one, other = (np.asarray(total, dtype=np.int64) for total in (least, largest))
         return Bounds(each, high, one, other, piece)
 
     def _most(self, piece: int) -> int:
-        """Samples of a round, at most."""
+        """Most samples of a round."""
         return int(min(self.epoch, NO_LIMIT)) // piece * piece
 
     def as_step(self, window: Window, piece: int) -> Window:
-        """Take in `window`; of rounds apart, in pieces of `piece`, it is returned as one of steps of all workers.
+        """Take in `window`. One of local steps, in pieces of `piece`, is returned as a window of common steps.
 
         Converts local steps to one synchronous step: every worker has a share instead of its pieces and computes in one
         pass, so fixed costs count once.
@@ -145,7 +145,7 @@ class AutoSync(SyncSchedule):
         return dataclasses.replace(window, batch_size=sizes, **known)
 
     def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
-        """The policy is asked for steps of all workers, of which `bounds` are."""
+        """Asks the policy for sizes of common steps within `bounds`, then chooses the mode."""
         piece, payload, samples = now
         sizes = ask(self.as_step(window, piece), bounds)
         after = self._piece(int(sizes.sum()), bounds, piece)
@@ -176,7 +176,7 @@ class AutoSync(SyncSchedule):
         return (self._shares(sizes, after, total), after) if self._apart else (sizes, 0)
 
     def _piece(self, total: int, bounds: Bounds, piece: int) -> int:
-        """A worker's part of a step of `total` samples, if workers step apart; about what is in force stays."""
+        """A worker's part of a step of `total` samples, for local steps; stays as it is if it would hardly change."""
         quantum = bounds.quantum
         wanted = max(min(round(total / self.workers / quantum) * quantum, int(bounds.high.min())), quantum)
         return piece if piece and 1 / STEADY < wanted / piece < STEADY else wanted
@@ -186,23 +186,23 @@ class AutoSync(SyncSchedule):
         return project(np.maximum(sizes, 0), self.apart_bounds(piece), total=total)
 
     def _speeds(self, window: Window, piece: int) -> Floats | None:
-        """Samples a second of every worker (W,) in steps of a piece; None where none was measured."""
+        """Samples a second of every worker (W,) in steps of a piece; None if no worker was measured."""
         if (measured := samples_a_second(window)) is None:
             return None
         seconds = self._seconds(window, np.asarray([float(piece)]))[0]
         return np.where(np.isfinite(seconds) & (seconds > 0), piece / seconds, measured)
 
     def _seconds(self, window: Window, pieces: Floats) -> Floats:
-        """Seconds (K, W) that every worker takes for each of `pieces` (K,)."""
+        """Seconds (K, W) of every worker for each of `pieces` (K,)."""
         each = np.broadcast_to(pieces[:, None], (pieces.size, self.workers))
         return self._costs.seconds(each, even_share(window))
 
     def _compare(
         self, window: Window, bounds: Bounds, speeds: Floats, piece: int, exchanges: Pair, pace: float
     ) -> None:
-        """The progress of each way: samples of the base batch a second, at the batch that suits it best.
+        """Computes the progress of each mode: samples of the base batch a second, at the mode's best batch.
 
-        pace   samples a second apart, in pieces of `piece`
+        pace   samples a second with local steps, in pieces of `piece`
         """
         (exposed_s, meeting_s), here = exchanges, float(piece * self.workers)
         base = np.asarray(float(base_total(window)))
@@ -222,7 +222,7 @@ class AutoSync(SyncSchedule):
         self.parameters = pace * float(taught[-1] * apart.max() / apart[-1])
 
     def _taught_apart(self, totals: Floats, known: bool) -> Floats:
-        """The learning of a sample in steps apart, over that of one where gradients meet, for steps of `totals`."""
+        """How much a sample teaches in local steps over one in averaged gradients, for steps of `totals` samples."""
         noisier = np.full(totals.shape, float(self.workers))
         if known:
             phi = float(np.exp(self._noise.level))
@@ -230,10 +230,10 @@ class AutoSync(SyncSchedule):
         return np.asarray(np.minimum(1.0, BEARS / noisier))
 
     def _learn_lag(self, window: Window, piece: int) -> None:
-        """How much longer than with the shares that fit their speeds workers took until the slowest was done."""
+        """Update the lag: the slowest worker's time over its time with shares that fit the speeds."""
         self._windows += 1
         if self._windows == 1:
-            return  # even shares, which say nothing of how decisions keep up
+            return  # shares are still even, so they do not show how well decisions keep up
         speeds, total = samples_a_second(window), int(window.batch_size.sum())
         assert speeds is not None
         fitting = self._shares(speeds, piece, total) / speeds if piece else np.array([total / speeds.sum()])
@@ -243,7 +243,7 @@ class AutoSync(SyncSchedule):
             self.late = _learned(self.late, slowest_s / float(np.nanmax(window.compute)))
 
     def _loss_rose(self, window: Window, piece: int) -> bool:
-        """Whether the loss is clearly higher than when gradients met last; not so where it is unknown."""
+        """Whether the loss is clearly higher than when gradients were last averaged; False if it is unknown."""
         known = np.isfinite(window.loss)
         if not known.any():
             return False
@@ -259,17 +259,17 @@ class AutoSync(SyncSchedule):
         return np.asarray((pieces[:, None] / self._seconds(window, pieces)).sum(-1))
 
     def _exchanges(self, window: Window, apart: bool, seen_s: float, payload: float) -> Pair:
-        """Seconds that the exchange adds to a step over gradients, and those of a meeting."""
+        """Seconds that the exchange adds to a step with averaged gradients, and those of averaging parameters."""
         if not apart:
             self._unseen = True
             return seen_s, payload * (seen_s + self.hidden_s)
-        if self._unseen:  # these are the first rounds apart since gradients met
+        if self._unseen:  # the first local steps since gradients were averaged
             self.hidden_s, self._unseen = max(seen_s / payload - self._exposed_s, 0.0), False
         return max(seen_s / payload - self.hidden_s, 0.0), seen_s
 
     @property
     def report(self) -> dict[str, Any]:
-        """For the events: why workers meet as they do."""
+        """For the events: the mode and the reason for it."""
         told = {"meet": "parameters" if self._apart else "gradients", "why": self.why}
         return told | {"gradients": self.gradients, "parameters": self.parameters} | self.size.report
 
@@ -283,7 +283,7 @@ def _learned(known: float, seen: float) -> float:
 
 
 def _of_pieces(window: Window, piece: int) -> Window:
-    """`window` of rounds apart as of one of every worker's own steps."""
+    """`window` of local steps as a window of each worker's own steps."""
     if not piece:
         return window
     steps = np.maximum(window.batch_size / piece, 1e-9)

@@ -1,4 +1,4 @@
-"""Each worker's fixed and growing cost, learned online while its speed jumps about."""
+"""Each worker's fixed cost and cost per sample, learned online while its speed jumps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dynamix.model.measured import base_total, busy_seconds, mean_of_known, medi
 from dynamix.model.state import laid_out, merged, nothing, restored
 from dynamix.window import Floats, Ints, Window
 
-# Candidate fixed costs of a worker as multiples of the time that the samples of its base batch take. Beforehand they
-# are believed as 1 / (1 + offset / PRIOR): small ones are commoner, also among the calibrated GPUs.
+# Candidate fixed costs of a worker, as multiples of the time for the samples of its base batch. Their prior is
+# 1 / (1 + offset / PRIOR): small ones are commoner, also among the calibrated GPUs.
 OFFSETS: Floats = np.array([0.0, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0, 1.7, 3.0, 5.0, 8.0, 16.0])
 PRIOR = 2.0
 # Beyond a memory cliff time grows faster than the batch.
 POWERS: Floats = np.array([1.5, 2.0])
 PLAIN = len(OFFSETS)
 
-# Beforehand what looks like a jump is one nine times in ten, and taken in full; less as soon as jumps have not lasted.
+# Prior chance that what looks like a jump is one. It falls as soon as jumps turn out not to last.
 LASTING = 0.9
 
 NO_LEAN: Floats = np.zeros(1)
@@ -29,9 +29,9 @@ NO_LEAN: Floats = np.zeros(1)
 class Reading(NamedTuple):
     """One window's measurement of every worker, (..., W); 1 s if `seen` is false.
 
-    seconds  busy seconds of a step; `own` their relative variance within the window, `steps` (..., 1) in it
-    size     log samples, of mean cost where costs are known
-    level    (..., W, G) the level that would make each candidate right
+    seconds  busy seconds of a step; `own` their relative variance within the window, `steps` (..., 1) its steps
+    size     log samples, of mean cost if costs are known
+    level    (..., W, G) the level at which each candidate would be right
     """
 
     seen: np.ndarray
@@ -55,50 +55,50 @@ class Reading(NamedTuple):
 
 
 class _Settled(NamedTuple):
-    """Levels and suspected jumps, (..., W, G), after a window has said which of the last jumps lasted."""
+    """Levels and suspected jumps, (..., W, G), after a window has shown which of the last jumps lasted."""
 
     level: Floats
     before: Floats
     lasted: Floats
-    fresh: bool  # whether both arrays are new: then they may be written to
+    fresh: bool  # both arrays are new, so they may be written to
 
 
 @dataclass(frozen=True, eq=False)
 class WorkerCosts:
-    """Each worker's alpha and beta while its speed jumps about: a bank of Kalman filters, one per candidate offset.
+    """Each worker's alpha and beta while its speed jumps: a bank of Kalman filters, one for each candidate offset.
 
-    A slowdown multiplies alpha and beta alike, so log seconds = log(a + b) + level, where the offset a = alpha/beta
-    (samples) is fixed and only the level moves. For every a of `OFFSETS` times the base batch, and for growth with a
-    power of b, a filter follows the level; how well its predictions came true weighs the candidates. A deviation of
-    more than `gate` standard deviations is a jump, taken at once; what a window's standard deviation exceeds the usual
-    jitter by then says how far the jump goes on beyond the window's mean.
+    A slowdown multiplies alpha and beta alike. So log seconds = log(a + b) + level: the offset a = alpha/beta (samples)
+    is fixed and only the level moves. One filter follows the level for each a of `OFFSETS` times the base batch, and
+    for each power of b. Past prediction errors weigh the candidates. A deviation of more than `gate` standard
+    deviations is a jump, taken at once. If the window's standard deviation then exceeds the usual jitter, the excess
+    says how far the jump goes beyond the window's mean.
 
-    A stall looks like a jump until the next window: both levels are kept for that long, the one in between is believed
-    as far as jumps have lasted so far, and the next window decides.
+    A stall looks like a jump until the next window, which decides. Until then both levels are kept. The estimate lies
+    between them, in proportion to how often jumps have lasted so far.
 
     Settings:
       drift    standard deviation a window of the level
       spacing  standard deviation of the level per log change of size: the candidates are coarse, costs not quite affine
       gate     standard deviations beyond which a deviation is a jump
-      torn     times the usual variance within a window beyond which it holds a jump
+      torn     a window holds a jump if the variance within it is more than this many times the usual
       forget   factor a window on past prediction errors
-      pooled   how much of the other workers' evidence on their offsets counts for each
+      pooled   weight of the other workers' evidence on their offsets
       learn_error  whether `error` and `apart` are learned, else they stay 0. One worker's own jumps raise both
-      follow   how much of a surprise that all workers share is believed; the rest of it is taken for a wave that passes
+      follow   the part of a surprise shared by all workers that is believed; the rest counts as a passing wave
     State:
-      level    (..., W, G), NaN before a worker was seen; `variance` (..., W) of it
+      level    (..., W, G), NaN before a worker was measured; `variance` (..., W) of it
       loss     (..., W, G) half the sum of squared normalised prediction errors
-      size     (..., W) log samples when last seen
-      before   (..., W, G) level before a jump that the next window must confirm, else NaN; `after` the level that it
-      means lasted   (..., 2) jumps that were confirmed, and that were not
+      size     (..., W) log samples when last measured
+      before   (..., W, G) level before a jump that the next window must confirm, else NaN; `after` the level after it
+      lasted   (..., 2) jumps that were confirmed, and that were not
       jitter   (..., W) s, variance of one step's seconds over their mean
-      error    (...) variance of a window's mean that `jitter` does not explain; `apart` the same without what all
-               workers have in common; `count` windows that both were learned from
+      error    (...) variance of a window's mean that `jitter` does not explain; `apart` the same without the part that
+               all workers share; `count` windows that both were learned from
       alpha    (..., W) s, and `beta` s/sample: the line that touches the costs at the sizes of the last window. A
-               worker never measured has the others' mean; NaN where nobody was
-    Beside it:
-      lean     what speaks against candidates beside the evidence, as `loss`, (..., 1 or W, G)
-      weights  (..., W, G) how much each candidate was believed at the last window, summing to 1
+               worker never measured has the others' mean; NaN if none was measured
+    Derived or given:
+      lean     prior against candidates, besides the evidence, like `loss`, (..., 1 or W, G)
+      weights  (..., W, G) belief in each candidate at the last window, summing to 1
     """
 
     drift: float = 0.01
@@ -131,7 +131,7 @@ class WorkerCosts:
     )
 
     def update(self, window: Window) -> WorkerCosts:
-        """Take in a window; one of another shape begins anew."""
+        """Take in a window. If its shape differs, start over."""
         seen = np.isfinite(busy_seconds(window))
         past = self if self.level.shape[:-1] == seen.shape else self._anew(seen.shape)
         return past._after(window, Reading.of(window, seen))
@@ -145,25 +145,25 @@ class WorkerCosts:
         return dataclasses.replace(past, **big, weights=past._weights(big["loss"]))
 
     def merged(self, newer: np.ndarray, new: WorkerCosts) -> WorkerCosts:
-        """`new` in the clusters (...) that are `newer`, this one elsewhere."""
+        """`new` in the clusters (...) that are `newer`, else this one."""
         weights = np.where(newer[..., None, None], new.weights, self.weights)
         return dataclasses.replace(merged(newer, new, self), weights=weights)
 
     def lean_to(self, offset: Floats, firmly: float) -> WorkerCosts:
-        """Believe, from the next window on, offsets near `offset` (..., 1 or W), in base batches, so `firmly`."""
+        """From the next window on, favour offsets near `offset` (..., 1 or W), in base batches, by `firmly`."""
         near = np.log1p(offset)[..., None]
         beyond = np.broadcast_to(np.square(near), (*near.shape[:-1], len(POWERS)))  # a power has no offset
         lean = firmly * np.concatenate([np.square(np.log1p(OFFSETS) - near), beyond], -1)
         known = self.lean if self.lean.shape == lean.shape else np.zeros(lean.shape)
-        return dataclasses.replace(self, lean=np.where(np.isnan(lean), known, lean))  # of an unknown offset nothing new
+        return dataclasses.replace(self, lean=np.where(np.isnan(lean), known, lean))  # NaN: keep the old
 
     def seconds(self, batch: Floats, even: Floats) -> Floats:
-        """Expected busy seconds (..., W) of `batch` (..., W) samples in the situation last seen; 0 without any.
+        """Expected busy seconds (..., W) of `batch` (..., W) samples in the situation last measured; 0 for no samples.
 
         even   (...) samples of an even share of the base batch (`even_share`)
 
-        Several allocations at once with one more leading dimension. Workers never measured get the others' mean; NaN
-        where nobody was.
+        One more leading dimension gives several allocations at once. Workers never measured get the others' mean; NaN
+        if none was measured.
         """
         logs = self.level + np.log(samples_by_candidate(even, np.maximum(batch, 1.0)))
         seconds = np.exp((self.weights * logs).sum(-1))
@@ -171,7 +171,7 @@ class WorkerCosts:
         return np.where(batch > 0, seconds, 0.0)
 
     def _anew(self, shape: tuple[int, ...]) -> WorkerCosts:
-        """Nothing known of workers of this shape (..., W)."""
+        """Initial state for workers of this shape (..., W)."""
         prior = prior_loss()
         unknown = np.full((*shape, len(prior)), np.nan)
         none, unseen, clusters = np.zeros(shape), np.full(shape, np.nan), np.zeros(shape[:-1])
@@ -230,11 +230,11 @@ class WorkerCosts:
             error=error, apart=apart, alpha=alpha, beta=beta,
         )  # fmt: skip
 
-    # Arrays of W x G are what a decision for many workers costs: below, fresh ones are changed in place, and of old
-    # ones only what some worker needs is copied.
+    # Arrays of W x G dominate the cost of a decision for many workers. So the code below changes fresh arrays in place,
+    # and of old arrays copies only the rows that change.
 
     def _settled(self, now: Reading, measured: Floats) -> _Settled:
-        """Decide by this window, of variance `measured` (..., W), whether the last jumps were jumps."""
+        """Decide by this window, of variance `measured` (..., W), whether the last suspected jumps lasted."""
         level, before = laid_out(self.level), laid_out(self.before)
         asked = now.seen & np.isfinite(before[..., 0])
         if not asked.any():
@@ -255,8 +255,8 @@ class WorkerCosts:
         return _Settled(level, before, 0.95 * self.lasted + told, True)
 
     def _weighed(self, surprise: Floats, whole: np.ndarray, expected: Floats) -> Floats:
-        """The evidence (..., W, G) with the surprises, of variance `expected` (..., W), of the workers `whole`."""
-        # Evidence is bounded, so a jump, which no candidate foresees, tells nothing; a wrong offset is no jump.
+        """Add the surprises, of variance `expected` (..., W), of the workers `whole` to the evidence (..., W, G)."""
+        # Evidence is bounded: no candidate predicts a jump, so a jump must not decide between candidates.
         loss = laid_out(self.loss)
         told = np.square(surprise)
         told /= (2.0 * expected)[..., None]
@@ -267,7 +267,7 @@ class WorkerCosts:
         return told
 
     def _weights(self, loss: Floats) -> Floats:
-        """How much each candidate offset is believed, (..., W, G), summing to 1."""
+        """Belief in each candidate offset, (..., W, G), summing to 1."""
         likely = self.pooled * loss.mean(-2, keepdims=True) + loss + self.lean
         np.subtract(likely.min(-1, keepdims=True), likely, out=likely)
         np.exp(likely, out=likely)
@@ -277,7 +277,7 @@ class WorkerCosts:
     def _typical(self, own: Floats, seconds: Floats) -> Floats:
         """Relative variance of a step, (..., W): own history and the cluster's, else this window's, else (5 %)^2.
 
-        Variances are taken to grow with the mean: some part of a jitter is of the step, some is of the machine.
+        Variances are assumed to grow with the mean: part of the jitter comes from the step, part from the machine.
         """
         known = np.where(np.isnan(self.jitter), own, self.jitter)
         cluster = median_of_known(known)[..., None]
@@ -285,9 +285,9 @@ class WorkerCosts:
         return np.maximum((0.5 * np.where(np.isnan(known), cluster, known) + 0.5 * cluster) / seconds, 1e-6)
 
     def _learned(self, surprise: Floats, explained: Floats, count: Floats) -> tuple[Floats, Floats]:
-        """`error` and `apart` after this window; one jump does not move them, all together not far.
+        """`error` and `apart` after this window. One worker's jump does not move them, jumps of all at once not far.
 
-        They are what the median surprise (2, ..., W) says beyond `explained`, the median of what jitter explains (...).
+        Both follow the median surprise (2, ..., W) beyond `explained` (...), the median that jitter explains.
         """
         if not self.learn_error:
             return np.zeros(self.error.shape), np.zeros(self.apart.shape)
@@ -313,7 +313,7 @@ def even_share(window: Window) -> Floats:
 
 
 def samples_by_candidate(even: Floats, batch: Floats | Ints) -> Floats:
-    """The measure to which each candidate's seconds are proportional, (..., W, G): b + offset, or a power of b."""
+    """The quantity that each candidate's seconds are proportional to, (..., W, G): b + offset, or a power of b."""
     unit = even[..., None, None]
     size = np.asarray(batch, np.float64)[..., None, :]
     by_candidate = np.empty((*size.shape[:-2], PLAIN + len(POWERS), size.shape[-1]))
@@ -334,7 +334,7 @@ def _line(window: Window, now: Reading, level: Floats, weights: Floats) -> tuple
         samples = samples_by_candidate(even_share(window), batch)
         logs = np.log(samples)
     seconds = np.exp((weights * (level + logs)).sum(-1))
-    # Where time grows faster than the batch the line ends at no fixed cost: a negative one would promise free samples.
+    # If time grows faster than the batch, the fixed cost is 0: a negative one would promise free samples.
     elasticity = (weights[..., :PLAIN] * (batch[..., None] / samples[..., :PLAIN])).sum(-1)
     growing = np.minimum(elasticity + (weights[..., PLAIN:] * POWERS).sum(-1), 1.0)
     alpha, beta = seconds * (1 - growing), seconds * growing / batch
@@ -347,7 +347,7 @@ def _line(window: Window, now: Reading, level: Floats, weights: Floats) -> tuple
 def _moved(
     level: Floats, surprise: Floats, beyond: Floats, shift: Floats, gain: Floats, *, jump: np.ndarray, seen: np.ndarray
 ) -> Floats:
-    """Levels after moving by `gain` (..., W) of the surprises, which it uses up; all workers share `shift` (..., 1)."""
+    """Levels after moving by `gain` (..., W) of the surprises, overwritten here; all workers share `shift` (..., 1)."""
     moved, shift = surprise, shift[..., None]
     if jump.any():
         moved[jump] += beyond[jump][:, None]
@@ -362,25 +362,25 @@ def _moved(
 
 
 def _lasting(lasted: Floats) -> Floats:
-    """The chance, (..., 1), that what looks like a jump is one; `lasted` (..., 2) were, and were not."""
+    """The chance, (..., 1), that what looks like a jump lasts; `lasted` (..., 2) counts those that did, and did not."""
     yes, no = lasted[..., :1], lasted[..., 1:]
     return np.asarray((yes + 10.0 * LASTING) / (yes + no + 10.0))
 
 
 def _known(x: Floats) -> Floats:
-    """(..., W, G) with 0 for workers of whom nothing is known: then their whole row is NaN.
+    """(..., W, G) with 0 for workers without any measurement, whose whole row is NaN.
 
-    Also a spread that is no number makes such a row; the level then stays where it is.
+    A NaN spread makes such a row too; the level then stays as it is.
     """
     unknown = np.isnan(x[..., 0])
     return np.where(unknown[..., None], 0.0, x) if unknown.any() else x
 
 
 def _in_common(surprise: Floats) -> Floats:
-    """(..., 1) what the workers' surprises have in common: it says nothing about anyone's share.
+    """(..., 1) the part of the surprise that all workers share: it says nothing about any worker's share.
 
-    Their median, with "no change" as one more voice: two workers that disagree have nothing in common, nor has one
-    alone.
+    The median of the surprises and one 0. So two workers that disagree have nothing in common, and neither has a
+    single worker.
     """
     if surprise.shape[-1] < 2:
         return np.zeros(surprise.shape)
@@ -388,10 +388,10 @@ def _in_common(surprise: Floats) -> Floats:
 
 
 def _beyond(seconds: Floats, surprise: Floats, own: Floats, jitter: Floats, steps: Floats) -> Floats:
-    """How far log seconds at the end of a window lie beyond its mean, if one jump within it made the surprise.
+    """How far log seconds at the end of a window exceed its mean, if one jump within it caused the surprise.
 
-    A share f of k steps before a jump by d gives a mean (1 - f) d above what was expected and a variance f (1 - f) d^2;
-    their quotient is f d, the part of the jump that the mean misses.
+    If a share f of k steps lies before a jump by d, the mean is (1 - f) d above the expected one and the variance is
+    f (1 - f) d^2. Their quotient is f d, the part of the jump that the mean misses.
     """
     before = seconds * np.exp(-surprise)
     risen = seconds - before

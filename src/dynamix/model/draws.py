@@ -1,4 +1,4 @@
-"""The unknowns of a job model, as equally likely worlds: numbers drawn once, the same for every question."""
+"""Random draws of a job model's unknowns: equally likely worlds, drawn once and used for every question."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dynamix.model.exchange import OVERLAPS, Exchange
 from dynamix.window import Floats
 
 WORLDS = 256
-EXCHANGE_ERROR = 0.1  # standard deviation of the log of an exchange's length in the next steps, around what was fitted
-STEPS = 32  # in which the slowest worker of each is looked for
+EXCHANGE_ERROR = 0.1  # standard deviation of the log of an exchange's length in the next steps, around the fitted one
+STEPS = 32  # simulated steps, each with its slowest worker
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Numbers of `WORLDS` worlds for W workers. Each is spread evenly over its range, in an order of its own.
+    """Numbers of `WORLDS` worlds for W workers. Each is spread evenly over its range, in its own order.
 
-    offset    (S,) in (0, 1): which candidate of the fixed cost is true, for all workers alike: they run one program
-    level     (S, W) standard normal, of each worker's level
-    overlap   (S,) in (0, 1): which exponent of the exchange is true
-    exchange  (S,) standard normal, of its length
-    jitter    (STEPS, W) standard normal, of steps; the same in all worlds
+    offset    (S,) in (0, 1): selects the true fixed-cost candidate, for all workers alike: they run one program
+    level     (S, W) standard normal, for each worker's level
+    overlap   (S,) in (0, 1): selects the true exponent of the exchange
+    exchange  (S,) standard normal, for its length
+    jitter    (STEPS, W) standard normal, for steps; the same in all worlds
     """
 
     offset: Floats
@@ -36,7 +36,7 @@ class Draws:
 
 @functools.lru_cache(maxsize=16)
 def draws_for(workers: int) -> Draws:
-    """Those for so many workers, always the same.
+    """The draws for this number of workers, always the same.
 
     >>> bool((draws_for(3).level == draws_for(3).level).all()), draws_for(3).level.shape
     (True, (256, 3))
@@ -51,7 +51,7 @@ def draws_for(workers: int) -> Draws:
 
 
 def chosen(weights: Floats, uniform: Floats) -> np.ndarray:
-    """Index (S, ...) of the candidate that each of the `uniform` (S,) numbers falls on; `weights` (..., G).
+    """Index (S, ...) of the candidate that each number in `uniform` (S,) selects; `weights` (..., G).
 
     >>> chosen(np.array([0.25, 0.75]), np.array([0.2, 0.9])).tolist()
     [0, 1]
@@ -62,10 +62,10 @@ def chosen(weights: Floats, uniform: Floats) -> np.ndarray:
 
 
 def drawn_log_seconds(costs: WorkerCosts, batch: Floats, even: Floats, draws: Draws) -> Floats:
-    """Log busy seconds (S, ..., W) of `batch` (..., W) samples in each of S equally likely worlds; -inf for none.
+    """Log busy seconds (S, ..., W) of `batch` (..., W) samples in each of S equally likely worlds; -inf for 0 samples.
 
-    Uncertain are the candidates, each worker's level, and how far a size is from the last one seen. `even` as in
-    `WorkerCosts.seconds`. NaN for workers never measured.
+    Uncertain are the candidates, each worker's level, and the distance of a size from the last measured one. `even` as
+    in `WorkerCosts.seconds`. NaN for workers never measured.
     """
     logs = costs.level + np.log(samples_by_candidate(even, np.maximum(batch, 1.0)))
     at = chosen(np.broadcast_to(costs.weights, logs.shape), draws.offset)
@@ -77,7 +77,7 @@ def drawn_log_seconds(costs: WorkerCosts, batch: Floats, even: Floats, draws: Dr
 
 
 def drawn_log_step(exchange: Exchange, computing: Floats, draws: Draws) -> Floats:
-    """Log seconds (S, ...) of steps whose slowest worker's log seconds are `computing` (S, ...), in each world."""
+    """Log seconds (S, ...) of steps in each world, if the slowest worker's log seconds are `computing` (S, ...)."""
     weights, powers = exchange.believed
     at = chosen(np.broadcast_to(weights, (*computing.shape[1:], len(OVERLAPS))), draws.overlap)
     power = np.take_along_axis(np.broadcast_to(powers, (*at.shape, len(OVERLAPS))), at[..., None], -1)[..., 0]
@@ -86,9 +86,9 @@ def drawn_log_step(exchange: Exchange, computing: Floats, draws: Draws) -> Float
 
 
 def told(costs: WorkerCosts) -> Floats:
-    """Nats (..., W) by which windows have moved the belief about fixed and growing costs from that beforehand.
+    """Nats (..., W) by which windows have moved the belief about fixed and per-sample costs from the prior.
 
-    0 where a worker was only seen at one size: then the two cannot be told apart.
+    0 if a worker was only measured at one size: then the two costs cannot be separated.
     """
     prior = np.exp(-prior_loss())
     weights = np.maximum(costs.weights, 1e-300)

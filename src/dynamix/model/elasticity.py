@@ -1,7 +1,7 @@
-"""How a worker's time really grows with its batch, size by size, whatever line was fitted.
+"""How a worker's time grows with its batch around each size, beyond the fitted line.
 
-Only changes between consecutive windows count, so a slowdown that stays tells nothing and does no harm; a change of
-size that crosses a memory cliff does tell, and is remembered at the sizes it crossed.
+Only changes between consecutive windows count. So a lasting slowdown adds no information and does no harm. A change of
+size that crosses a memory cliff adds some, and it is stored at the sizes it crossed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 from dynamix.model.state import laid_out, nothing
 from dynamix.window import Floats
 
-# Ranges of size, as log(b / base share): half octaves from an eighth to eight times.
+# Ranges of size, as log(b / base share): half octaves from an eighth to eight times the base share.
 HALF = 0.25 * np.log(2.0)
 CENTRES: Floats = 2 * HALF * np.arange(-6, 7)
 
 
 @dataclass(frozen=True, eq=False)
 class LocalElasticity:
-    """d log seconds / d log b around each of `CENTRES`, (..., W, K), by least squares over changes, with forgetting.
+    """d log seconds / d log b around each of `CENTRES`, (..., W, K): least squares over changes, with forgetting.
 
-    forget   factor on older changes of a worker, at each of its changes
+    forget   factor on a worker's older changes, at each new change
     prior    weight of the line's own elasticity, in squared log batch changes: a window's mean errs by some 4 %, and
              elasticities differ from a line's by some 0.5
     moments  (2, ..., W, K): sums of squares and of products
@@ -57,7 +57,7 @@ class LocalElasticity:
         moments = laid_out(moments)
         x, y = log_batch - last_batch, log_time - last_time
         with np.errstate(invalid="ignore"):
-            # Much more than any cliff could explain is a jump of speed.
+            # A change larger than a cliff could explain is a jump of speed.
             told = seen & (np.abs(x) > 0.02) & (np.abs(y) < 0.3 + 3.0 * np.abs(x))
         if told.any():
             moments = self._learned(
@@ -69,9 +69,9 @@ class LocalElasticity:
         )  # fmt: skip
 
     def _learned(self, moments: Floats, told: np.ndarray, x: Floats, y: Floats, low: Floats, high: Floats) -> Floats:
-        """Moments after changes x of log batch, between `low` and `high`, and y of log time, where (..., W) `told`."""
+        """Moments after changes x of log batch, from `low` to `high`, and y of log time, for the `told` (..., W)."""
         x, y, at = np.where(told, x, 1.0), np.where(told, y, 0.0), CENTRES[:, None]
-        # (..., K, W), the longer axis last: the part of a change that lies in each range; nothing where not told.
+        # (..., K, W), the longer axis last: the part of a change that lies in each range; 0 for workers not in `told`.
         part = np.minimum(np.where(told, high, -np.inf)[..., None, :], at + HALF)
         part -= np.maximum(np.where(told, low, np.inf)[..., None, :], at - HALF)
         np.maximum(part, 0.0, out=part)
@@ -82,7 +82,7 @@ class LocalElasticity:
         return np.asarray(after.swapaxes(-1, -2))
 
     def excess(self, unit: Floats, alpha: Floats, beta: Floats) -> Floats:
-        """The learned part beyond the elasticity of the line alpha + beta b, (..., W, K); 0 if nothing was learned."""
+        """The learned elasticity minus that of the line alpha + beta b, (..., W, K); 0 if nothing was learned."""
         samples = laid_out((beta * unit)[..., None, :] * np.exp(CENTRES)[:, None]).swapaxes(-1, -2)
         samples /= np.maximum(alpha[..., None] + samples, 1e-30)
         squares, products = self.moments
@@ -91,7 +91,7 @@ class LocalElasticity:
 
     @staticmethod
     def beyond(excess: Floats, unit: Floats, start: Floats, end: Floats) -> Floats:
-        """Log seconds (..., W) that going from sizes `start` to `end` costs beyond what the line says."""
+        """Log seconds (..., W) that going from sizes `start` to `end` costs in addition to the line's."""
         a, b = np.log(np.maximum(start, 1e-2) / unit), np.log(np.maximum(end, 1e-2) / unit)
         low, high, at = np.minimum(a, b)[..., None, :], np.maximum(a, b)[..., None, :], CENTRES[:, None]
         reach = np.minimum(high, at + HALF)
@@ -101,7 +101,7 @@ class LocalElasticity:
         return np.asarray(np.sign(b - a) * reach.sum(-2))
 
     def around(self, excess: Floats, unit: Floats, batch: Floats) -> tuple[Floats, Floats]:
-        """`excess` just below and above the sizes `batch`, and how much of it is known (0 to 1), both (..., W, 2)."""
+        """`excess` just below and above the sizes `batch`, and how well each is known (0 to 1), both (..., W, 2)."""
         at = np.log(np.maximum(batch, 1e-2) / unit) / (2 * HALF) + len(CENTRES) // 2
         low = np.minimum(np.maximum(np.floor(at).astype(np.int64), 0), len(CENTRES) - 2)[..., None]
         pair = np.concatenate([low, low + 1], -1)

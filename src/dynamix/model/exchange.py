@@ -1,4 +1,4 @@
-"""The exchange of gradients: how long it takes and how far it hides behind computing."""
+"""The exchange of gradients: how long it takes, and how much of it overlaps with computing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OVERLAPS: Floats = np.array([1.0, 1.25, 1.6, 2.0, 2.8, 4.0, 6.0, 10.0])
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Seconds of the exchange and how far it hides behind computing: step = (computing^g + exchange^g)^(1/g).
+    """Seconds of the exchange and its overlap with computing: step = (computing^g + exchange^g)^(1/g).
 
-    That is Pollux's form (arXiv 2008.12260, section 3.2). For every overlap exponent g of `OVERLAPS` the exchange's
-    seconds follow from each window; the exponent whose past seconds predict the next step best is believed most. A
-    deviation of more than `jump` is taken at once.
+    That is Pollux's form (arXiv 2008.12260, section 3.2). For every overlap exponent g of `OVERLAPS` each window gives
+    the exchange's seconds. The exponent whose past seconds predict the next step best gets the most weight. A deviation
+    of more than `jump` is taken at once.
 
-    weight   least weight of a new window (the first n weigh 1/n)
+    weight   least weight of a new window (the first n windows weigh 1/n)
     forget   factor a window on past prediction errors
     error    standard deviation of a step's log seconds
     level    (..., G) log seconds of the exchange, by each exponent
@@ -47,7 +47,7 @@ class Exchange:
     FIELDS: ClassVar[tuple[str, ...]] = ("level", "loss", "count")
 
     def update(self, slowest: Floats, exposed: Floats) -> Exchange:
-        """Take in the slowest worker's seconds and what the exchange added to them, (...); NaN leaves all as it is."""
+        """Take in the slowest worker's seconds and what the exchange added to them, (...); NaN changes nothing."""
         level, loss, count = self.level, self.loss, self.count
         if level.shape[:-1] != slowest.shape:
             level = np.full((*slowest.shape, len(OVERLAPS)), np.nan)
@@ -83,15 +83,15 @@ class Exchange:
 
     @cached_property
     def believed(self) -> tuple[Floats, Floats]:
-        """How much each exponent is believed, and the log of the exchange's seconds to its power, (..., G)."""
+        """Belief in each exponent, and the log of the exchange's seconds to that power, (..., G)."""
         likely = np.exp(self.loss.min(-1, keepdims=True) - self.loss)
         level = np.where(np.isnan(self.level), -np.inf, self.level)
         return likely / likely.sum(-1, keepdims=True), OVERLAPS * level
 
 
 def _prior(ratio: Floats) -> Floats:
-    """The prior loss of each exponent (..., G) after one window, whose step took `ratio` (..., 1) of computing.
+    """The prior loss of each exponent (..., G) after one window, whose step took `ratio` (..., 1) times computing.
 
-    If little is exposed, a large exponent needs an exchange of just the right length: d log e / d log exposed.
+    If little is exposed, a large exponent fits only an exchange of just the right length: d log e / d log exposed.
     """
     return np.asarray(-np.log((ratio - 1.0) * ratio ** (OVERLAPS - 1.0) / (ratio**OVERLAPS - 1.0)))

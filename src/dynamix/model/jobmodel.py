@@ -1,7 +1,7 @@
 """Predicts a job under any allocation, fitted online from its windows.
 
-`Goodput` answers with the allocation that this model finds best, the guard compares what it predicts with what was
-reached, and the learned policy corrects its answer.
+`Goodput` returns the allocation that this model finds best. The guard compares its predictions with measurements, and
+the learned policy corrects its answer.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from dynamix.window import Bounds, Floats, Window
 CostForm = Literal["tangent", "full"]
 UnknownNoise = Literal["none", "base"]
 MOST_SPREAD = 2.0
-GROUND = 0.1  # nats that windows must have told of fixed costs
+GROUND = 0.1  # nats of evidence about fixed costs that windows must have given
 
 
 @dataclass(frozen=True, eq=False)
 class JobModel:
     """Step time and progress of a job as functions of its sizes, for windows of shape (..., W).
 
-    Immutable: `update` returns the model after a window. Sizes are samples per round and worker, totals their sums. Its
-    predictions are for the situation in the last window.
+    Immutable: `update` returns the model after a window. Sizes are samples per round and worker, totals their sums.
+    Predictions apply to the situation in the last window.
 
-    costs     what each worker takes for a batch
-    exchange  how long gradients travel, and how far that hides behind computing
+    costs     each worker's time for a batch
+    exchange  how long the gradient exchange takes, and how much of it overlaps with computing
     noise     the noise scale at any global batch
-    spread    how much later than the slowest worker's mean the slowest worker of a step is
-    largest   the largest global batch that training has met
+    spread    the slowest worker's seconds in a step over the slowest worker's mean
+    largest   the largest global batch so far
     base      (...) the base batch; sizes (..., W) and step (...) are those of the last window
 
     >>> model, sizes = JobModel(), np.array([64, 64])
@@ -71,8 +71,8 @@ class JobModel:
     def update(self, window: Window) -> JobModel:
         """The model after `window`.
 
-        A window whose `step` is not above the last one's is ignored, each cluster for itself; one that names no step
-        never is. If the number of workers changes, costs begin anew, and what is known of the job as a whole stays.
+        A window whose `step` is not above the last one's is ignored, for each cluster separately. A window without a
+        step never is. If the number of workers changes, costs start over, and facts about the whole job stay.
         """
         newer = self._newer(window)
         if not newer.any():
@@ -94,13 +94,13 @@ class JobModel:
         return after if newer.all() else self._merged(newer, after)
 
     def _newer(self, window: Window) -> np.ndarray:
-        """Clusters (...) in which this window was not taken in before."""
+        """Clusters (...) for which this window is new."""
         if self.sizes.shape != window.batch_size.shape:
             return np.ones(window.step.shape, dtype=bool)
         return np.asarray(~(window.step <= self.step))
 
     def _merged(self, newer: np.ndarray, after: JobModel) -> JobModel:
-        """`after` where (...) it is `newer`, this one elsewhere."""
+        """`after` in the clusters (...) that are `newer`, else this one."""
         parts: dict[str, Any] = {name: merged(newer, getattr(after, name), getattr(self, name)) for name in self.PARTS}
         costs = self.costs.merged(newer, after.costs)
         return merged(newer, dataclasses.replace(after, costs=costs, **parts), self)
@@ -108,25 +108,25 @@ class JobModel:
     # ------------------------------------------------------------ asking
 
     def step_s(self, sizes: ArrayLike, *, costs: CostForm = "tangent", quantile: float | None = None) -> Floats:
-        """Expected seconds (...) of an optimizer step with `sizes` (..., W); NaN where nothing was measured.
+        """Expected seconds (...) of an optimizer step with `sizes` (..., W); NaN if nothing was measured.
 
-        Several allocations at once with more leading dimensions, (K, ..., W) to (K, ...).
+        More leading dimensions give several allocations at once, (K, ..., W) to (K, ...).
 
         costs      "tangent": the lines that touch the costs at the sizes in force; "full": the costs themselves
-        quantile   None: what is expected; else the seconds below which they are with this probability, in (0, 1), by
-                   the costs themselves: fixed and growing costs may be unknown, and the speed and the exchange are
-                   known so far only
+        quantile   None: the expected seconds; else the seconds not exceeded with this probability, in (0, 1), by the
+                   costs themselves: fixed and per-sample costs may be unknown, and speed and exchange are only known
+                   from the past
         """
         return np.asarray(np.exp(self.log_step(sizes, costs=costs, quantile=quantile)))
 
     def speedup(self, sizes: ArrayLike, *, beside: ArrayLike | None = None, quantile: float | None = None) -> Floats:
-        """How many times as many samples a second (...) `sizes` (..., W) bring as `beside` does; NaN where unknown.
+        """How many times the samples a second (...) of `beside` the sizes (..., W) bring; NaN if unknown.
 
         beside     (..., W) None: the sizes in force
         quantile   None: the median; else the speedup that is exceeded with the probability 1 - `quantile`
 
-        Both are asked of the same worlds: what slows both alike is no uncertainty of it. If nothing was measured that
-        tells fixed from growing costs (`grounded`), the quantiles lie far apart.
+        Both are predicted in the same worlds, so an error that slows both alike adds no uncertainty. Without
+        measurements that separate fixed from per-sample costs (`grounded`), the quantiles lie far apart.
         """
         self._require_a_window()
         each, other = np.asarray(sizes, np.float64), self.sizes if beside is None else np.asarray(beside, np.float64)
@@ -136,7 +136,7 @@ class JobModel:
         return np.asarray(np.exp(_quantile(worlds, 0.5 if quantile is None else quantile)))
 
     def log_step(self, sizes: ArrayLike, *, costs: CostForm = "tangent", quantile: float | None = None) -> Floats:
-        """The log of `step_s`, as it is estimated: differences of it lose no digits."""
+        """The log of `step_s`, the form in which it is estimated: differences of it lose no digits."""
         _one_of("costs", costs, "tangent", "full")
         self._require_a_window()
         if quantile is not None:
@@ -152,25 +152,25 @@ class JobModel:
         return np.where(self.measured & np.isfinite(slowest), step, np.nan)
 
     def log_waste(self, total: ArrayLike, *, unknown: UnknownNoise = "none") -> Floats:
-        """Expected log of how much less a sample teaches in global batches `total` (...) than in one of the base batch.
+        """Expected log of how much less a sample teaches in global batches `total` (...) than in the base batch.
 
-        Several at once with more leading dimensions.
+        More leading dimensions give several at once.
 
-        unknown   what an unknown noise scale counts as: "none": nothing, all samples teach alike; "base": the base
-                  batch, since whoever chose it found it to be about where more samples stop paying
+        unknown   what an unknown noise scale counts as: "none": 0, all samples teach alike; "base": the base batch,
+                  because its author found it to be about where more samples stop paying
         """
         self._require_a_window()
         return self._waste(np.asarray(total, dtype=np.float64), self.base, unknown)
 
     def log_goodput(self, sizes: ArrayLike, *, costs: CostForm = "tangent", unknown: UnknownNoise = "none") -> Floats:
-        """Expected log goodput (...) of `sizes` (..., W), up to a constant of the cluster."""
+        """Expected log goodput (...) of `sizes` (..., W), up to a constant for each cluster."""
         total = np.asarray(sizes, dtype=np.float64).sum(-1)
         return log_goodput(total, self.log_step(sizes, costs=costs), self.log_waste(total, unknown=unknown))
 
     def best(self, bounds: Bounds) -> Floats:
         """Real sizes (..., W) within `bounds` of highest expected goodput, by the lines of `step_s`.
 
-        If the noise scale is unknown, the global batch stays and only shares move; if nothing was measured, all sizes
+        If the noise scale is unknown, the global batch stays and only shares change. If nothing was measured, all sizes
         stay.
         """
         self._require_a_window()
@@ -190,31 +190,31 @@ class JobModel:
 
     @cached_property
     def line(self) -> tuple[Floats, Floats]:
-        """alpha (s) and beta (s/sample), (..., W), at the sizes in force; 0 and 1 where nobody was measured."""
+        """alpha (s) and beta (s/sample), (..., W), at the sizes in force; 0 and 1 if no worker was measured."""
         alpha, beta = self.costs.alpha, self.costs.beta
         return np.where(np.isnan(alpha), 0.0, alpha), np.where(np.isnan(beta), 1.0, beta)
 
     @cached_property
     def measured(self) -> np.ndarray:
-        """Clusters (...) of which any worker was ever timed."""
+        """Clusters (...) in which any worker was ever timed."""
         return np.asarray(np.isfinite(self.costs.beta).all(-1))
 
     @cached_property
     def guided(self) -> np.ndarray:
-        """Clusters (...) with a noise scale; without one nothing says which global batch is better."""
+        """Clusters (...) with a noise scale; without one no global batch is known to be better than another."""
         return np.asarray(np.isfinite(self.noise.level))
 
     @cached_property
     def grounded(self) -> np.ndarray:
-        """Clusters (...) in which sizes have moved enough to tell what a step costs beside its samples.
+        """Clusters (...) in which sizes have changed enough to separate fixed costs from the cost of samples.
 
-        Elsewhere what is said of other sizes rests on what is usual, not on measurements.
+        In other clusters predictions for other sizes rest on the prior, not on measurements.
         """
         return np.asarray(told(self.costs).max(-1, initial=0.0) > GROUND)
 
     @cached_property
     def stretch(self) -> Floats:
-        """The slowest worker of a step over the slowest mean (...), in seconds; 1 where that is unknown."""
+        """The slowest worker's seconds in a step over the slowest worker's mean (...); 1 if unknown."""
         return np.where(np.isnan(self.spread.log), 1.0, self.spread.value)
 
     def _worlds(self, sizes: Floats) -> Floats:
@@ -222,15 +222,15 @@ class JobModel:
         draws, even = draws_for(sizes.shape[-1]), self.base / self.sizes.shape[-1]
         each = drawn_log_seconds(self.costs, np.maximum(sizes, 0.0), even, draws)
         now = drawn_log_seconds(self.costs, np.broadcast_to(self.sizes, sizes.shape), even, draws)
-        # How much later the slowest of many is depends on how many are about as slow: measured as they are now.
+        # The slowest of many workers is later the more of them are about as slow. It was measured at the current sizes.
         stretch = np.log(self.stretch) + self._lateness(each, draws) - self._lateness(now, draws)
         slowest = np.maximum(stretch, 0.0) + np.where(np.isnan(each), -np.inf, each).max(-1)
         step = drawn_log_step(self.exchange, slowest, draws)
-        step = np.where(np.isnan(step), slowest, step)  # an exchange that was never measured
+        step = np.where(np.isnan(step), slowest, step)  # no exchange was measured
         return np.where(self.measured & np.isfinite(slowest), step, np.nan)
 
     def _lateness(self, logs: Floats, draws: Draws) -> Floats:
-        """Log of the mean slowest step over the slowest mean (S, ...), as jitter alone would have it."""
+        """Log of the mean slowest step over the slowest mean (S, ...), if jitter were the only cause."""
         seconds = np.exp(np.where(np.isnan(logs), -np.inf, logs))
         sd = np.sqrt(np.nan_to_num(self.costs.jitter) * seconds)
         jitter = draws.jitter.reshape(len(draws.jitter), *([1] * (seconds.ndim - 1)), -1)
@@ -255,25 +255,25 @@ class JobModel:
         return {**saved(self), **parts}
 
     def restored(self, state: dict[str, Any]) -> JobModel:
-        """These settings with what `state_dict` saved: it answers and goes on as the model that was saved."""
+        """These settings with the state from `state_dict`: it predicts and continues as the saved model would."""
         parts: dict[str, Any] = {name: restored(getattr(self, name), state[name]) for name in self.PARTS}
         return restored(dataclasses.replace(self, costs=self.costs.restored(state["costs"]), **parts), state)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> JobModel:
-        """The model of usual settings with what `state_dict` saved."""
+        """The model with default settings and the state from `state_dict`."""
         return cls().restored(state)
 
 
 def _quantile(worlds: Floats, quantile: float) -> Floats:
-    """Over the first axis; NaN where a world says NaN."""
+    """Quantile over the first axis; NaN if any world is NaN."""
     if not 0 < quantile < 1:
         raise ConfigError("quantile", quantile, "more than 0, less than 1", "0.1 and 0.9 span what is 80 % sure")
     return np.asarray(np.quantile(worlds, quantile, axis=0))
 
 
 def _spread(window: Window, slowest: Floats) -> Floats:
-    """Seconds of the slowest worker over the slowest worker's mean (...), 1 to `MOST_SPREAD`; NaN where unknown."""
+    """Seconds of a step's slowest worker over the slowest worker's mean (...), 1 to `MOST_SPREAD`; NaN if unknown."""
     busiest = np.where(np.isnan(window.compute), 0.0, window.compute).max(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(busiest > 0, np.minimum(np.maximum(slowest / busiest, 1.0), MOST_SPREAD), np.nan)

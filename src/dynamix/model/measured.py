@@ -14,16 +14,16 @@ Asked = ParamSpec("Asked")
 
 
 def asked_once(measure: Callable[Asked, Floats]) -> Callable[Asked, Floats]:
-    """`measure`, of which the newest answer is kept: several parts of a model ask the same of a window.
+    """`measure` with a cache of its newest answer: several parts of a model ask for the same figure of a window.
 
-    Neither what it is asked of nor its answer may be changed in place.
+    Neither the arguments nor the answer may be changed in place.
     """
     latest: tuple[tuple[Any, ...], Floats] = (), UNKNOWN
 
     @functools.wraps(measure)
     def answer(*of: Asked.args, **named: Asked.kwargs) -> Floats:
         nonlocal latest
-        kept = latest  # one look: another thread may ask about another window
+        kept = latest  # read once: another thread may ask about another window
         if not kept[0] or not all(map(operator.is_, kept[0], of)):
             latest = kept = of, measure(*of, **named)
         return kept[1]
@@ -40,7 +40,7 @@ def busy_seconds(window: Window) -> Floats:
 
 @asked_once
 def slowest_seconds(window: Window) -> Floats:
-    """Mean over steps of the slowest worker's seconds, (...): any worker's computing and waiting together say it."""
+    """Mean over steps of the slowest worker's seconds, (...): for any worker, its computing plus its waiting."""
     arrived = window.compute + _finite(window.wait)
     seen = np.where(np.isnan(window.wait), np.nan, arrived)
     return np.fmax(mean_of_known(seen), _max_of_known(window.compute))
@@ -48,33 +48,33 @@ def slowest_seconds(window: Window) -> Floats:
 
 @asked_once
 def exposed_seconds(window: Window) -> Floats:
-    """Seconds (...) of a step that the exchange adds to the slowest worker's computing; NaN where unknown."""
+    """Seconds (...) of a step that the exchange adds to the slowest worker's computing; NaN if unknown."""
     return mean_of_known(np.where(window.communication >= 0, window.communication, np.nan))
 
 
 def step_seconds(window: Window) -> Floats:
-    """Seconds (...) of an optimizer step: the slowest worker's computing and the exchange that nothing hides.
+    """Seconds (...) of an optimizer step: the slowest worker's computing plus the exposed exchange.
 
-    An unknown exchange counts nothing; NaN where no worker was timed.
+    An unknown exchange counts as 0; NaN if no worker was timed.
     """
     return np.asarray(slowest_seconds(window) + np.nan_to_num(exposed_seconds(window)))
 
 
 @asked_once
 def base_total(window: Window) -> Floats:
-    """The base batch (...) in samples per round, summed over workers; the present total where unknown."""
+    """The base batch (...) in samples per round, summed over workers; the current total if unknown."""
     base = window.base_batch
     return np.where(np.isfinite(base) & (base > 0), base, np.maximum(window.batch_size.sum(-1), 1))
 
 
 def noise_scale(window: Window) -> Floats:
-    """The noise scale (...) in samples, within 1,000 times the base batch; NaN where unknown."""
+    """The noise scale (...) in samples, limited to 1/1,000 to 1,000 times the base batch; NaN if unknown."""
     base = base_total(window)
     return np.asarray(np.clip(window.noise_scale, base / 1e3, base * 1e3))
 
 
 def mean_of_known(x: Floats) -> Floats:
-    """Mean over the last axis of what is finite; NaN where nothing is."""
+    """Mean of the finite values over the last axis; NaN if there are none."""
     known = np.isfinite(x)
     if known.all():
         return np.asarray(x.sum(-1) / x.shape[-1])
@@ -83,7 +83,7 @@ def mean_of_known(x: Floats) -> Floats:
 
 
 def median_of_known(x: Floats) -> Floats:
-    """Lower median over the last axis of what is finite; NaN where nothing is.
+    """Lower median of the finite values over the last axis; NaN if there are none.
 
     >>> float(median_of_known(np.array([3.0, np.nan, 1.0, 2.0, 9.0])))
     2.0

@@ -1,4 +1,4 @@
-"""The noise scale at every batch, as far as it was measured, and what a sample teaches less in a larger batch."""
+"""The noise scale at every batch, from measurements, and how much less a sample teaches in a larger batch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from dynamix.model.state import nothing
 from dynamix.window import Floats
 
-RHO = 0.2  # of log phi with log B: 0.2 on emulated hosts (measured with 0.2); public figures 0.35 and 0.7
+RHO = 0.2  # slope of log phi over log B: 0.2 measured on emulated hosts; published values are 0.35 and 0.7
 
 
 @dataclass(frozen=True, eq=False)
 class NoiseByBatch:
-    """The noise scale as it was measured lately, log phi = level + `RHO` log(B / batch).
+    """The recently measured noise scale, log phi = level + `RHO` log(B / batch).
 
-    Larger batches measure a larger one.
+    Larger batches measure a larger noise scale.
 
-    Whichever rho of 0 to 0.35 is assumed, the goodput rule does within 0.2 % as well, while one learned from a job
-    mistakes phi's course through training for it (docs/design/baselines.md).
+    With any rho from 0 to 0.35 the goodput rule does equally well within 0.2 %. A rho learned from a job mistakes phi's
+    change during training for it (docs/design/baselines.md).
 
     weight   of a new window: measured phi is smooth already, and falls by half within ten windows of a job's start
     level    (...) average log phi, in samples per round
@@ -40,7 +40,7 @@ class NoiseByBatch:
     FIELDS: ClassVar[tuple[str, ...]] = ("level", "batch")
 
     def update(self, phi: Floats, ratio: Floats) -> NoiseByBatch:
-        """Take in a measured noise scale and B / B0, (...); NaN leaves everything alone."""
+        """Take in a measured noise scale and B / B0, (...); NaN changes nothing."""
         seen = np.isfinite(phi) & (phi > 0) & (ratio > 0)
         log_phi, x = np.log(np.where(seen, phi, 1.0)), np.log(np.where(seen, ratio, 1.0))
         level, batch = self.level, self.batch
@@ -50,9 +50,9 @@ class NoiseByBatch:
         return dataclasses.replace(self, level=_moved(level, log_phi, weight), batch=_moved(batch, x, weight))
 
     def log_waste(self, total: Floats, base: Floats) -> Floats:
-        """Expected log of what a sample of global batches (..., K) teaches less than one of `base` (...) would.
+        """Expected log of how much less a sample teaches in global batches (..., K) than in one of `base` (...).
 
-        That is (phi + B) / (phi + base), both at phi(B), as AdaScale counts progress. NaN where phi is unknown.
+        That is (phi + B) / (phi + base), both at phi(B), as AdaScale counts progress. NaN if phi is unknown.
         """
         log_total, log_base = np.log(np.maximum(total, 1e-9)), np.log(base)[..., None]
         log_phi = self.level[..., None] + RHO * (log_total - log_base - self.batch[..., None])

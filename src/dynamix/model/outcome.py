@@ -6,7 +6,7 @@ from dynamix.window import Floats
 
 
 def log_goodput(total: Floats, log_step: Floats, log_waste: Floats) -> Floats:
-    """log(samples/s * progress per sample), any one shape, whatever its parts were estimated by.
+    """log(samples/s * progress per sample), all of one shape, however its parts were estimated.
 
     total      global batch, in samples
     log_step   log seconds of an optimizer step

@@ -1,4 +1,4 @@
-"""Workers that meet over parameters: after rounds as bounds say, or of the size that a meeting and a piece ask for."""
+"""Rounds of local steps: their size is the job's, or follows from the times of averaging and of a piece."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
 FACTOR, MOST = 8.0, 64.0
-NEAR = 1.25  # samples needed hardly change within this factor of the number of steps
-FLAT = 8.0  # nor up to so many
-DOUBLING = 0.03  # more samples needed, where steps are twice as many as wanted, or half
-KEEP = 0.97  # of the best size's samples a second: then what is in force stays
+NEAR = 1.25  # within this factor of the number of steps, the samples needed hardly change
+FLAT = 8.0  # up to this many steps they hardly change either
+DOUBLING = 0.03  # part more samples needed with twice or half the wanted steps
+KEEP = 0.97  # the size in force stays if it reaches this part of the best size's samples a second
 CANDIDATES = 33
 
 
 def steps_apart(meeting_s: float, piece_s: float) -> float:
-    """Optimizer steps between two meetings, in the mean over workers: 8 (meeting_s / piece_s)^(1/3), 1 to 64.
+    """Local steps between two averagings, mean over workers: 8 (meeting_s / piece_s)^(1/3), 1 to 64.
 
-    meeting_s, piece_s   seconds of a meeting, and of a worker's step
+    meeting_s, piece_s   seconds of averaging parameters, and of a worker's step
 
-    Meeting less often saves time as long as the samples needed for a loss stay the same, which is so up to some number
-    of steps; the cube root lies between always meeting and what the network alone would ask for.
+    Averaging less often saves time as long as a loss needs the same samples, which holds up to some number of steps.
+    The cube root lies between averaging after every step and what the network alone would suggest.
 
     >>> [round(steps_apart(meeting_s, 1.0), 1) for meeting_s in (0.0, 0.027, 1.0, 27.0)]
     [1.0, 2.4, 8.0, 24.0]
@@ -39,9 +39,9 @@ def steps_apart(meeting_s: float, piece_s: float) -> float:
 
 @dataclass
 class LocalSteps(SyncSchedule):
-    """Workers meet over parameters after rounds as the job's bounds say.
+    """Workers average parameters after rounds of local steps, within the job's bounds.
 
-    piece   samples of a worker's own step; 0: its share of a round is one
+    piece   samples of a local step; 0: a worker's whole share of a round is one step
     """
 
     steps_apart: ClassVar[bool] = True
@@ -57,12 +57,12 @@ class LocalSteps(SyncSchedule):
 
 @dataclass
 class RoundSize(LocalSteps):
-    """Chooses the samples of a round, of all workers, window by window.
+    """Chooses the samples of a round, summed over workers, window by window.
 
     piece   samples of a piece (mean over workers)
-    epoch   samples of an epoch, whose last round ends with it; infinite where there are none
+    epoch   samples of an epoch, whose last round ends with it; infinite without epochs
 
-    `steps`, `meeting_s` and `piece_s` are those of the last choice, NaN before one.
+    `steps`, `meeting_s` and `piece_s` are those of the last choice, NaN before the first.
     """
 
     epoch: float = math.inf
@@ -77,11 +77,11 @@ class RoundSize(LocalSteps):
         self.epoch = float(samples)
 
     def within(self, bounds: Bounds, window: Window) -> Bounds:
-        """`bounds` that allow one size of the round only: the best after `window`, of one job, shape (W,).
+        """`bounds` with only one round size: the best after `window`, of one job, shape (W,).
 
-        If nothing is measured, it is the size in force. Workers take whole pieces: among sizes of about the right
-        number of steps, or of few, the one is chosen of which most samples a second are to be expected. An epoch of few
-        rounds ends with a short one, whose meeting counts whole, so sizes that fill the epoch's rounds are among them.
+        If nothing is measured, it is the size in force. Workers take whole pieces. Among sizes of about the right
+        number of steps, or of few steps, it takes the one with the most expected samples a second. If an epoch has few
+        rounds, its short last round costs a whole averaging, so sizes that fill the epoch's rounds are candidates too.
         """
         now = int(window.batch_size.sum())
         speeds = samples_a_second(window)
@@ -91,12 +91,12 @@ class RoundSize(LocalSteps):
         return of_total(bounds, self.best(bounds, speeds, meeting_s, now=now)[0])
 
     def best(self, bounds: Bounds, speeds: Floats, meeting_s: float, *, now: int) -> tuple[int, float]:
-        """The best samples of a round, and how many a second are to be expected of it.
+        """The best samples of a round, and its expected samples a second.
 
         bounds   of a round
         speeds   samples a second of every worker (W,), none of them 0
-        now      samples of the rounds in force, which stay where they are about as good; 0: there are none, and what
-                 the rule asks for is taken where that is about as good
+        now      samples of the rounds in force, which stay if they are about as good; 0: there are none, and the
+                 rule's size is taken if it is about as good
         """
         self.meeting_s, self.piece_s = meeting_s, self.piece * speeds.size / float(speeds.sum())
         self.steps = steps_apart(meeting_s, self.piece_s)
@@ -127,14 +127,14 @@ class RoundSize(LocalSteps):
 
 
 def samples_a_second(window: Window) -> Floats | None:
-    """The speed of every worker (W,) while it computes, the mean for one that was not measured; None if none was."""
+    """Speed of every worker (W,) while it computes. A worker not measured gets the mean; None if none was measured."""
     speeds = window.worked / busy_seconds(window)
     known = np.isfinite(speeds)
     return np.where(known, speeds, speeds[known].mean()) if known.any() else None
 
 
 def of_total(bounds: Bounds, total: int) -> Bounds:
-    """`bounds` that allow one size of the round only: `total`, or what of it they allow."""
+    """`bounds` with only one round size: `total`, clipped to what they allow."""
     least = max(int(bounds.low.sum()), bounds.quantum)
     fixed = np.asarray(int(np.clip(total, least, int(bounds.high.sum()))), dtype=np.int64)
     return dataclasses.replace(bounds, total_low=fixed, total_high=fixed)

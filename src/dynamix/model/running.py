@@ -1,4 +1,4 @@
-"""Figures that run along with a job: a smoothed one, the largest batch so far."""
+"""Running figures of a job: a smoothed value, and the largest batch so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamix.window import Floats
 
 @dataclass(frozen=True, eq=False)
 class Smoothed:
-    """Exponentially smoothed log of a positive figure per cluster; NaN before it was first known.
+    """Exponentially smoothed log of a positive figure per cluster; NaN before its first value.
 
     weight   of the newest figure
     log      (...) the smoothed log
@@ -31,7 +31,7 @@ class Smoothed:
     FIELDS: ClassVar[tuple[str, ...]] = ("log",)
 
     def update(self, value: Floats) -> Smoothed:
-        """Take in a figure (...); NaN and what is not positive leave the average alone."""
+        """Take in a figure (...); NaN and values that are not positive change nothing."""
         with np.errstate(divide="ignore", invalid="ignore"):
             seen = np.where(np.isfinite(value) & (value > 0), np.log(value), np.nan)
         old = seen if self.log.shape != seen.shape else np.where(np.isnan(self.log), seen, self.log)
@@ -45,7 +45,7 @@ class Smoothed:
 
 @dataclass(frozen=True, eq=False)
 class Largest:
-    """The largest global batch (...) that training has met, at least the base batch.
+    """The largest global batch (...) of the training so far, at least the base batch.
 
     >>> largest = Largest()
     >>> for batch in (64.0, 256.0, 96.0): largest = largest.update(np.array(batch), np.array(128.0))

@@ -1,8 +1,8 @@
-"""Optimal sizes for affine costs: everybody finishes at the same time, and that time is the best one.
+"""Optimal sizes for affine costs: all workers finish at the same time, and that time is the best one.
 
-Worker i takes alpha_i + beta_i b_i seconds. For a given global batch the slowest is earliest when all finish together,
-b_i = (T - alpha_i)/beta_i (arXiv 2402.05302; PAPERS calls it the steady optimum), cut at the bounds. So the whole
-choice is one number a cluster, T, searched by goodput (arXiv 2008.12260).
+Worker i takes alpha_i + beta_i b_i seconds. For a given global batch the slowest worker is earliest if all finish
+together: b_i = (T - alpha_i)/beta_i (arXiv 2402.05302), clipped to the bounds. PAPERS calls it the steady optimum. So
+only one number a cluster is left to choose, T, by searching for the best goodput (arXiv 2008.12260).
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ def finishing_at(finish_s: Floats, alpha: Floats, beta: Floats, low: Floats, hig
 
 
 def finish_for(total: Floats, alpha: Floats, beta: Floats, low: Floats, high: Floats) -> Floats:
-    """The time (...) at which workers finish together a global batch of `total` (...).
+    """The time (...) at which workers finish a global batch of `total` (...) together.
 
-    Never quite the time of the smallest possible batch, which may be 0 s.
+    Slightly more than the time of the smallest possible batch, which may be 0 s.
 
     >>> a, b = np.array([0.1, 0.2]), np.array([1e-3, 2e-3])
     >>> round(float(finish_for(np.array(300.0), a, b, np.array(1.0), np.array(1e6))), 6)   # 233.3 and 66.7
@@ -45,7 +45,7 @@ def finish_for(total: Floats, alpha: Floats, beta: Floats, low: Floats, high: Fl
     lowest, highest = total <= smallest, total >= largest
     if np.all(lowest | highest):
         return np.asarray(np.where(lowest, least, most))
-    # The global batch grows with the time in straight pieces: a worker begins to grow at `first` and is full at `last`.
+    # The global batch is piecewise linear in the time: a worker begins to grow at `first` and is full at `last`.
     growing = np.broadcast_to(1 / beta, first.shape)
     times, slopes = np.concatenate([first, last], -1), np.concatenate([growing, -growing], -1)
     order = times.argsort(-1)
@@ -62,18 +62,18 @@ def finish_for(total: Floats, alpha: Floats, beta: Floats, low: Floats, high: Fl
 
 
 def _taken(x: Floats, at: Ints) -> Floats:
-    """`np.take_along_axis` over the last axis, which takes longer than its work where there is one cluster."""
+    """`np.take_along_axis` over the last axis; for one cluster by an index, which costs less."""
     return x[at] if x.ndim == 1 else np.take_along_axis(x, at, -1)
 
 
 def _whole(sizes: Floats, like: Floats) -> Floats:
-    """Sum over workers of sizes that may be one for all."""
+    """Sum over workers of sizes; a single size stands for all workers."""
     alike = sizes.shape[-1:] != like.shape[-1:]
     return np.asarray((np.broadcast_to(sizes, like.shape) if alike else sizes).sum(-1))
 
 
 def split(total: Floats, alpha: Floats, beta: Floats, bounds: Bounds) -> Floats:
-    """Real sizes (..., W) of sum `total` (...) whose slowest worker is done first.
+    """Real sizes (..., W) of sum `total` (...) with the earliest finish of the slowest worker.
 
     >>> sizes = split(np.array(300.0), np.array([0.1, 0.2]), np.array([1e-3, 2e-3]), Bounds.of(2))
     >>> sizes.round(1).tolist()
@@ -86,19 +86,19 @@ def split(total: Floats, alpha: Floats, beta: Floats, bounds: Bounds) -> Floats:
 def best_split(alpha: Floats, beta: Floats, bounds: Bounds, objective: Objective) -> Floats:
     """Real sizes (..., W) within `bounds` that maximise `objective` over the common finishing time.
 
-    The search is a grid, evenly spaced in log T between the times of the smallest and the largest allowed global batch,
-    refined around its best point until neighbours are closer than 0.5 % or so.
+    The search uses a grid, evenly spaced in log T between the times of the smallest and the largest allowed global
+    batch. It is refined around its best point until neighbours differ by less than about 0.5 %.
     """
     low, high = bounds.low.astype(np.float64), bounds.high.astype(np.float64)
     least, most = bounds.total_low, bounds.total_high
     first = last = finish_for(np.asarray(most, np.float64), alpha, beta, low, high)
     if (least != most).any():
         first = finish_for(np.asarray(least, np.float64), alpha, beta, low, high)
-    # Below the time of somebody's smallest batch a smaller global batch saves nothing.
+    # Before every worker has finished its smallest batch, a smaller global batch saves no time.
     floor = np.where(low > 0, alpha + beta * low, 0.0).max(-1)
     start = np.log(np.clip(floor, first, last))
     stop = np.maximum(np.log(last), start)
-    if (start == stop).all():  # one time only, as where the global batch is fixed
+    if (start == stop).all():  # only one time is possible, for example if the global batch is fixed
         return finishing_at(np.exp(start), alpha, beta, low, high)
     for _ in range(_ROUNDS):
         grid = start[..., None] + (stop - start)[..., None] * _GRID
@@ -112,7 +112,7 @@ def best_split(alpha: Floats, beta: Floats, bounds: Bounds, objective: Objective
 
 def _totals(finish: Floats, alpha: Floats, beta: Floats, low: Floats, high: Floats) -> Floats:
     """Global batches (..., K) of workers that finish together at `finish` (..., K)."""
-    if alpha.shape[-1] < finish.shape[-1]:  # the longer axis goes last, or NumPy's loops are short
+    if alpha.shape[-1] < finish.shape[-1]:  # the longer axis goes last, so that NumPy's inner loops are long
         sizes = finish[..., None, :] - alpha[..., None]
         sizes /= beta[..., None]
         np.maximum(sizes, low[..., None], out=sizes)
@@ -124,6 +124,6 @@ def _totals(finish: Floats, alpha: Floats, beta: Floats, low: Floats, high: Floa
 
 
 def at_most(bounds: Bounds, total: Floats) -> Bounds:
-    """`bounds` whose global batch is also `total` (...), rounded up, or less, where they allow as little."""
+    """`bounds` with a global batch of at most `total` (...), rounded up, but not below their least."""
     ceiling = np.maximum(np.ceil(total / bounds.quantum) * bounds.quantum, bounds.total_low)
     return dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, ceiling).astype(np.int64))

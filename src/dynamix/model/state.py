@@ -1,8 +1,8 @@
 """Fitted state: frozen dataclasses of arrays, saved as plain lists.
 
-Every part of a model is one. Its `update` returns the next state and leaves the old one as it is; `FIELDS` names the
-arrays that are saved. The arrays begin with the leading dimensions (...) of the windows, take NaN for "not measured",
-and are never written to after the update that made them.
+Every part of a model is one. Its `update` returns the next state and does not change the old one. `FIELDS` names the
+arrays that are saved. Arrays begin with the leading dimensions (...) of the windows, use NaN for "not measured", and
+are never written to after the update that made them.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ import numpy as np
 
 from dynamix.window import Floats
 
-# What nothing is known about yet.
+# The value before anything is known.
 UNKNOWN: Floats = np.empty((0, 0))
 
 
 class Fitted(Protocol):
-    """A frozen dataclass whose arrays `FIELDS` are its state; its other fields are settings."""
+    """A frozen dataclass whose arrays named in `FIELDS` are its state; its other fields are settings."""
 
     FIELDS: ClassVar[tuple[str, ...]]
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -27,7 +27,7 @@ _Part = TypeVar("_Part", bound=Fitted)
 
 
 def nothing() -> Floats:
-    """The default of a field that no window has said anything about."""
+    """The default of a field before any window."""
     return UNKNOWN
 
 
@@ -42,13 +42,13 @@ def restored(part: _Part, state: dict[str, Any]) -> _Part:
 
 
 def array_of(values: Any) -> Floats:
-    """A saved array; `UNKNOWN` where nothing was known."""
+    """A saved array; `UNKNOWN` if it was empty."""
     array = np.asarray(values, dtype=np.float64)
     return array if array.size else UNKNOWN
 
 
 def merged(newer: np.ndarray, new: _Part, old: _Part) -> _Part:
-    """`new` in the clusters (...) that are `newer`, `old` in the others; both have arrays of the same shapes."""
+    """`new` in the clusters (...) that are `newer`, else `old`; both have arrays of the same shapes."""
 
     def of(name: str) -> Floats:
         values = getattr(new, name)
@@ -59,7 +59,7 @@ def merged(newer: np.ndarray, new: _Part, old: _Part) -> _Part:
 
 
 def laid_out(x: Floats) -> Floats:
-    """The same array (..., W, G) with its longer axis innermost in memory: NumPy's loops are then long.
+    """The same array (..., W, G) with its longer axis innermost in memory, so that NumPy's inner loops are long.
 
     >>> laid_out(np.zeros((9, 2))).strides
     (8, 72)

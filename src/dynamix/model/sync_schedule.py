@@ -1,4 +1,4 @@
-"""When workers meet, and over what: over gradients after every step, or over parameters after steps of their own."""
+"""When workers synchronise, and how: averaging gradients after every step, or parameters after local steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Ask = Callable[[Window, Bounds], Ints]  # a policy: sizes (W,) within bounds, af
 
 
 class Conditions(NamedTuple):
-    """The conditions of a round that no window holds.
+    """Conditions of a round that are not in its window.
 
-    piece     of its rounds
-    payload   bytes that a meeting over parameters moves, over those of a gradient
-    samples   trained by then
+    piece     samples of a worker's local step
+    payload   bytes of averaging parameters over those of a gradient
+    samples   trained so far
     """
 
     piece: int = 0
@@ -24,19 +24,19 @@ class Conditions(NamedTuple):
 
 
 class SyncSchedule:
-    """Chooses how workers meet, window by window; a job has one. This one lets gradients meet after every step.
+    """Chooses how workers synchronise, window by window; a job has one. This one averages gradients after every step.
 
-    A round has a `piece`, which its allocation says: samples of a worker's own step; 0 where none is said.
+    A round has a `piece`, given by its allocation: the samples of a worker's local step; 0 if none is given.
 
-    steps_apart   in some rounds every piece is an optimizer step of its worker's own, and workers meet over parameters
-    mixed         in others gradients meet: workers step apart in a round that has a `piece`
+    steps_apart   in some rounds every piece is a local step of its worker, and workers average parameters
+    mixed         in other rounds workers average gradients; they take local steps in a round that has a `piece`
     """
 
     steps_apart: ClassVar[bool] = False
     mixed: ClassVar[bool] = False
 
     def decide(self, ask: Ask, window: Window, bounds: Bounds, now: Conditions) -> tuple[Ints, int]:
-        """After `window`, of one job, shape (W,), as it was measured: the sizes (W,) of a round, and its `piece`.
+        """The sizes (W,) of a round, and its `piece`, after the measured `window` of one job, shape (W,).
 
         ask      gives the policy's sizes
         bounds   of the job
@@ -44,28 +44,28 @@ class SyncSchedule:
         return ask(window, bounds), 0
 
     def bounds_of(self, piece: int, bounds: Bounds) -> Bounds:
-        """The bounds of rounds of such a `piece`, in a job of `bounds`."""
+        """The bounds of rounds with this `piece`, in a job of `bounds`."""
         return bounds
 
     def local(self, piece: int) -> tuple[bool, int]:
-        """Whether workers step apart in a round, and samples of such a step; 0: it is a worker's share, or none."""
+        """Whether workers take local steps in a round, and samples of a step; 0: the worker's share, or no step."""
         return False, 0
 
     def most(self, piece: int, limit: int) -> int | None:
-        """Most samples of a worker's batch, of `limit` at most; None: a share is one batch."""
+        """Most samples of a worker's batch, at most `limit`; None: a share is one batch."""
         return limit
 
     def at_once(self, samples: int, workers: int) -> int:
-        """Samples of the steps that all workers take at the same time, in a job whose rounds begin with `samples`."""
+        """Samples of one step of all workers together, in a job whose rounds begin with `samples`."""
         return samples
 
     def limit_to(self, samples: int) -> None:
-        """An epoch has so many samples."""
+        """Tell the schedule the samples of an epoch."""
 
     def begin_anew(self) -> None:
-        """The job goes on from a state: what was measured is forgotten."""
+        """Forget what was measured, because the job resumes from a state."""
 
     @property
     def report(self) -> dict[str, Any]:
-        """For the events: why rounds are as they are; empty where nothing was to be chosen."""
+        """For the events: the reason for the rounds as they are; empty if there was no choice."""
         return {}

@@ -1,7 +1,7 @@
-"""Whether an unchanged job is worth distributing, and what it loses: `torchrun ... -m dynamix.observe train.py`.
+"""Measures whether distributing an unchanged job pays, and what it loses: `torchrun ... -m dynamix.observe train.py`.
 
-The ranks run three parts: `hooks` marks where a step's parts begin and end, `recorder` makes rows of them, `rank_file`
-writes them. Afterwards, or meanwhile and elsewhere: `joined` puts the ranks' rows together, `findings` says who waits
-for whom, `gains` what could be gained, `pays` whether distributing pays, `words` says all in plain words, and `run`
-writes the run folder.
+The ranks run three parts: `hooks` marks where a step's parts begin and end, `recorder` turns marks into rows, and
+`rank_file` writes them. Afterwards, or meanwhile in another process: `joined` combines the ranks' rows, `findings` says
+which rank delays which, `gains` what could be gained, and `pays` whether distributing pays. `words` puts all of it into
+sentences, and `run` writes the run folder.
 """

@@ -14,11 +14,11 @@ from typing import Any
 
 from dynamix.errors import ConfigError, DynamixError
 
-FOLLOW = "--follow"  # how rank 0 calls the process that speaks meanwhile
+FOLLOW = "--follow"  # starts the process that reports for rank 0 during training
 
 
 def main(given: list[str] | None = None) -> None:
-    """Run what the command line says."""
+    """Run the command line."""
     arguments = sys.argv[1:] if given is None else given
     if arguments[:1] == [FOLLOW]:
         follow(Path(arguments[1]), float(arguments[2]))
@@ -43,7 +43,7 @@ def main(given: list[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options come before the script; all that follows it is the script's own."""
+    """The parser: options come before the script, and everything after it belongs to the script."""
     parser = argparse.ArgumentParser(prog="python -m dynamix.observe", description=__doc__)
     parser.add_argument("--out", type=Path, help="run folder that all machines can see (default: runs/observe-TIME)")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="seconds between reports, besides the last")
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_folder() -> Path:
-    """The same for all ranks of one machine: named by when the process that started them began."""
+    """A folder that is the same for all ranks of one machine: named by the start time of their parent process."""
     import psutil
 
     parent = psutil.Process(os.getppid() if "RANK" in os.environ else os.getpid())
@@ -62,7 +62,7 @@ def default_folder() -> Path:
 
 
 def make(folder: Path, rank: int, script: list[str]) -> None:
-    """Rank 0 makes the folder. One that an earlier job has written to is refused by all ranks."""
+    """Let rank 0 make the folder. All ranks refuse one that an earlier job has written to."""
     from dynamix.events.run_folder import RunFolder
     from dynamix.observe.run import cluster
 
@@ -75,14 +75,14 @@ def make(folder: Path, rank: int, script: list[str]) -> None:
 
 
 def run(folder: Path, rank: int, asked: argparse.Namespace) -> None:
-    """The script, observed; rank 0 tells at the end what was seen."""
+    """Run the script under observation; at the end rank 0 reports."""
     from dynamix.observe import hooks
     from dynamix.observe.never_fatal import never_fatal
     from dynamix.startup.sitecustomize import after_import
 
     after_import("torch", functools.partial(_start, str(folder.resolve())))
     speaker = _speaker(folder, asked.every) if rank == 0 and asked.every else None
-    folder = folder.resolve()  # the script may go elsewhere
+    folder = folder.resolve()  # the script may change the working directory
     try:
         play(asked)
     finally:
@@ -101,7 +101,7 @@ def run(folder: Path, rank: int, asked: argparse.Namespace) -> None:
 
 
 def play(asked: argparse.Namespace) -> None:
-    """The script, as Python would run it."""
+    """Run the script as Python would."""
     sys.argv = asked.script
     if asked.module:
         sys.path[0] = os.getcwd()
@@ -118,13 +118,13 @@ def _start(folder: str, torch: Any) -> None:
 
 
 def _speaker(folder: Path, every_s: float) -> subprocess.Popen[bytes]:
-    """A process that speaks while this rank trains, and ends when it does."""
+    """Start a process that reports while this rank trains, and ends with it."""
     command = [sys.executable, "-m", "dynamix.observe", FOLLOW, str(folder.resolve()), str(every_s)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def follow(folder: Path, every_s: float) -> None:
-    """Say every so often what was seen so far, until the standard input ends. Takes what time others leave."""
+    """Report at intervals until the standard input ends. Runs at the lowest priority."""
     import select
 
     from dynamix.observe.run import say

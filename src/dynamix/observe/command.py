@@ -1,4 +1,4 @@
-"""A command of the user's, which runs to its end in its own time while something is told of it."""
+"""Runs a user's command to its end, and reports on it meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Job = subprocess.Popen[bytes]
 
 
 def check_command(command: Sequence[str], name: str) -> None:
-    """Raise `ConfigError` for what `dynamix NAME` cannot start, before anything is made."""
+    """Raise `ConfigError` for a command that `dynamix NAME` cannot start, before any file is made."""
     line = f"dynamix {name} -- torchrun --nproc-per-node 4 {' '.join(command) or 'train.py'}"
     if not command:
         raise ConfigError("command", "", "a program and its arguments", f"write {line}")
@@ -32,17 +32,17 @@ def run_command(
     every_s: float | None = None,
     tell: Callable[[Job], object] = lambda job: None,
 ) -> int:
-    """Run `command`; returns its exit code, 128 + n for signal n. SIGTERM is handed on to it.
+    """Run `command`; returns its exit code, 128 + n for signal n. SIGTERM is passed on to it.
 
-    tell   called every so many seconds meanwhile; None: never
+    tell   called every `every_s` seconds meanwhile; never if that is None
 
-    Raises `ConfigError` for what cannot be started.
+    Raises `ConfigError` if the command cannot be started.
     """
     try:
         job = subprocess.Popen(command, env=dict(env))
     except OSError as error:
         raise ConfigError("command", command[0], "a program that can be started", str(error.strerror)) from error
-    own = threading.current_thread() is threading.main_thread()  # elsewhere signals cannot be taken
+    own = threading.current_thread() is threading.main_thread()  # only the main thread may handle signals
     before = signal.signal(signal.SIGTERM, lambda number, _: job.send_signal(number)) if own else None
     try:
         with job:
@@ -59,12 +59,12 @@ def _followed(job: Job, every_s: float | None, tell: Callable[[Job], object]) ->
             while (code := _waited(job, every_s)) is None:
                 tell(job)
             return code
-        except KeyboardInterrupt:  # of the terminal: the job got it, too
+        except KeyboardInterrupt:  # from the terminal, which also sent it to the job
             continue
 
 
 def _waited(job: Job, every_s: float | None) -> int | None:
-    """Its exit code; None where it goes on after so long."""
+    """Its exit code; None if it still runs after `every_s`."""
     try:
         return job.wait(every_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Finds who holds the job back, in which part, and who waits: figures of the joined steps, without a model."""
+"""Finds the rank that delays the job, in which part, and who waits: figures of the joined steps, without a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from dynamix.observe.joined import Joined
 from dynamix.window import Floats
 
-LEAST_EXCESS = 0.05  # of a step's time, from which on a rank is said to be slow
-LEAST_TRANSFER = 0.10  # of a step's time, from which on the network is said to hold the job back
-STEADY = 0.8  # of the steps, from which on a slow rank is steadily slow
+LEAST_EXCESS = 0.05  # part of a step's time above which a rank counts as slow
+LEAST_TRANSFER = 0.10  # part of a step's time above which the network counts as slow
+STEADY = 0.8  # part of the steps above which a slow rank counts as steadily slow
 SLOW_LINK = 3.0  # times the round trips of the others
-LEAST_CARRIED = 0.1  # of what the busiest connection carried
-ALIKE = 1.5  # forward and backward that are slower by about the same factor are one thing: computing
+LEAST_CARRIED = 0.1  # part of the bytes of the busiest connection
+ALIKE = 1.5  # if forward and backward are slower by factors closer than this, the cause is computing
 SHOWN = ("forward", "backward", "data", "update", "between")
 
 
@@ -25,10 +25,10 @@ class Slow:
     """A rank whose steps take longer than those of the others.
 
     part       "forward", "backward", "computing" (both alike), "data", "update" or "between"
-    busy_s     of its step, free of waiting; `others_s` the median of the others
-    late       share of the steps in which it arrived last
-    often      share of the steps in which it was slow
-    excess_s   by part, what it takes more than the median of the others
+    busy_s     of its step, without waiting; `others_s` the median of the others
+    late       part of the steps in which it arrived last
+    often      part of the steps in which it was slow
+    excess_s   by part, its seconds above the median of the others
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Slow:
 
     @property
     def steady(self) -> bool:
-        """Whether it was slow nearly all the time; else its slowness came and went."""
+        """Whether it was slow nearly all the time; otherwise its slowness came and went."""
         return self.often >= STEADY
 
 
@@ -51,7 +51,7 @@ class Findings:
 
     verdict    "rank" (one is slow), "network" (the exchange takes long), "changing" (the slowest rank changes), "even"
     parts      seconds by part: `SHOWN`
-    slow_link  ranks at the slow connection's ends, or the rank at which all slow ones meet; empty where none is seen
+    slow_link  ranks at the slow connection's ends, or the one rank that all slow ones share; empty if none is found
     """
 
     verdict: str
@@ -66,7 +66,7 @@ class Findings:
 
     @property
     def rank(self) -> int | None:
-        """Whom the verdict names; None where it names nobody."""
+        """The rank that the verdict names, if any."""
         if self.verdict == "rank" and self.slow is not None:
             return self.slow.rank
         return self.slow_link[0] if self.verdict == "network" and len(self.slow_link) == 1 else None
@@ -80,7 +80,7 @@ class Findings:
 
 
 def find(job: Joined) -> Findings:
-    """The findings of a job with one kept step or more."""
+    """The findings of a job with at least one kept step."""
     at = job.kept
     busy, exchange = job.busy[at], job.part("exchange")[at]
     loader = np.nan_to_num(job.part("loader")[at])
@@ -104,7 +104,7 @@ def find(job: Joined) -> Findings:
 def _slow(
     job: Joined, busy: Floats, parts: dict[str, Floats], mean_busy: Floats, step_s: float
 ) -> tuple[Slow | None, bool]:
-    """The slow rank, if there is one; and whether there is one at each time, but not the same."""
+    """The slow rank, if there is one; and whether there is one at each time, but not always the same."""
     if len(job.ranks) < 2:
         return None, False
     last = np.bincount(np.nan_to_num(busy, nan=-1.0).argmax(-1), minlength=len(job.ranks)) / len(busy)
@@ -137,9 +137,9 @@ def _others(values: Floats, at: int) -> float:
 def slow_link(ranks: list[int], facts: list[dict[str, Any]]) -> tuple[list[int], float]:
     """Ranks at the ends of the slow connections, and how many times as long their round trips take as the others'.
 
-    Data waits in front of a slow link, so round trips over it take long. Connections of two ranks are found by their
-    ends. One rank: all connections that carry much and are its own are slow, and others are not. Two: only their
-    connection is seen. None: nothing is slow, or nothing is seen.
+    Data queues before a slow link, so its round trips take long. Connections of two ranks are identified by their
+    ends. One rank: all of its connections that carry much are slow, and no others are. Two: only their connection is
+    slow. None: no connection is slow, or none was measured.
 
     >>> trips = {(0, 1): 0.02, (1, 2): 0.015, (0, 2): 1e-4}
     >>> facts = [{"links": [

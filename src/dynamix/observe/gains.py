@@ -1,4 +1,4 @@
-"""Predicts gains from the observed windows by `JobModel`: ranges on each rung of the ladder."""
+"""Predicts gains from the observed windows by `JobModel`: a range for each rung of the ladder."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from dynamix.projection import project
 from dynamix.window import Bounds, Ints, Window
 
 LOW, HIGH = 0.1, 0.9  # quantiles of the ranges
-WORTH = 1.03  # a gain that a change of the script is worth
-WORTH_FOLLOWING = 1.1  # the same where shares follow what comes and goes: a policy's are later than those of a replay
-UNIT = 1000  # parts of a batch whose samples are unknown
+WORTH = 1.03  # a smaller gain is not worth a change of the script
+WORTH_FOLLOWING = 1.1  # the same if shares follow changing speeds: a policy follows later than this replay
+UNIT = 1000  # parts of a batch with an unknown number of samples
 ALONE, WITHOUT, PLAIN = "do not distribute", "leave one out", "plain"
 BALANCE, ADAPT, MEET = "balance", "adapt", "adapt and choose how to meet"
-# Parts of a balanced step that the exchange takes. In the first runs of docs/results.md a larger batch saved time where
-# it was about half, and cost time where it was a quarter; workers that seldom meet are first on all nets from 0.75 on.
+# Part of a balanced step taken by the exchange. In the first runs of docs/results.md a larger batch saved time with
+# about half, and cost time with a quarter; from 0.75 on averaging seldom was fastest on all nets.
 LARGE, VERY_LARGE = 1 / 3, 0.6
-_LARGEST = 64  # times the largest batch now
+_LARGEST = 64  # times the largest current batch
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times as many samples a second one would get: the median of what is believed, and 80 % of it.
+    """The predicted factor on samples a second: its median, and its 80 % range.
 
-    rank   who works alone, or is left out; None where all ranks work
+    rank   the rank that works alone, or is left out; None if all ranks work
     """
 
     median: float
@@ -42,20 +42,20 @@ class Gain:
 
     @property
     def worth_it(self) -> bool:
-        """Whether it is more than the measuring is unsure of."""
+        """Whether it exceeds the error of measurement."""
         return self.median >= WORTH
 
 
 @dataclass(frozen=True)
 class Gains:
-    """The gains of all ranks on each rung of the ladder, and what is not known.
+    """The gains of all ranks on each rung of the ladder, and what is unknown.
 
-    balance   with the same global batch, by moving shares to `sizes`
-    adapt     with twice the global batch, shares moved
-    meet      by meeting over parameters, every `apart` steps
-    grounded  whether batches of several sizes were seen
+    balance   with the same global batch, by changing shares to `sizes`
+    adapt     with twice the global batch, and shares changed
+    meet      by averaging parameters every `apart` steps
+    grounded  whether batches of several sizes were measured
     sizes_known   whether batches have a known number of samples; else `sizes` are parts of a batch, in thousandths
-    pieces    batches of an optimizer step: more than one where gradients accumulate
+    pieces    batches of an optimizer step: more than one if gradients accumulate
     """
 
     balance: Gain | None
@@ -71,17 +71,17 @@ class Gains:
 
 @dataclass(frozen=True)
 class Pays:
-    """The speed of fewer workers, the speed under balance, and what to begin with.
+    """The speed of fewer workers, the speed under balance, and the rung to begin with.
 
-    alone      the fastest worker by itself, in steps of its own batch: no exchange, and what a step costs beside its
-               samples once for each of them; `rank` says which
-    without    all but the slow rank, which is `rank`; each with its own batch, and with the exchange as it was measured
-    balance    as the job model says of how ranks are now; or, if it `follows`, as shares would have reached that are
-               always those of the window before: where slowness comes and goes
-    exchange   part of a balanced step that the exchange takes; NaN where it was not measured
+    alone      the fastest worker by itself, in steps of its own batch: no exchange, and every step pays its fixed costs
+               alone; `rank` names it
+    without    all but the slow rank, named by `rank`; each with its own batch, and with the measured exchange
+    balance    by the job model for the ranks as they are now; or, if it `follows`, as reached by shares that always fit
+               the window before: for slowness that comes and goes
+    exchange   part of a balanced step taken by the exchange; NaN if not measured
     best       the rung that is predicted to be best
 
-    None where it cannot be said.
+    A figure is None if it cannot be predicted.
     """
 
     alone: Gain | None
@@ -93,7 +93,7 @@ class Pays:
 
 
 def best_rung(pays: Pays, gains: Gains, *, leave: bool, can_meet: bool) -> str | None:
-    """If in doubt, the lower rung: the batch and the way of meeting change what is learned."""
+    """The best rung. If in doubt it is the lower one, because batch and synchronisation change what is learned."""
     if pays.balance is None:
         return None
     balanced = max(pays.balance.median, 1.0)
@@ -107,18 +107,18 @@ def best_rung(pays: Pays, gains: Gains, *, leave: bool, can_meet: bool) -> str |
         return MEET
     if pays.exchange >= LARGE and gains.adapt is not None and gains.adapt.median >= sure:
         return ADAPT
-    following = pays.follows and pays.balance.median >= WORTH_FOLLOWING  # its range has stretches without slowness
+    following = pays.follows and pays.balance.median >= WORTH_FOLLOWING  # its range includes stretches without slowness
     return BALANCE if following or (pays.balance.worth_it and pays.balance.low >= 1.0) else PLAIN
 
 
 def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
-    """The gains of a job of two ranks or more, after these windows; None for what cannot be said."""
+    """The gains of a job of two or more ranks, after these windows; None for unknown ones."""
     model, latest = JobModel(), None
     for window in windows:
         scaled = _whole(window if sizes_known else _in_parts(window))
         model = model.update(scaled)
         if latest is None or scaled.global_batch >= 0.9 * latest.global_batch:
-            latest = scaled  # an epoch's last, small batch is no state to start from
+            latest = scaled  # unless it is the small batch at the end of an epoch
     if latest is None or latest.workers < 2 or not bool(model.measured):
         return Gains(None, None, None, [], [], float("nan"), False, sizes_known)
     now = latest.batch_size
@@ -140,7 +140,7 @@ def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
 
 
 def _whole(window: Window) -> Window:
-    """All own work as computing: what others wait for is that, whether a rank computes or waits for its data."""
+    """All own work as computing: others wait for it, whether a rank computes or waits for its data."""
     return dataclasses.replace(window, compute=window.compute + np.nan_to_num(window.data), data=0.0 * window.data)
 
 
@@ -150,7 +150,7 @@ def _in_parts(window: Window) -> Window:
 
 
 def _balanced(model: JobModel, total: int) -> Ints:
-    """Whole sizes of sum `total` whose slowest worker is done first."""
+    """Whole sizes of sum `total` with the earliest finish of the slowest worker."""
     workers = model.sizes.shape[-1]
     bounds = Bounds.of(workers, 1, max(_LARGEST * total // workers, 2), total_low=total, total_high=total)
     return project(split(np.asarray(float(total)), *model.line, bounds), bounds)
@@ -162,7 +162,7 @@ def _gain(model: JobModel, sizes: np.ndarray, now: np.ndarray) -> Gain | None:
 
 
 def _meet(model: JobModel, window: Window) -> tuple[Gain | None, float]:
-    """The gain of meeting over parameters: pieces of today's batches, as many to each worker as its speed allows."""
+    """The gain of averaging parameters: pieces of today's batches, their number set by each worker's speed."""
     speeds, meeting_s = samples_a_second(window), float(exposed_seconds(window))
     if speeds is None or not np.isfinite(meeting_s):
         return None, float("nan")

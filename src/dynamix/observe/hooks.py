@@ -1,10 +1,10 @@
-"""Takes hold of a rank's training steps without changing them: tensor hooks, autograd callbacks, optimizer hooks.
+"""Measures a rank's training steps without changing them: tensor hooks, autograd callbacks, optimizer hooks.
 
 A forward pass of DDP begins and ends in `DistributedDataParallel.forward`. A hook on the output's gradient sees the
-backward pass begin and queues a callback, which autograd runs once all local gradients are there. DDP queues its own,
-which waits for the reductions, later; so one more callback, queued by the first, runs after that. DDP's reducer,
-communication hooks and parameters are left alone. FSDP2 gathers and reduces inside of both passes: those moments are
-told apart by the calls that it makes for them (`sharded`).
+start of the backward pass and queues a callback, which autograd runs once all local gradients exist. DDP queues its own
+callback, which waits for the reductions, later. So the first callback queues one more, which runs after DDP's. DDP's
+reducer, communication hooks and parameters are not touched. FSDP2 gathers and reduces within both passes; these moments
+are identified by its calls (`sharded`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from dynamix.observe.recorder import BACKWARD, BETWEEN, EXCHANGE, FORWARD, StepR
 from dynamix.startup.sitecustomize import after_import
 
 FLUSH_S = 2.0
-FOLDER_VARIABLE = "DYNAMIX_OBSERVE"  # the folder that a rank's steps are written to
-CALLED = "dynamix.observe.hooks:start_as_asked"  # what `dynamix.startup` calls with torch
-MOST_VARIABLE = "DYNAMIX_OBSERVE_STEPS"  # observed of a job, of those it takes
+FOLDER_VARIABLE = "DYNAMIX_OBSERVE"  # names the folder for a rank's steps
+CALLED = "dynamix.observe.hooks:start_as_asked"  # called by `dynamix.startup` with torch
+MOST_VARIABLE = "DYNAMIX_OBSERVE_STEPS"  # limits the number of observed steps
 MOST_STEPS = 200_000
 _IDLE, _FORWARD, _BACKWARD, _AFTER = range(4)  # _AFTER: between a backward pass and the end of the step
 
 
 class Observer:
-    """Marks this process's steps and writes them to `folder`. One for each process, made once torch is imported."""
+    """Marks this process's steps and writes them to `folder`. One per process, made when torch is imported."""
 
     def __init__(self, torch: Any, folder: str, most_steps: int = MOST_STEPS) -> None:
         self.torch, self.folder, self.most_steps = torch, folder, most_steps
         self.recorder: StepRecorder | None = None
-        self.stack = ""  # which wrapper trains
+        self.stack = ""  # the wrapper that trains, such as "DDP"
         self.on = True
         self._file: Any = None
         self._links: Any = None
@@ -49,10 +49,10 @@ class Observer:
             never_fatal(self, hook) for hook in (self._backward_begins, self._at_last_gradient, self._at_reduced)
         )
 
-    # -- what the hooks call
+    # -- called by the hooks
 
     def forward_begins(self, stack: str, module: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the pass that begins is one of training: then `forward_ended` is called with its output."""
+        """Whether this is a training pass: then `forward_ended` is called with its output."""
         if not self.on or not self.torch.is_grad_enabled() or not module.training:
             return False
         if self.recorder is None:
@@ -66,7 +66,7 @@ class Observer:
         return True
 
     def forward_ended(self, output: Any) -> None:
-        """Wait for the output's gradient."""
+        """Register hooks for the output's gradient."""
         seen = False
         for tensor in (output,) if isinstance(output, self.torch.Tensor) else self._tensors(output):
             if tensor.grad_fn is not None:
@@ -76,33 +76,33 @@ class Observer:
             self._note = "the model's output shows no tensor with a gradient: its backward pass is not told apart"
 
     def _backward_begins(self, _: Any) -> None:
-        """A gradient has come to the model's output."""
+        """Called when a gradient reaches the model's output."""
         if self._state == _FORWARD and self.on and self.recorder is not None:
             self.recorder.mark(FORWARD)
             self._state = _BACKWARD
             self.queue(self._gradients_there)
 
     def waits(self) -> Callable[[], None] | None:
-        """Buffers or shards are about to cross ranks; what is returned is called when they have. None: no pass runs."""
+        """Called before buffers or shards cross ranks; call the result afterwards. None if no pass is running."""
         if self._state not in (_FORWARD, _BACKWARD) or not self.on or self.recorder is None:
             return None
         self.recorder.mark(FORWARD if self._state == _FORWARD else BACKWARD)
         return never_fatal(self, functools.partial(self.recorder.mark, EXCHANGE))
 
     def loaded(self, seconds: float) -> None:
-        """So long a loader was waited for."""
+        """Record seconds spent waiting for a loader."""
         if self.recorder is not None and self._state in (_IDLE, _AFTER):
             self.recorder.loaded(seconds)
 
     def before_update(self) -> None:
-        """An optimizer's step begins."""
+        """Called when an optimizer's step begins."""
         if self._state in (_FORWARD, _BACKWARD) and self.recorder is not None:
-            # Its backward pass was not seen, or ran another way: it is over in any case.
+            # The backward pass was not seen, or ran in another way; either way it is over.
             self.recorder.mark(FORWARD if self._state == _FORWARD else BACKWARD)
             self._state = _AFTER
 
     def updated(self) -> None:
-        """An optimizer's step is over."""
+        """Called when an optimizer's step ends."""
         recorder = self.recorder
         if recorder is None or not self.on or not recorder.passes:
             return
@@ -117,7 +117,7 @@ class Observer:
             self.stop()
 
     def _at_last_gradient(self) -> None:
-        """All local gradients are there; DDP's own callback, which waits for other ranks, comes before the next one."""
+        """Called when all local gradients exist; DDP's own callback, which waits for other ranks, runs after this."""
         self.mark_of_backward(BACKWARD)
         self.queue(self._reduced)
 
@@ -126,12 +126,12 @@ class Observer:
         self._state = _AFTER
 
     def mark_of_backward(self, part: int) -> None:
-        """Mark the time since the last mark, in the backward pass that runs."""
+        """Mark the time since the last mark as `part` of the current backward pass."""
         if self._state == _BACKWARD and self.recorder is not None:
             self.recorder.mark(part)
 
     def queue(self, callback: Callable[[], None]) -> None:
-        """Autograd calls it at the end of the backward pass that runs, after those that were queued before."""
+        """Let autograd call it at the end of the current backward pass, after callbacks queued earlier."""
         self.torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     # -- the rank's file
@@ -161,7 +161,7 @@ class Observer:
             self._file.write(self.recorder.take(), ended=ended, links=self._links.told, note=self._note)
 
     def stop(self) -> None:
-        """The last rows; nothing is observed from now on."""
+        """Write the last rows and stop observing."""
         if self.on:
             self.on = False
             self.flush(ended=True)
@@ -169,13 +169,13 @@ class Observer:
                 self._file.close()
 
     def forked(self) -> None:
-        """Called in a child that a fork made: what its parent has observed is its parent's."""
+        """Called in a child after a fork: the parent's observations stay with the parent."""
         self.recorder, self._file, self._state = None, None, _IDLE
 
     # -- inputs and outputs
 
     def _samples(self, args: Any, kwargs: Any) -> float:
-        """The first dimension of the first input that has one; NaN without such an input."""
+        """The first dimension of the first input that has one; NaN if no input has."""
         first = args[0] if args else None
         if isinstance(first, self.torch.Tensor) and first.ndim:
             return float(first.shape[0])
@@ -203,7 +203,7 @@ watch: Observer | None = None  # of this process
 
 
 def start(torch: Any, folder: str) -> Observer:
-    """Observe this process from now on, to `folder`. If a torch has no such hook, observing alone ends."""
+    """Observe this process from now on, to `folder`. If torch lacks a hook, only observing ends."""
     global watch
     try:
         most = int(os.environ.get(MOST_VARIABLE, MOST_STEPS))
@@ -225,7 +225,7 @@ def start_as_asked(torch: Any) -> None:
 
 
 def distributed_data_parallel(torch: Any, watch: Observer) -> None:
-    """Passes of `DistributedDataParallel`, and its exchange of buffers."""
+    """Hooks the passes of `DistributedDataParallel`, and its exchange of buffers."""
     if not torch.distributed.is_available():
         return
     ddp = torch.nn.parallel.DistributedDataParallel
@@ -250,7 +250,7 @@ def distributed_data_parallel(torch: Any, watch: Observer) -> None:
     ddp.forward, ddp._sync_buffers = observed_forward, observed_buffers
 
     def compiled(module: Any) -> None:
-        """`torch.compile(DDP(...))` traces DDP's forward: its passes are those of what it returns."""
+        """Hooks `torch.compile(DDP(...))`, which traces DDP's forward: the compiled module's calls are the passes."""
         call = module.OptimizedModule.__call__
 
         @functools.wraps(call)
@@ -267,7 +267,7 @@ def distributed_data_parallel(torch: Any, watch: Observer) -> None:
 
 
 def optimizers(torch: Any, watch: Observer) -> None:
-    """Steps of all optimizers of torch's kind."""
+    """Hooks the steps of all torch optimizers."""
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides its name
     before, after = never_fatal(watch, watch.before_update), never_fatal(watch, watch.updated)
 
@@ -284,7 +284,7 @@ def optimizers(torch: Any, watch: Observer) -> None:
 
 
 def loaders(module: Any, watch: Observer) -> None:
-    """Time the waits in `DataLoader`s, whoever calls them."""
+    """Hooks all `DataLoader`s to time the waits for them."""
     iterator = module._BaseDataLoaderIter
     following = iterator.__next__
     loaded = never_fatal(watch, watch.loaded)

@@ -1,4 +1,4 @@
-"""The ranks' rows put together, step by step, and cut into windows."""
+"""Combines the ranks' rows step by step, and cuts them into windows."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from dynamix.observe.recorder import FIELDS, PARTS
 from dynamix.probes.timing import RECENT, attribute_wait, pause_in
 from dynamix.window import Floats, Ints, Window
 
-WARM_UP = 3  # first steps choose kernels and build buckets; left out of longer jobs
+WARM_UP = 3  # first steps, which choose kernels and build buckets; left out in longer jobs
 LEAST_WINDOW, MOST_WINDOWS = 5, 1_000
-_UNKNOWN_SIZE = 1  # what a batch of unknown samples counts as
+_UNKNOWN_SIZE = 1  # samples assumed for a batch of unknown size
 _BUSY = ("forward", "backward", "update", "between")
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Steps that all present ranks have gone through, and what is known of the ranks.
+    """Steps that all present ranks have completed, and facts about the ranks.
 
-    ranks     which have written; `world` how many the job has
+    ranks     ranks with a file; `world` is the job's number of ranks
     rows      (fields, steps, ranks) by `FIELDS`, seconds
     kept      (steps,) bool: neither warm-up nor a pause
-    pauses    steps that held a pause
+    pauses    steps with a pause
     facts     of each rank's file
-    attempt   restarts before this
+    attempt   number of restarts before this attempt
     """
 
     ranks: list[int]
@@ -47,22 +47,22 @@ class Joined:
 
     @property
     def steps(self) -> int:
-        """That all present ranks have written."""
+        """Number of steps that all present ranks have written."""
         return int(self.rows.shape[1])
 
     @property
     def samples_known(self) -> bool:
-        """Whether the forward's inputs said how many samples a batch has."""
+        """Whether the forward's inputs showed how many samples a batch has."""
         return bool(np.isfinite(self.part("samples")).all())
 
     @property
     def busy(self) -> Floats:
-        """(steps, ranks) seconds of a step in which a rank did not wait for others; NaN where not measured."""
+        """(steps, ranks) seconds of a step without waiting for others; NaN if not measured."""
         return np.asarray(sum(self.part(name) for name in _BUSY))
 
     @property
     def waits(self) -> tuple[Floats, Floats]:
-        """Mean seconds (ranks,) that each waited for later ones, and of the transfer, over the kept steps."""
+        """Mean seconds (ranks,) that each rank waited for later ones, and of the transfer, over the kept steps."""
         return attribute_wait(self.part("exchange")[self.kept])
 
     @property
@@ -72,7 +72,7 @@ class Joined:
 
     @property
     def unfinished(self) -> list[int]:
-        """Ranks that have not said that they ended."""
+        """Ranks whose file does not say that they ended."""
         return [rank for rank, facts in zip(self.ranks, self.facts, strict=True) if not facts.get("ended")]
 
 
@@ -98,7 +98,7 @@ def join(folder: Path) -> Joined:
 
 
 def _kept(rows: Floats) -> tuple[np.ndarray, list[int]]:
-    """(steps,) those that count, and the indices of those that held a pause."""
+    """(steps,) whether each step counts, and the indices of steps with a pause."""
     steps = rows.shape[1]
     whole = sum(np.nan_to_num(rows[FIELDS.index(name)]) for name in PARTS)
     longest = np.asarray(whole).max(-1, initial=0.0)
@@ -117,9 +117,9 @@ def _kept(rows: Floats) -> tuple[np.ndarray, list[int]]:
 
 
 def windows(job: Joined) -> Iterator[tuple[Window, dict[str, Any]]]:
-    """Windows of the job in order, and beside each what the parts took, by name and rank.
+    """Windows of the job in order, each with the seconds of its parts, by name and rank.
 
-    A window is a few steps of the same sizes; where sizes change all the time it has their mean.
+    A window is a few steps of the same sizes; if sizes change all the time it has their mean.
     """
     length = max(LEAST_WINDOW, -(-job.steps // MOST_WINDOWS))
     sizes = job.part("samples") if job.samples_known else np.full(job.part("samples").shape, float(_UNKNOWN_SIZE))
@@ -131,7 +131,7 @@ def windows(job: Joined) -> Iterator[tuple[Window, dict[str, Any]]]:
 
 
 def _alike(sizes: Floats, at: Ints) -> list[Ints]:
-    """The steps `at` in groups of the same sizes, the longest first in order; one group where there are many."""
+    """The steps `at` in groups of the same sizes, ordered by their last step; one group if there were many."""
     if not len(at):
         return []
     kinds, which = np.unique(sizes[at], axis=0, return_inverse=True)
@@ -167,7 +167,7 @@ def _window(job: Joined, sizes: Floats, at: Ints) -> tuple[Window, dict[str, Any
 
 
 def _mean(values: Floats) -> Floats:
-    """Over steps, (ranks,), of what was measured."""
+    """Mean over steps, (ranks,), of the measured values."""
     known = np.isfinite(values)
     with np.errstate(invalid="ignore"):
         return np.asarray(np.where(known, values, 0.0).sum(0) / np.where(known.any(0), known.sum(0), np.nan))

@@ -1,4 +1,4 @@
-"""Measures this rank's connections to other ranks, for finding the slow one."""
+"""Measures this rank's connections to other ranks, to find the slow one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from dynamix.probes.network import Connection, ends, master_port, open_connections, ports
 
 SAMPLE_EVERY_S = 2.0
-_MOST = 64  # connections told of: those that carried most
-_LEAST_BYTES = 65_536  # between two samples, or a rate says nothing
+_MOST = 64  # connections reported: those that carried most
+_LEAST_BYTES = 65_536  # between two samples; with fewer, a rate has no meaning
 
 
 class Links:
-    """Samples the process's connections now and then; `told` is the latest for the rank's file.
+    """Samples the process's connections at intervals; `told` is the latest list for the rank's file.
 
-    Each connection has its two ends (addresses), payload bytes sent and its round trip: the median of what the kernel
-    said at the samples. Empty where nothing is seen: NVLink, InfiniBand and shared memory are no
+    Each connection has its two ends (addresses), payload bytes sent and its round trip: the median of the kernel's
+    values at the samples. The list is empty if nothing is visible: NVLink, InfiniBand and shared memory are no
     connections.
     """
 
@@ -28,7 +28,7 @@ class Links:
         self._due_s = 0.0
 
     def sample(self) -> None:
-        """Look, unless that was done a moment ago."""
+        """Take a sample, unless the last one is recent."""
         now = time.monotonic()
         if now < self._due_s:
             return
@@ -38,7 +38,7 @@ class Links:
                 if self._port in ports(fd):  # the rendezvous store
                     continue
                 local, remote = ends(fd)
-                if local[4:] == remote[4:]:  # of one host's address: what it takes says nothing about a link
+                if local[4:] == remote[4:]:  # both ends on one host: its times say nothing about a link
                     continue
                 self._known[key] = {"local": local, "remote": remote}
             sent = connection.since(self._before.get(key)).sent_bytes
@@ -49,9 +49,9 @@ class Links:
 
     @property
     def told(self) -> list[dict[str, Any]]:
-        """`local`, `remote`, `sent_bytes` and `rtt_s` of those that carried most, either way.
+        """`local`, `remote`, `sent_bytes` and `rtt_s` of those that carried most, in both directions.
 
-        The last is None where this end sent little: its peer knows.
+        `rtt_s` is None if this end sent little: its peer knows it.
         """
         found = []
         for key, ends_of in self._known.items():

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 
 class Stoppable(Protocol):
-    """Observes as long as it is `on`."""
+    """Something that observes while it is `on`."""
 
     on: bool
 
 
 def never_fatal(observer: Stoppable, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, of which an error ends observing and not the job.
+    """`hook`, wrapped so that an error ends observing, not the job.
 
     >>> class Observing: on = True
     >>> observer = Observing()

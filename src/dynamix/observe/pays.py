@@ -1,4 +1,4 @@
-"""Whether distributing pays, from what was measured; and the rung of the ladder that is predicted to be best."""
+"""Measures whether distributing pays, and chooses the rung of the ladder that is predicted to be best."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamix.observe.joined import LEAST_WINDOW, Joined
 from dynamix.window import Floats
 
 WINDOW = 10  # steps, after which shares follow
-STRETCHES = 10  # of the steps: a range covers what most of them say
+STRETCHES = 10  # equal stretches of the steps; a range covers most of them
 
 
 def weigh(job: Joined, found: Findings, gains: Gains) -> Pays:
@@ -26,12 +26,12 @@ def weigh(job: Joined, found: Findings, gains: Gains) -> Pays:
     balanced = 1.0 if balance is None else max(balance.median, 1.0)
     exchange = balanced * found.transfer_s / found.step_s if found.step_s else float("nan")
     pays = Pays(alone, without, balance, followed is not None, exchange, None)
-    can_meet = job.facts[0].get("stack") == "DDP" and gains.pieces == 1  # what meet="auto" needs
+    can_meet = job.facts[0].get("stack") == "DDP" and gains.pieces == 1  # requirements of meet="auto"
     return dataclasses.replace(pays, best=best_rung(pays, gains, leave=not unsteady, can_meet=can_meet))
 
 
 def _kept(job: Joined) -> tuple[Floats, Floats, Floats]:
-    """Samples, and seconds of own work and of the exchange: (steps, ranks) of the steps that count."""
+    """Samples, and seconds of own work and of the exchange: (steps, ranks) of the kept steps."""
     return job.part("samples")[job.kept], job.busy[job.kept], job.part("exchange")[job.kept]
 
 
@@ -55,7 +55,7 @@ def _without(job: Joined, at: int) -> Gain | None:
 
 
 def _followed(job: Joined) -> Gain | None:
-    """All ranks, with shares by what each took for a sample in the window before."""
+    """The gain of all ranks, with shares by each rank's time for a sample in the window before."""
     samples, busy, exchange = _kept(job)
     each = busy / samples
     if len(each) < 2 * WINDOW:
@@ -69,7 +69,7 @@ def _followed(job: Joined) -> Gain | None:
 
 
 def _beside_now(job: Joined, samples: Floats, seconds: Floats, rank: int | None = None) -> Gain | None:
-    """`samples` in `seconds`, by step, over what all ranks did; the range over stretches of the job."""
+    """The gain of `samples` in `seconds`, by step, over all ranks as they were; its range is over stretches."""
     all_samples, busy, exchange = _kept(job)
     trained, took = all_samples.sum(-1), (busy + exchange).mean(-1)
     known = np.isfinite(samples + seconds + trained + took) & (seconds > 0)

@@ -1,4 +1,4 @@
-"""Writes a rank's observations: `rankN.steps`, rows of 32-bit floats, and `rankN.json`, what they are."""
+"""Writes a rank's observations: `rankN.steps`, rows of 32-bit floats, and `rankN.json`, their description."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from dynamix.observe.recorder import FIELDS
 from dynamix.window import Floats
 
 SCHEMA = 1
-WAITING = 100  # writes that may wait for a slow file system, about one in two seconds; then no more is written
+WAITING = 100  # writes that may wait for a slow file system, about one in two seconds; beyond that, writing stops
 
 
 class RankFile:
-    """A rank's two files, which a thread writes: a file system that hangs holds no step up.
+    """A rank's two files, written by a thread, so that a file system that hangs delays no step.
 
-    A file that cannot be written is given up, with one message: observing never ends a job.
+    If a file cannot be written, writing stops with one message: observing never ends a job.
     """
 
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
@@ -40,14 +40,14 @@ class RankFile:
         self._thread.start()
 
     def write(self, rows: array[float], **about: Any) -> None:
-        """Append rows and say again what is known of the rank, soon. Neither may be changed afterwards."""
+        """Append rows and update the facts about the rank, soon. Do not change either afterwards."""
         try:
             self._waiting.put_nowait((rows, about))
         except queue.Full:
             self._give_up("the file system does not answer")
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what waits, for so long at most. Safe to call twice."""
+        """Write what is queued, within `timeout_s`. Safe to call twice."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(timeout_s)
@@ -70,7 +70,7 @@ class RankFile:
                 unfinished = self.folder / f"rank{self.rank}.unfinished"
                 unfinished.write_text(json.dumps({**self.facts, "written": time.time()}), encoding="utf-8")
                 unfinished.replace(self.folder / f"rank{self.rank}.json")
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:  # training goes on, whatever the error
                 self._give_up(str(error))
         if file is not None:
             with contextlib.suppress(OSError):
@@ -84,10 +84,10 @@ class RankFile:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """One rank's files as they are now.
+    """The current content of one rank's files.
 
     facts   of `rankN.json`: `rank`, `world`, `ended`, `links` and more
-    rows    (steps, fields) by `FIELDS`, seconds; NaN where not measured
+    rows    (steps, fields) by `FIELDS`, seconds; NaN if not measured
     """
 
     facts: dict[str, Any]
@@ -95,7 +95,7 @@ class RankSteps:
 
 
 def read_rank(folder: Path, rank: int) -> RankSteps:
-    """Also while it is written: an unfinished row is left out. Raises `StateError` for other files."""
+    """Read a rank's files, even while it writes: an unfinished row is left out. Raises `StateError` for other files."""
     try:
         facts = dict(json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")))
         raw = (folder / f"rank{rank}.steps").read_bytes()
@@ -109,6 +109,6 @@ def read_rank(folder: Path, rank: int) -> RankSteps:
 
 
 def ranks_in(folder: Path) -> list[int]:
-    """Which ranks have written there."""
+    """The ranks with a file in `folder`."""
     names = (path.stem[4:] for path in folder.glob("rank*.json"))
     return sorted(int(name) for name in names if name.isdigit())

@@ -1,4 +1,4 @@
-"""One rank's steps as rows of seconds, from marks where its parts end."""
+"""One rank's steps as rows of seconds, from marks at the ends of their parts."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dynamix.probes.timing import Clock
 
-# What lies between two marks of a step is one of these.
+# The time between two marks of a step belongs to one of these.
 PARTS = ("forward", "backward", "exchange", "update", "between")
 FORWARD, BACKWARD, EXCHANGE, UPDATE, BETWEEN = range(5)
-# Of a row, in order. A step is what an optimizer step ends.
+# Fields of a row, in order. A step ends with an optimizer step.
 FIELDS = ("samples", "passes", *PARTS, "loader", "end_s")
-_MOST_MARKS = 4096  # of a step: a loop whose optimizer is not seen never ends one
-# Marks of so many steps become rows together: code that is warm costs a quarter of code that runs once a step.
+_MOST_MARKS = 4096  # of a step: if a loop's optimizer is not seen, its step never ends
+# Marks of this many steps become rows together: code that is warm takes a quarter of the time.
 _TOGETHER = 64
 
 
 class StepRecorder:
     """Marks of the open step, and rows of the closed ones. Never synchronises a device.
 
-    A mark says of which part the time was that passed since the one before. Parts of a row, in seconds:
+    A mark names the part for the time since the mark before. Parts of a row, in seconds:
 
     forward    from the beginning of the model's forward pass to the beginning of the backward pass, with the loss
     backward   from there to the last local gradient
-    exchange   waiting for other ranks and transferring: after the last local gradient, and where buffers or shards of
+    exchange   waiting for other ranks and transferring: after the last local gradient, and while buffers or shards of
                parameters cross ranks
     update     from there to the end of the optimizer's step, with clipping
-    between    from there to the next forward pass; `loader` is the part of it that was spent in a `DataLoader`
+    between    from there to the next forward pass; `loader` is the part of it spent in a `DataLoader`
 
     clock   a `dynamix.probes.timing.Clock`
 
@@ -55,22 +55,22 @@ class StepRecorder:
         self._rows = array("f")
 
     def mark(self, part: int) -> None:
-        """Name the part that passed since the last mark."""
+        """Name the part of the time since the last mark."""
         if len(self._parts) < _MOST_MARKS:
             self._parts.append(part)
             self._marks.append(self._now())
 
     def passed(self, samples: float) -> None:
-        """A forward pass of `samples` began; NaN where that is unknown."""
+        """Count a forward pass of `samples`; NaN if their number is unknown."""
         self._passes += 1
         self._samples += samples
 
     def loaded(self, seconds: float) -> None:
-        """So long a `DataLoader` was waited for."""
+        """Add seconds spent waiting for a `DataLoader`."""
         self._loader_s += seconds
 
     def close(self, end_s: float) -> None:
-        """An optimizer step ended, `end_s` after observing began."""
+        """End an optimizer step, `end_s` after observing began."""
         self.mark(UPDATE)
         self._closed.append((self._parts, self._marks, self._samples, self._passes, self._loader_s, end_s))
         self._parts, self._marks = [], []
@@ -85,7 +85,7 @@ class StepRecorder:
         return self._passes
 
     def take(self) -> array[float]:
-        """The rows since the last call, one after another, as far as the device has got."""
+        """The rows since the last call, concatenated, up to the last step that the device has finished."""
         self._resolve_all()
         rows, self._rows = self._rows, array("f")
         return rows
@@ -104,5 +104,5 @@ class StepRecorder:
                 clock.recycle(before)
             before = mark
         self._last = before
-        # A device may not have waited for a loader that the processor waited for.
+        # The processor may have waited for a loader while the device did not.
         self._rows.extend((samples, passes, *seconds, min(loader_s, seconds[BETWEEN]), end_s))

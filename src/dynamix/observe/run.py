@@ -1,4 +1,4 @@
-"""The run folder of an observed job: who makes it, and what is concluded from it."""
+"""The run folder of an observed job: how it is made, and the conclusions from it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from dynamix.observe.pays import weigh
 from dynamix.observe.words import tell, wrapped
 from dynamix.startup.sitecustomize import called_environment
 
-_OF_EMULATIONS = ("DYNAMIX_DEVICE", "DYNAMIX_EVENTS")  # variables that an emulation gives its ranks
-LATEST_S = 10.0  # that rank 0 waits for the others' last rows
+_OF_EMULATIONS = ("DYNAMIX_DEVICE", "DYNAMIX_EVENTS")  # variables that an emulation sets for its ranks
+LATEST_S = 10.0  # limit of rank 0's wait for the others' last rows
 
 
 def conclude(folder: Path, **about: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
 
 
 def cluster() -> str:
-    """The hardware on which the job runs, as results name it."""
+    """The hardware that the job runs on, as results name it."""
     return "emulator" if any(variable in os.environ for variable in _OF_EMULATIONS) else "cluster"
 
 
@@ -86,11 +86,11 @@ def _plain(value: Any) -> Any:
 
 
 def say(folder: Path, out: TextIO | None = None, **about: Any) -> dict[str, Any] | None:
-    """`conclude`, and its text on stderr; None, said too, where there is nothing to conclude from."""
+    """`conclude`, and print its text on stderr; if there is nothing to conclude from, print that and return None."""
     out = out or sys.stderr
     try:
         result = conclude(folder, **about)
-    except Exception as error:  # what is told of a job must not end it, nor change how it ended
+    except Exception as error:  # a report must not end the job, nor change its exit code
         why = error if isinstance(error, StateError | OSError) else repr(error)
         print(f"dynamix observe: {why}", file=out, flush=True)
         return None
@@ -99,7 +99,7 @@ def say(folder: Path, out: TextIO | None = None, **about: Any) -> dict[str, Any]
 
 
 def wait_for_others(folder: Path, patience_s: float = LATEST_S) -> None:
-    """Until all ranks have said that they ended, or no longer than that."""
+    """Wait until all ranks have ended, but no longer than `patience_s`."""
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
         with contextlib.suppress(Exception):  # files that are being written
@@ -110,20 +110,20 @@ def wait_for_others(folder: Path, patience_s: float = LATEST_S) -> None:
 
 
 def observed_environment(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """`given`, so that every Python that starts in it is observed. Its PYTHONPATH and sitecustomize stay in force."""
-    # Observing starts ahead of an emulated device's pacing, whichever of the two was asked for first.
+    """`given`, changed so that every Python started in it is observed. Its PYTHONPATH and sitecustomize still apply."""
+    # Observing starts before an emulated device's pacing, whichever was requested first.
     return called_environment({**given, FOLDER_VARIABLE: str(folder.resolve())}, CALLED, first=True)
 
 
 def observe(
     command: Sequence[str], *, out: str | Path | None = None, every_s: float | None = None, echo: TextIO | None = None
 ) -> dict[str, Any]:
-    """Run `command`, observe all ranks that it starts, and return what result.json holds, with its `exit_code`.
+    """Run `command`, observe all its ranks, and return the content of result.json, with its `exit_code`.
 
     out       run folder, new or empty; None: under `runs`
-    every_s   say what was seen so far as often as that; None: at the end only
+    every_s   seconds between reports; None: only one at the end
 
-    If the command trained nothing that can be observed, that is said, and `text` is empty.
+    If the command trained nothing that can be observed, that is reported, and `text` is empty.
     """
     check_command(command, "observe")
     if every_s is not None and not every_s > 0:
@@ -140,7 +140,7 @@ def observe(
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Conclude again from a run folder. `ranks/` may have been completed by files that other machines wrote."""
+    """Conclude again from a run folder. Files of other machines may have been added to `ranks/`."""
     if not (folder / "ranks").is_dir():
         raise ConfigError("folder", str(folder), "the folder of an observed run", "pass the folder that --out named")
     before = folder / "result.json"

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`) observed: its passes, and the moments at which its shards cross ranks."""
+"""Observes FSDP2 (`fully_shard`): its passes, and the moments when its shards cross ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dynamix.observe.never_fatal import never_fatal
 from dynamix.observe.recorder import BACKWARD, EXCHANGE
 from dynamix.startup.sitecustomize import after_import
 
-# Called where parameters are gathered and gradients reduced. On CPUs some of them wait; on a GPU the stream does.
+# Called to gather parameters and to reduce gradients. On CPUs some of them wait; on a GPU the stream does.
 EXCHANGES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
 
 
 def install(watch: Any) -> None:
-    """Once FSDP2 is imported; until then nothing. `watch` is the process's `hooks.Observer`."""
+    """Install the hooks when FSDP2 is imported. `watch` is the process's `hooks.Observer`."""
     after_import(f"{_PACKAGE}._fsdp_state", never_fatal(watch, functools.partial(passes, watch=watch)))
     after_import(f"{_PACKAGE}._fsdp_param_group", never_fatal(watch, functools.partial(exchanges, watch=watch)))
 
 
 def passes(module: Any, watch: Any) -> None:
-    """Passes of a root module: the outermost to which `fully_shard` was applied."""
+    """Hooks the passes of a root module: the outermost to which `fully_shard` was applied."""
     state = module.FSDPState
     pre_forward, post_forward, at_end = (
         getattr(state, name) for name in ("_root_pre_forward", "_post_forward", "_root_post_backward_final_callback")
@@ -56,7 +56,7 @@ def passes(module: Any, watch: Any) -> None:
 
 
 def exchanges(module: Any, watch: Any) -> None:
-    """Moments at which a group's parameters are gathered, or its gradients reduced."""
+    """Hooks the moments when a group's parameters are gathered, or its gradients reduced."""
     group, waits = module.FSDPParamGroup, never_fatal(watch, watch.waits)
     inside = [False]
 

@@ -20,11 +20,11 @@ PARTS = {
     "between": "what its loop does between steps",
 }
 _SHORT = {"forward": "forward", "backward": "backward", "data": "data", "update": "update", "between": "between steps"}
-_SHOWN = 8  # ranks named one by one
+_SHOWN = 8  # ranks that are listed one by one
 
 
 def tell(job: Joined, found: Findings, gains: Gains, pays: Pays) -> str:
-    """The report of an observed job: what to begin with, what each rung promises, and why."""
+    """The report of an observed job: the rung to begin with, the promise of each rung, and the reasons."""
     lines = [_head(job, found), ""]
     if len(job.ranks) > 1:
         lines += [*_best(job, gains, pays), *_promises(job, found, gains, pays), ""]
@@ -33,7 +33,7 @@ def tell(job: Joined, found: Findings, gains: Gains, pays: Pays) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Sentences in lines of at most 110 characters. Commands and the table stay as they are."""
+    """Sentences in lines of at most 110 characters. Commands and the table are not changed."""
     fill = textwrap.TextWrapper(110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).fill
     return "\n".join(line if line.startswith(" ") else fill(line) for line in text.split("\n"))
 
@@ -137,7 +137,7 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
 
 
 def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[str]:
-    """The promise of each rung, and for which slowness."""
+    """The promise of each rung, and the condition for it."""
     told, holds, slow = [], _holds(found.slow, found.verdict), found.slow
     if pays.alone is not None:
         fits = " if the model fits it," if job.facts[0].get("stack") == "FSDP2" else ""
@@ -167,7 +167,7 @@ def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[st
 
 
 def _holds(slow: Slow | None, verdict: str) -> str:
-    """For which slowness of ranks a promise holds."""
+    """The condition on the ranks' slowness under which a promise holds."""
     if slow is None:
         return "if slowness comes and goes as it did" if verdict == "changing" else "while ranks stay as they are"
     return f"if rank {slow.rank} {'stays as slow' if slow.steady else 'is slow as often as in this run'}"

@@ -1,4 +1,4 @@
-"""Policies: from one window to the next allocation. Each lives in a module named by its field term."""
+"""Policies: they map a window to the next allocation. Each module is named by its field term."""
 
 from dynamix.policies.protocol import Policy
 from dynamix.policies.registry import make_policy, policy_names

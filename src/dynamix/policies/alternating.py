@@ -1,6 +1,6 @@
-"""Policies that take turns in one job, so that its windows say how many times as fast each of them is as the first.
+"""Policies that take turns in one job, so that its windows show how fast each of them is compared with the first.
 
-A policy moves shares alone while the global batch is fixed: whoever's turn it is, the job trains the same mathematics.
+With a fixed global batch a policy changes only shares, so training is mathematically the same in every turn.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dynamix.projection import project
 from dynamix.window import Bounds, Ints, Window
 
 WINDOW = 5  # optimizer steps
-TURN = 2  # windows; sizes have just changed in the first, which is not counted
-LEARNING = 2  # blocks at the start that are not counted: policies still learn what they decide by
+TURN = 2  # windows; the first is not counted, because sizes have just changed
+LEARNING = 2  # blocks at the start that are not counted, because policies are still learning the job
 WHOLE_RUNS = "compare whole runs: one of each on your cluster, or `dynamix emulate SCENARIO --compare ROWS -- COMMAND`"
-_SUFFIXES = ("adaptive", "auto")  # of rows of such a comparison
+_SUFFIXES = ("adaptive", "auto")  # of rows in a comparison of whole runs
 
 
 class Alternating:
     """`policies` by name, in turns. A block has one turn of each, in an order that is drawn anew for every block.
 
-    A policy is shown its own windows only, and goes on from the sizes that it answered last: seconds a sample hold for
-    the size that they were measured at, so a rule that is shown the windows of others decides worse than it would
-    alone. All begin with even shares, which `static` keeps. A window with other sizes than those that were asked for
-    (an answer came late) is nobody's.
+    A policy sees only its own windows, and continues with the sizes that it answered last. Seconds a sample hold for
+    the size at which they were measured, so a rule that sees the windows of others decides worse than alone. All begin
+    with even shares, which `static` keeps. If an answer came late, a window has other sizes than those asked for, and
+    counts for no policy.
 
     Raises `ConfigError` for fewer than two policies, and for those that cannot take turns.
 
@@ -52,9 +52,9 @@ class Alternating:
         for name, policy in policies.items():
             _require_turns(name, policy)
         self.policies, self._seed = dict(policies), seed
-        self._windows = 0  # that were somebody's
-        self._sizes: dict[str, list[int]] = {}  # that each policy answered last
-        self._told: dict[str, Any] = {}  # of the window that was decided on last
+        self._windows = 0  # that counted for a policy
+        self._sizes: dict[str, list[int]] = {}  # last answer of each policy
+        self._told: dict[str, Any] = {}  # report on the last window decided on
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         now: list[int] = window.batch_size.tolist()
@@ -73,7 +73,7 @@ class Alternating:
         return np.asarray(self._sizes[name], dtype=np.int64)
 
     def report(self, *, asked: bool) -> dict[str, Any]:
-        """As `compare`: whose turn the window was that was decided on, in which block, and whether it counts."""
+        """As `compare`: which policy decided on the window, in which block, and whether it counts."""
         return {"compare": self._told} if asked and self._told else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Alternating:
         self._sizes = {name: [int(size) for size in turns["sizes"][name]] for name in self.policies if turns["sizes"]}
 
     def _turn(self) -> tuple[str, int, int]:
-        """The policy, the block and the place in the turn of the window now open."""
+        """The policy, the block, and the window's place in the turn, of the open window."""
         turn, of_turn = divmod(self._windows, TURN)
         block, place = divmod(turn, len(self.policies))
         order = random.Random(f"{self._seed} {block}").sample(list(self.policies), len(self.policies))
@@ -115,7 +115,7 @@ def by_names(names: str) -> Alternating:
 
 
 def _require_turns(name: str, policy: Policy) -> None:
-    """Raise `ConfigError` for a policy that decides in another way than window by window, in one place."""
+    """Raise `ConfigError` for a policy that does not decide window by window, in one place."""
     if peers_of(policy) is not None:
         why = "each worker decides for itself"
     elif boundary(policy) == "epoch":

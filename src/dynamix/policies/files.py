@@ -1,8 +1,8 @@
-"""Policy files: weights as safetensors, a description as JSON beside them; never pickle. The one reader and writer.
+"""Reads and writes policy files: weights as safetensors, and a description as JSON next to them; never pickle.
 
-Every description holds `kind`, `schema`, `sha256` of the weights' file, and, for a policy with a network, the
-`feature_schema`, the names of its `features` and its `architecture` (`inputs`, `hidden`). The rest says how the policy
-was made (`training`, `seed`, `validation`, `evaluation`) and what its kind needs besides.
+Every description has `kind`, `schema` and the `sha256` of the weights' file. With a network it also has
+`feature_schema`, the names of its `features`, and its `architecture` (`inputs`, `hidden`). The rest says how the policy
+was made (`training`, `seed`, `validation`, `evaluation`), and holds what its kind needs.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from dynamix.plugins import LABORATORY, POLICY_FILES, named, plug_ins, why
 from dynamix.policies.protocol import Policy
 
 FILE_SCHEMA = 3
-LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken number could ask for all memory
-# kind -> "module:class" with a class method `load`, and the name under which `dynamix policy train` makes one; a class
-# that another distribution brings may say that name as `trained_as`
+LARGEST_HIDDEN = 4096  # no larger network was ever trained; a damaged number could ask for all memory
+# kind -> "module:class" with a class method `load`, and the name that `dynamix policy train` has for it. A class from
+# another distribution may set that name as `trained_as`.
 _KINDS = {
     "residual": ("dynamix.policies.learned.policy:LearnedPolicy", "dynamix"),
     "stigmergic": ("dynamix.policies.stigmergic.policy:StigmergicPolicy", "stigmergic"),
 }
-_OF_LABORATORY = ("additive",)  # kinds of which dynamix-lab has the class
+_OF_LABORATORY = ("additive",)  # kinds whose class is in dynamix-lab
 _AGAIN = "copy both files again"
 
 
@@ -45,14 +45,14 @@ def describe_policy(path: str | Path) -> dict[str, Any]:
 
 
 def add_facts(path: str | Path, **facts: Any) -> dict[str, Any]:
-    """Add to the description of a policy file who made it: command, commit, version. Returns the description."""
+    """Add how it was made (command, commit, version) to the description of a policy file. Returns the description."""
     described = {**describe_policy(path), **facts}
     Path(path).with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     return described
 
 
 def trained_as(kind: str) -> str:
-    """The name for `dynamix policy train --policy` that makes files of this kind.
+    """The name under which `dynamix policy train --policy` makes files of this kind.
 
     >>> trained_as("residual")
     'dynamix'
@@ -68,7 +68,7 @@ def _class(kind: str) -> Any:
     entry = plug_ins(POLICY_FILES, _KINDS)[kind]
     try:
         return entry.load()
-    except (Exception, SystemExit) as error:  # of any kind: it is somebody else's code
+    except (Exception, SystemExit) as error:  # third-party code may raise anything
         fix = f"mend or remove {named(entry)}"
         raise PolicyFileError("kind", kind, "a plug-in that can be imported", f"{why(error)}; {fix}") from error
 
@@ -89,7 +89,7 @@ def write_policy(
     """Write `path` (safetensors) and `path` with suffix .json.
 
     weights    a network with attributes `inputs` and `hidden`, or tensors by name
-    features   names of what the network sees, in order
+    features   names of the network's inputs, in order
     """
     from safetensors.torch import save
 
@@ -110,7 +110,7 @@ def read_policy(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Description and weights of a file of this kind. Raises `PolicyFileError` if it cannot be trusted.
 
-    features   what the network must see: its description is then checked for them and for its architecture
+    features   the inputs that the network must have: then they and its architecture are checked in the description
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -134,7 +134,7 @@ def read_policy(
 
 
 def fill_network(net: nn.Module, weights: dict[str, Tensor], path: str | Path, kind: str) -> None:
-    """Put the weights of a file into `net`. Raises `PolicyFileError` if they are of another network."""
+    """Load the weights of a file into `net`. Raises `PolicyFileError` if they are of another network."""
     try:
         net.load_state_dict(weights)
     except RuntimeError as error:
@@ -143,10 +143,10 @@ def fill_network(net: nn.Module, weights: dict[str, Tensor], path: str | Path, k
 
 
 def _description(path: str | Path) -> dict[str, Any]:
-    """The JSON beside a policy file, of this version and of a kind that it knows."""
+    """The JSON next to a policy file. Raises `PolicyFileError` for another version or an unknown kind."""
     sidecar = Path(path).with_suffix(".json")
     if not Path(path).is_file():
-        _read(Path(path))  # says why
+        _read(Path(path))  # raises, with the reason
     text = _read(sidecar)
     try:
         about = json.loads(text.decode("utf-8"), parse_constant=_no_number)
@@ -168,7 +168,7 @@ def _description(path: str | Path) -> dict[str, Any]:
 
 
 def _check_network(about: dict[str, Any], features: Sequence[str], sidecar: Path) -> None:
-    """Refuse other features than this version's, and a network of a size that was never trained."""
+    """Reject features other than this version's, and a network of a size that was never trained."""
     fix = retrain(about["kind"])
     if about.get("feature_schema") != FEATURE_SCHEMA:
         raise PolicyFileError("feature_schema", about.get("feature_schema"), f"{FEATURE_SCHEMA} in {sidecar}", fix)

@@ -1,4 +1,4 @@
-"""The goodput rule: the allocation that the job model finds best, reached slowly where training has never been."""
+"""The goodput rule: the job model's best allocation; beyond batches of the training so far it grows slowly."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ from dynamix.policies.fitted import FittedModel
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
-# Log of the global batch over the largest that training has met, per optimizer step: the learning rate grows with the
-# batch, and a net that is thrown into a rate it never met learns less than AdaScale counts (docs/design/baselines.md).
+# Growth of log global batch per optimizer step, beyond the largest of the training so far. The learning rate grows with
+# the batch, and a net put suddenly into a new rate learns less than AdaScale counts (docs/design/baselines.md).
 GROWTH = 0.02
-USUAL_STEPS = 5.0  # of a window that does not say
+USUAL_STEPS = 5.0  # for a window without a number of steps
 MOST_STEPS = 500.0
-LEAST_GAIN = 0.005  # in log goodput, for which `Goodput` changes sizes at all
+LEAST_GAIN = 0.005  # in log goodput; `Goodput` changes no sizes for less
 
 
 class Goodput:
-    """Our strongest rule without learning: Cannikin's choice on estimates that follow a cluster that changes.
+    """Our strongest rule without learning: Cannikin's choice, on estimates that follow a changing cluster.
 
-    Sizes are those of highest goodput that `JobModel` expects, with equal finishing times; beyond what training has met
-    they grow only by `GROWTH` a step. If the noise scale is unknown, the global batch stays and only shares move.
+    Sizes are those of the highest goodput that `JobModel` expects, with equal finishing times. Beyond batches of the
+    training so far they grow only by `GROWTH` a step. Without a noise scale only shares change.
 
     >>> policy, sizes = Goodput(), np.array([64, 64])
     >>> for _ in range(4):
@@ -37,7 +37,7 @@ class Goodput:
         self.fitted = FittedModel()
 
     def fit_model(self, window: Window) -> JobModel:
-        """Take in `window` ahead of `decide`; the job model after it."""
+        """Take in `window` before `decide`; returns the job model after it."""
         return self.fitted.take_in(window)
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
@@ -52,22 +52,22 @@ class Goodput:
         self.fitted.load_state_dict(state)
 
 
-@asked_once  # by the policy, and by a guard over it
+@asked_once  # the policy asks, and so does a guard around it
 def wish(model: JobModel, window: Window, bounds: Bounds) -> Floats:
-    """The rule's answer to the window that `model` has taken in, as real sizes (..., W), not projected."""
+    """The rule's answer to the last window of `model`, as real sizes (..., W), not projected."""
     return model.best(at_most(bounds, _ceiling(model, window)))
 
 
 def worth_changing(model: JobModel, window: Window, bounds: Bounds, sizes: Ints, best: Floats) -> Ints:
-    """`sizes`, or those in force where `sizes` promise less than `LEAST_GAIN` more; `best` is the rule's `wish`.
+    """`sizes`, or those in force if `sizes` promise less than `LEAST_GAIN` more; `best` is the rule's `wish`.
 
-    A size that is new to a worker has its price, in kernels that are chosen or compiled for it. On a slow way up, where
-    each step promises little, none is refused.
+    A size that is new to a worker costs time, because kernels are chosen or compiled for it. While the batch grows
+    slowly, each step promises little, so no change is rejected.
     """
     now = window.batch_size
     promised, present = model.log_goodput(np.stack([sizes, now]))
     total, ceiling = now.sum(-1), _ceiling(model, window)
-    # It would go further if it might.
+    # The ceiling stops the growth, not the goodput.
     growing = (best.sum(-1) >= 0.99 * ceiling) & (ceiling < bounds.total_high)
     allowed = ((now >= bounds.low) & (now <= bounds.high) & (now % bounds.quantum == 0)).all(-1)
     allowed &= (total >= bounds.total_low) & (total <= bounds.total_high)
@@ -76,6 +76,6 @@ def worth_changing(model: JobModel, window: Window, bounds: Bounds, sizes: Ints,
 
 
 def _ceiling(model: JobModel, window: Window) -> Floats:
-    """The largest global batch (...) to which the rule grows in this decision."""
+    """The largest global batch (...) that the rule may reach in this decision."""
     steps = np.where(np.isnan(window.steps), USUAL_STEPS, np.minimum(window.steps, MOST_STEPS))
     return np.asarray(model.largest.total * np.exp(GROWTH * steps))

@@ -1,7 +1,7 @@
-"""A watch over any policy: where it does worse than the goodput rule would, or fails, the rule takes over for a while.
+"""Guards any policy: if it fails or does worse than the goodput rule would, the rule takes over for a while.
 
-The rule's answer and the policy's are compared by one job model, the policy's own if it decides by one. A one-sided
-cumulative sum (Page, Biometrika 1954) of what the policy's answers lose by it decides.
+One job model compares both answers: the policy's own if it has one. The decision is by a one-sided cumulative sum
+(Page, Biometrika 1954) of what the policy's answers lose against the rule's.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ from dynamix.window import Bounds, Floats, Ints, Window
 Flags = NDArray[np.bool_]
 REASONS = ("trusted", "worse", "refused", "fault")
 _TRUSTED, _WORSE, _REFUSED, _FAULT = range(len(REASONS))
-_LARGEST = 2.0**40  # samples; more is no batch size but a fault
+_LARGEST = 2.0**40  # samples; a larger size is a fault
 
 
 @dataclass(frozen=True, slots=True)
 class GuardState:
     """A guard's memory after a decision: arrays (...), one value for each cluster.
 
-    `Guard` steps from one state to the next and writes to none.
+    Never changed in place: `Guard` makes a new state for each step.
     """
 
-    lost: Floats  # log goodput, summed, since it was last 0
-    rest: Floats  # windows that are still the rule's
-    next_rest: Floats  # how many it takes over for the next time
+    lost: Floats  # log goodput, summed since it was last 0
+    rest: Floats  # windows for which the rule still decides
+    next_rest: Floats  # windows for which the rule decides next time
     kept: Floats  # windows since the policy was last tried again
     falls: Floats  # how often the rule took over
-    reason: Floats  # index of `REASONS`; the rule's answer is in force unless it is "trusted"
+    reason: Floats  # index of `REASONS`; unless it is "trusted", the rule's answer is in force
 
     @classmethod
     def of(cls, shape: tuple[int, ...], *, next_rest: float = 0.0) -> GuardState:
-        """Nothing known of clusters (...)."""
+        """The initial state of clusters (...)."""
         known = {entry.name: np.full(shape, 0.0) for entry in fields(cls)}
         return cls(**{**known, "next_rest": np.full(shape, next_rest, dtype=np.float64)})
 
 
 def as_written_now(state: dict[str, Any]) -> dict[str, Any]:
-    """A policy's state as this version writes it, whichever version did."""
+    """A policy's state in this version's format, converted from any version's."""
     if isinstance(inner := state.get("paced"), dict):
         return {**state, "paced": as_written_now(inner), "pace": pace_as_written_now(state.get("pace"))}
-    if isinstance(state.get("smelt"), list):  # of the stigmergic policy, whose traces stayed for some windows in 0.2
+    if isinstance(state.get("smelt"), list):  # a stigmergic policy of 0.2, whose traces lasted for several windows
         habit = {**state["habit"], "usual": [], "rise": []}
         return {**state, "habit": habit, **dict.fromkeys(OF_0_2), "target": state["target"]}
     own = state.get("guard")
     if not isinstance(own, dict) or "check" not in own:
         return state
     kept = {entry.name: own[entry.name] for entry in fields(GuardState)}
-    # In 0.2 windows of an A/B comparison were reason 1, between those of now.
+    # 0.2 had one more reason, at 1: windows of an A/B comparison.
     kept["reason"] = np.maximum(np.asarray(own["reason"], np.float64) - 1.0, 0.0).tolist()
     return {**state, "guard": kept}
 
@@ -72,18 +72,17 @@ def as_written_now(state: dict[str, Any]) -> dict[str, Any]:
 class Guard:
     """`policy`, as long as it is no worse than the goodput rule.
 
-    The next window is the rule's where the fitted model calls the policy's answer `veto` worse than the rule's (in log
-    goodput: 0.7 is half), where that is no batch size, and where the policy raises. Otherwise the rule's advantage is
-    added up over the policy's windows, less `margin` each. Beyond `patience`, and after a fault, the rule takes over
-    for `rest` windows: twice as long each time, up to `longest`, forgiven by a stay that is longer still.
+    The rule decides on the next window if the policy raises or answers no valid batch size. It also does if the fitted
+    model rates the answer `veto` below the rule's (in log goodput: 0.7 is half). Otherwise the guard sums the rule's
+    advantage over the policy's windows, less `margin` each. Above `patience`, and after a fault, the rule takes over
+    for `rest` windows. This doubles each time, up to `longest`, and is reset if the policy then stays longer still.
 
-    margin    log goodput a window that the policy may be worse for ever
+    margin    log goodput a window by which the policy may always be worse
     patience  log goodput, summed, that it may lose before the rule takes over
 
-    So by the model it loses at most about `patience` at first, half of it at every later try, of which there are log2
-    of the number of windows, and `margin` beyond. The guard does not see what the model cannot see. Works on windows of
-    any leading shape, each cluster for itself; a policy that raises fails for all of them. A policy that may do
-    anything else than answer is not held.
+    So by the model it loses at most about `patience` at first, half of that at each later try, and `margin` a window.
+    Of N windows about log2 N are such tries. The guard cannot see what the model cannot see. Works on windows of any
+    leading shape, each cluster separately; a policy that raises fails for all. Only answers are checked.
 
     >>> class Backwards:
     ...     def decide(self, window, bounds): return window.batch_size[..., ::-1]
@@ -95,7 +94,7 @@ class Guard:
     (True, 'refused')
     """
 
-    guarded = True  # a watch over a watch would see nothing new
+    guarded = True  # a guard around a guard would add nothing
 
     @removed_arguments(verify="nothing: the guard compares by the job model alone")
     def __init__(
@@ -115,7 +114,7 @@ class Guard:
         self.policy, self.fitted = policy, FittedModel()
         self.margin, self.patience, self.veto = margin, patience, veto
         self.shortest, self.longest = rest, longest
-        self.error: str | None = None  # what the policy's last fault was
+        self.error: str | None = None  # message of the policy's last fault
         self.state = GuardState.of((0,))
 
     @property
@@ -129,14 +128,14 @@ class Guard:
         return self.fitted.now
 
     def fit_model(self, window: Window) -> JobModel:
-        """Take in `window` ahead of `decide`; the job model after it."""
+        """Take in `window` before `decide`; returns the job model after it."""
         return self.fitted.take_in(window, self.policy)
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         model = self.fitted.to_decide(window, self.fit_model)
         wished, faulty = self._ask(window, bounds)
         own = wish(model, window, bounds)
-        # Without a noise scale the rule keeps any global batch, also one that a policy brought it to.
+        # Without a noise scale the rule would keep any global batch, even one that a policy has chosen.
         total = np.where(model.guided, own.sum(-1), base_total(window))
         rules = project(own, bounds, total=total, current=window.batch_size)
         if self.state.lost.shape != faulty.shape:
@@ -147,9 +146,9 @@ class Guard:
         return np.where((self.state.reason != _TRUSTED)[..., None], rules, wished)
 
     def report(self, *, asked: bool = True) -> dict[str, Any]:
-        """The policy's own report, and as `guard` the last decision as plain values, lists for leading dimensions.
+        """The policy's own report, and the last decision as `guard`: plain values, lists for leading dimensions.
 
-        asked   whether that decision was about the window reported on; docs/run-folder.md says what the values mean
+        asked   whether that decision was about the window reported on; docs/run-folder.md explains the values
         """
         about, state = report_of(self.policy, asked=asked), self.state
         if not asked:
@@ -175,7 +174,7 @@ class Guard:
         return {"guarded": self.policy.state_dict(), "model": self.fitted.state_dict(self.policy), "guard": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also of a policy that was not guarded: the guard then starts anew."""
+        """Load the state. If the policy was saved without a guard, the guard starts anew."""
         if "guarded" not in state:
             self.policy.load_state_dict(state)
             return
@@ -185,12 +184,12 @@ class Guard:
         self.state = GuardState(**{entry.name: array_of(own[entry.name]) for entry in fields(GuardState)})
 
     def _ask(self, window: Window, bounds: Bounds) -> tuple[Ints, Flags]:
-        """The policy's answer, projected, and where (...) it has none."""
+        """The policy's answer, projected, and in which clusters (...) it is missing."""
         shape = window.batch_size.shape
         try:
             wish = np.asarray(self.policy.decide(window, bounds), dtype=np.float64)
             why = f"answered sizes of shape {wish.shape}" if wish.shape != shape else "answered what is no batch size"
-        except Exception as error:  # whatever it is, training can go on without this policy
+        except Exception as error:  # training can go on without this policy, whatever it raised
             wish, why = np.empty(0), f"failed: {error!r}"
         faulty = np.ones(shape[:-1], dtype=bool)
         if wish.shape == shape:
@@ -204,16 +203,16 @@ class Guard:
         return project(safe, bounds, current=window.batch_size), faulty
 
     def _next(self, faulty: Flags, gain: Floats) -> GuardState:
-        """The state (...) that says whose the next window is, with every counter moved on by a window.
+        """The next state (...): who decides on the next window, and every counter after this one.
 
         gain   log goodput by which the rule's answer is better than the policy's
         """
         old, trying, refused = self.state, self.state.rest == 0, gain > self.veto
-        # A refused answer loses nothing: it is not put in force.
+        # A rejected answer loses nothing: it never takes effect.
         more = np.maximum(0.0, old.lost + gain - self.margin)
         lost = np.where(trying & ~refused & ~faulty, more, old.lost)
         fall = trying & (faulty | (lost > self.patience))
-        # The rule takes over for longer each time, unless the policy had stayed long.
+        # The rule takes over for longer each time, unless the policy stayed long.
         next_rest = np.where(old.kept > 2 * old.next_rest, self.shortest, old.next_rest)
         rest = np.where(fall, next_rest, old.rest)
         resting = rest > 0

@@ -1,4 +1,4 @@
-"""How long the next window is: as short as what changes asks for, as long as decisions cost."""
+"""The length of the next window: short if the cluster changes often, long if decisions cost much."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dynamix.policies.wrappers import load_policy, pace_as_written_now, peers_of
 from dynamix.window import Bounds, Floats, Ints, Window
 
 FIRST, LEAST, MOST = 2, 1, 20  # optimizer steps of a window
-CHANGE = 0.03  # of a step: what a decision costs beside its time, in new sizes and in sizes that only errors moved
-PRIOR = 0.004  # log goodput a step that goes stale where nothing is known; then a window has four steps
+CHANGE = 0.03  # steps that a decision costs besides its own time, through new sizes and sizes changed by mere errors
+PRIOR = 0.004  # log goodput a step that goes stale, before measurements; a window then has four steps
 MEMORY = 100.0  # steps
-NO_LESS = 1e-9  # in a quiet job what is stale falls without end
+NO_LESS = 1e-9  # lower limit of the stale part, which in a quiet job falls without end
 
 
 class Paced:
-    """`policy`, asked after windows whose length follows what changes.
+    """`policy`, asked after windows whose length follows how fast the cluster changes.
 
-    A window of k steps costs a part D/k of every step, D being what a decision costs in steps. A worker that changes
-    its speed leaves the allocation stale for half a window: with S log goodput that becomes stale a step, S k/2. Both
-    are least together at k = sqrt(2 D/S). S is what new answers promised over the sizes in force where a worker's
-    seconds had left what was expected by more than their noise, a step, in the mean over the last steps.
+    A window of k steps adds D/k to every step, if a decision costs D steps. A worker that changes its speed makes the
+    allocation stale for half a window on average: with S log goodput that becomes stale a step, that costs S k/2. The
+    sum is least at k = sqrt(2 D/S). S is a mean over the last steps. It counts the gain that a new answer promised over
+    the sizes in force, per step, in windows in which a worker's seconds left the expected ones by more than noise.
 
-    clock   processor seconds of the thread that decides; where deciding takes no time, one that stands still
+    clock   processor seconds of the deciding thread; a clock that stands still if deciding takes no time
     stale   S of each cluster (...)
     """
 
@@ -49,7 +49,7 @@ class Paced:
         return self._length
 
     def fit_model(self, window: Window) -> JobModel:
-        """Take in `window` ahead of `decide`; the job model after it."""
+        """Take in `window` before `decide`; returns the job model after it."""
         return self.fitted.take_in(window, self.policy)
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
@@ -65,7 +65,7 @@ class Paced:
         return answer
 
     def _staler(self, window: Window, model: JobModel, answer: Ints) -> Floats:
-        """`stale` after `window`, to which `answer` was given."""
+        """`stale` after `window`, which was answered by `answer`."""
         promised, present = model.log_goodput(np.stack([answer, window.batch_size]))
         left = np.isfinite(model.costs.before[..., 0]).any(-1)
         gain = np.where(left, np.nan_to_num(np.maximum(promised - present, 0.0)), 0.0)
@@ -85,7 +85,7 @@ class Paced:
         return {"paced": self.policy.state_dict(), "model": model, "pace": self.stale.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also of a policy whose windows were of one length: the pace then starts anew."""
+        """Load the state. If the policy's windows had a fixed length, the pace starts anew."""
         if "paced" not in state:
             load_policy(self.policy, state)
             return

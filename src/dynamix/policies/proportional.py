@@ -9,13 +9,13 @@ from dynamix.window import Bounds, Floats, Ints, Window
 
 
 def speeds(window: Window) -> Floats:
-    """Samples per busy second, (..., W); NaN where not measured. Busy time is free of waiting and transfer."""
+    """Samples per busy second, (..., W); NaN if not measured. Busy time excludes waiting and transfer."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(1.0 / window.seconds_per_sample)
 
 
 def fill_unknown(speed: Floats) -> Floats:
-    """Workers without a measurement get the mean speed of the others (all ones if nobody was measured)."""
+    """Workers without a measurement get the mean speed of the others (all ones if none was measured)."""
     known = np.isfinite(speed) & (speed > 0)
     count = known.sum(-1, keepdims=True)
     mean = np.where(known, speed, 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
@@ -23,7 +23,7 @@ def fill_unknown(speed: Floats) -> Floats:
 
 
 def in_proportion(window: Window, speed: Floats) -> Floats:
-    """Real sizes (..., W) in proportion to speed; those in force where nobody was measured."""
+    """Real sizes (..., W) in proportion to speed; those in force if no worker was measured."""
     measured = np.isfinite(speed).any(-1, keepdims=True)
     return np.where(measured, fill_unknown(speed), np.maximum(window.batch_size, 1e-9))
 
@@ -31,8 +31,8 @@ def in_proportion(window: Window, speed: Floats) -> Floats:
 class DBS:
     """Dynamic Batch Size (arXiv 2007.11831): each epoch, shares d_i/t_i at the same global batch; first epoch equal.
 
-    t_i is the epoch's time less the time blocked in all-reduce. Integers by largest remainder, so no sample is lost
-    (the reference implementation's rounding loses some). Asked at epoch boundaries.
+    t_i is the epoch's time minus the time blocked in all-reduce. Sizes are rounded by largest remainder, so no sample
+    is lost (the reference implementation's rounding loses some). Asked at epoch boundaries.
 
     >>> from dynamix.window import Bounds, Window
     >>> DBS().decide(Window.of([32, 32], compute=[1.0, 3.0]), Bounds.of(2)).tolist()
@@ -58,7 +58,7 @@ class LBBSP:
     smoothed exponentially.
 
     weight   of the newest window, in (0, 1]
-    jump     a change of log speed beyond this is taken at once: a neighbour came or went, it is not noise
+    jump     a larger change of log speed is taken at once: it is a neighbour that came or went, not noise
 
     >>> from dynamix.window import Bounds, Window
     >>> LBBSP().decide(Window.of([32, 32], compute=[1.0, 3.0]), Bounds.of(2)).tolist()
@@ -70,7 +70,7 @@ class LBBSP:
 
     def __init__(self, weight: float = 0.5, jump: float = 0.25) -> None:
         self.weight, self.jump = weight, jump
-        self.log_speed: Floats | None = None  # (..., W); NaN where a worker was never measured
+        self.log_speed: Floats | None = None  # (..., W); NaN if a worker was never measured
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         with np.errstate(divide="ignore", invalid="ignore"):

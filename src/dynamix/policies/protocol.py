@@ -1,4 +1,4 @@
-"""The boundary every policy implements."""
+"""The interface of every policy."""
 
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -11,11 +11,11 @@ class Policy(Protocol):
 
     `decide(window, bounds)` maps a window of shape (..., W) to batch sizes, int64 (..., W), that satisfy `bounds`
     (use `dynamix.project`). It may keep state between calls; `state_dict` and `load_state_dict` save it.
-    An optional attribute `boundary`, "window" (default) or "epoch", says how often it wants to be asked. `even` = True
-    says that it gives all workers the same, so that it has nothing to decide where the global batch is fixed;
-    `adapts` = False, that it moves shares only, so that an adaptive global batch stays what it is.
-    Optional methods, as of policies that wrap another, are named in `dynamix.policies.wrappers`. Windows and bounds are
-    read-only.
+    Optional attributes: `boundary`, "window" (default) or "epoch", says how often it wants to be asked. `even` = True
+    says that it gives all workers the same size, so it decides nothing if the global batch is fixed.
+    `adapts` = False says that it changes only shares, so an adaptive global batch stays as it is.
+    `dynamix.policies.wrappers` lists optional methods, such as those of policies that wrap another. Windows and bounds
+    are read-only.
     """
 
     def decide(self, window: Window, bounds: Bounds) -> Ints: ...

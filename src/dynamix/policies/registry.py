@@ -1,13 +1,13 @@
-"""Names of policies: the one place that takes a name apart and makes the policy it stands for.
+"""Names of policies: parses a name and makes its policy. No other module does.
 
-NAME                      one of `policy_names()`: ours, and those that other distributions bring (`dynamix.plugins`)
-static:SIZE               SIZE samples for every worker, whatever the job starts with
+NAME                      one of `policy_names()`: ours, and those of other distributions (`dynamix.plugins`)
+static:SIZE               SIZE samples for every worker, whatever sizes the job starts with
 guarded:NAME              that policy under a `Guard`
 compare:NAME,NAME         these policies in turns, in one job (`dynamix compare`); only for `make_policy`
-FILE.safetensors          a policy file, of whatever kind
-MODULE:CLASS, FILE.py:CLASS   your own: what the call of CLASS without arguments gives
+FILE.safetensors          a policy file of any kind
+MODULE:CLASS, FILE.py:CLASS   your own: the object that CLASS returns when called without arguments
 
-A caller adds names that need its own facts: `make_policy("reference:256", others={"reference": ...})`.
+A caller adds names that need its own data: `make_policy("reference:256", others={"reference": ...})`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from dynamix.plugins import LABORATORY, POLICIES, named, plug_ins, why
 from dynamix.policies.protocol import Policy
 from dynamix.removed import message
 
-# Makes the policy of a name that only the caller knows, from what stands behind its colon: a number, or None.
+# Makes the policy of a name that the caller added, from the number after its colon, or None.
 OtherFactory = Callable[[int | None], Policy]
 
-# name -> "module:factory"; imported on first use, so that `import dynamix` stays light.
+# name -> "module:factory"; imported on first use, so that `import dynamix` is fast.
 _BUILT_IN = {
     "static": "dynamix.policies.static:Static",
     "dbs": "dynamix.policies.proportional:DBS",
@@ -51,12 +51,12 @@ Kind = Literal["plain", "file", "class", "other"]
 
 @dataclass(frozen=True, slots=True)
 class PolicyName:
-    """A policy's name, taken apart."""
+    """A policy's name, parsed."""
 
     kind: Kind
     base: str  # one of `policy_names()`, a file's path, a class's module or .py file, or a name that the caller added
     wrappers: tuple[str, ...] = ()  # "guarded"
-    number: int | None = None  # behind the colon of `static:SIZE` or of a name that the caller added
+    number: int | None = None  # after the colon of `static:SIZE` or of a name that the caller added
     attribute: str | None = None  # of a module or .py file
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class PolicyName:
         return ":".join([*self.wrappers, self.base, *([] if behind is None else [str(behind)])])
 
     def absolute(self) -> PolicyName:
-        """The same policy, named so that a process in another working directory finds it too."""
+        """The same policy, under a name that also works in another working directory."""
         of_file = self.kind == "file" or (self.kind == "class" and self.base.endswith(".py"))
         return replace(self, base=str(Path(self.base).resolve())) if of_file else self
 
@@ -75,7 +75,7 @@ def policy_names() -> list[str]:
 
 
 def names_by_state(state: Mapping[str, Any]) -> list[str]:
-    """The plain names whose policies save what is in a policy's state, by its keys.
+    """The plain names whose policies save states with the same keys as `state`.
 
     >>> names_by_state({"log_speed": []}), names_by_state({"mine": 1})
     (['lb_bsp'], [])
@@ -85,7 +85,7 @@ def names_by_state(state: Mapping[str, Any]) -> list[str]:
         try:
             if make_policy(name).state_dict().keys() == state.keys():
                 found.append(name)
-        except Exception:  # of any kind: a plug-in is somebody else's code, and cannot be made
+        except Exception:  # a plug-in is third-party code: any error means that it cannot be made
             continue
     return found
 
@@ -98,14 +98,14 @@ def shipped_file(name: str) -> Path | None:
 
 
 def allowed_names(others: Mapping[str, OtherFactory] | None = None) -> str:
-    """The names that may be written for a policy, for messages and help texts."""
+    """The allowed forms of a policy's name, for messages and help texts."""
     added = [form for name in others or () for form in (name, f"{name}:NUMBER")]
     forms = "guarded:NAME, FILE.safetensors, MODULE:CLASS, FILE.py:CLASS"
     return ", ".join([*policy_names(), "static:SIZE", *added, forms])
 
 
 def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -> PolicyName:
-    """Take `name` apart. Raises `ConfigError` for what is no name of a policy; imports nothing.
+    """Parse `name`. Raises `ConfigError` if it is no name of a policy; imports nothing.
 
     >>> parse_name("guarded:dynamix").wrappers, parse_name("static:256").number
     (('guarded',), 256)
@@ -129,7 +129,7 @@ def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -
 
 
 def _meant(name: str, others: Mapping[str, OtherFactory] | None = None) -> str:
-    """The advice for a `name` that is none, word by word."""
+    """The advice for an unknown `name`, word by word."""
     if name.endswith(".safetensor"):
         return f"did you mean {name + 's'!r}?"
     known = [*policy_names(), *_WRAPPERS, *(others or ())]
@@ -142,7 +142,7 @@ def _meant(name: str, others: Mapping[str, OtherFactory] | None = None) -> str:
 
 
 def _beside(path: Path) -> str:
-    """The advice for a path of a file that does not exist: a file beside it, or a policy's name."""
+    """The advice for a path without a file: a similar file in its folder, or a policy's name."""
     if path.stem in policy_names():
         return f"did you mean {path.stem!r}?"
     there = [file.name for file in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
@@ -151,10 +151,10 @@ def _beside(path: Path) -> str:
 
 
 def make_policy(name: str, *, others: Mapping[str, OtherFactory] | None = None, **options: Any) -> Policy:
-    """A fresh policy by name; this module's docstring lists what a name may be.
+    """A fresh policy by name; this module's docstring lists the allowed names.
 
-    others   factories of names that only the caller knows; they get the number behind the colon, or None
-    options  of the constructor, for the plain names and for files
+    others   factories of names that the caller added; they get the number after the colon, or None
+    options  constructor arguments, for plain names and for files
 
     Raises `ConfigError` for an unknown name and `PolicyFileError` for a file that cannot be trusted.
 
@@ -175,7 +175,7 @@ def make_policy(name: str, *, others: Mapping[str, OtherFactory] | None = None, 
 
 
 def _unwrapped(name: str) -> tuple[tuple[str, ...], str]:
-    """The wrappers in front, outermost first, and what they wrap."""
+    """The wrappers in front, outermost first, and the name inside them."""
     parts = name.split(":")
     wrappers = tuple(itertools.takewhile(_WRAPPERS.__contains__, parts[:-1]))
     inner = ":".join(parts[len(wrappers) :])
@@ -191,7 +191,7 @@ def _unwrapped(name: str) -> tuple[tuple[str, ...], str]:
 
 def _base_policy(name: PolicyName, others: Mapping[str, OtherFactory], options: dict[str, Any]) -> Policy:
     if name.kind == "file":
-        from dynamix.policies.files import load_policy  # brings torch
+        from dynamix.policies.files import load_policy  # imports torch
 
         if not (path := Path(name.base)).is_file():
             fix = f"a policy is two files, NAME.safetensors and NAME.json; {_beside(path)}"
@@ -214,7 +214,7 @@ def _factory(name: str) -> Callable[..., Any]:
     entry = plug_ins(POLICIES, _BUILT_IN)[name]
     try:
         factory = entry.load()
-    except (Exception, SystemExit) as error:  # of any kind: it is somebody else's code
+    except (Exception, SystemExit) as error:  # third-party code may raise anything
         fix = f"mend or remove {named(entry)}"
         raise ConfigError("policy", name, "a plug-in that can be imported", f"{why(error)}; {fix}") from error
     if not callable(factory):
@@ -230,7 +230,7 @@ def _named(place: str) -> Callable[..., Policy]:
 
 
 def _own_policy(name: PolicyName) -> Policy:
-    """The policy that the call of a user's class gives. Errors of the user's own code are left as they are."""
+    """The policy that a user's class returns when called. Errors of the user's own code are passed on unchanged."""
     module = _module_of_file(name) if name.base.endswith(".py") else _module(name)
     factory = getattr(module, str(name.attribute), None)
     if not callable(factory):
@@ -246,13 +246,13 @@ def _own_policy(name: PolicyName) -> Policy:
 
 def _module(name: PolicyName) -> ModuleType:
     before = list(sys.path)
-    # An installed command does not look here, unlike `python -m`; last, so that nothing installed is hidden.
+    # Unlike `python -m`, an installed command does not look here. Last, so that it hides nothing installed.
     sys.path.append(os.getcwd())
     try:
         return importlib.import_module(name.base)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name.base}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports another that is not
+            raise  # the module exists, but imports another that does not
         allowed = f"a module that can be imported here, or {allowed_names()}"
         fix = f"modules are looked for where Python does and in the working directory; {_meant(str(name))}"
         raise ConfigError("policy", str(name), allowed, fix) from error

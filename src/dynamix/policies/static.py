@@ -1,4 +1,4 @@
-"""The floor every adaptive policy is measured against: nothing ever changes."""
+"""The baseline of every adaptive policy: sizes never change."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ from dynamix.window import Bounds, Ints, Window
 class Static:
     """Keeps the batch sizes in force, whatever is observed; or, with `batch_size`, that many samples for every worker.
 
-    The second form is `make_policy("static:256")`: a static batch other than the one a job starts with, at the same
-    base batch, so that a sweep over static batches compares like with like.
+    The second form is `make_policy("static:256")`: a static batch that differs from the job's first one, at the same
+    base batch, so that a sweep over static batches is a fair comparison.
 
     >>> Static().decide(Window.of([32, 32]), Bounds.of(2)).tolist()
     [32, 32]
     >>> Static(64).decide(Window.of([32, 32]), Bounds.of(2)).tolist()
     [64, 64]
 
-    anew   even sizes at the global batch in force, whatever job this one goes on from; nothing of its policy is loaded
+    anew   begin with even sizes at the global batch in force, even if the job resumes; no policy state is loaded
     """
 
     def __init__(self, batch_size: int | None = None, *, anew: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Measurements that one worker can make of itself: time, host, device, network."""
+"""Measurements that a worker makes of itself: time, host, device, network."""
 
 from dynamix.probes.base import Probe, probe_report
 from dynamix.probes.base import detect as probes_here

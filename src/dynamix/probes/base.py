@@ -1,4 +1,4 @@
-"""The interface of a probe, and the probes that this machine can feed."""
+"""The interface of a probe, and the probes that work on this machine."""
 
 from typing import Protocol, runtime_checkable
 
@@ -9,20 +9,20 @@ from dynamix.plugins import PROBES, load_all
 
 @runtime_checkable
 class Probe(Protocol):
-    """Measures something about one worker that its own step times do not tell."""
+    """Measures something about one worker that its step times do not show."""
 
     name: str
 
     @classmethod
     def detect(cls) -> tuple[bool, str]:
-        """(available, why; or how to make it so). Costs milliseconds at most and changes nothing."""
+        """(available, why; or how to enable it). Takes milliseconds at most and changes nothing."""
 
     def sample(self) -> dict[str, float]:
         """`Window` field -> value; rates are since the previous sample. NaN without data; never raises."""
 
 
 def probe_types() -> list[type[Probe]]:
-    """All kinds of probe that need no privileges. Those later in the list overrule the fields of those before."""
+    """All kinds of probe that need no privileges. If two measure the same field, the later one wins."""
     from dynamix.probes.device import DeviceProbe
     from dynamix.probes.host import HostProbe
     from dynamix.probes.network import NetworkProbe
@@ -31,7 +31,7 @@ def probe_types() -> list[type[Probe]]:
 
 
 def detect(device: torch.device) -> list[Probe]:
-    """Probes for a worker that computes on `device`, of every kind that has data on this machine, ready to be sampled.
+    """Probes for a worker that computes on `device`: one of each kind that has data here, ready to be sampled.
 
     >>> [probe.name for probe in detect(torch.device("cpu"))][0]
     'host'
@@ -55,10 +55,10 @@ def probe_report() -> list[tuple[str, bool, str]]:
 
 
 def _brought() -> list[type[Probe]]:
-    """Kinds of probe that other distributions bring by entry point."""
+    """Kinds of probe from other distributions, by entry point."""
     return list(load_all(PROBES, ("timing", *(kind.name for kind in probe_types()))).values())
 
 
 def _wanted(kind: type[Probe]) -> bool:
-    """Whether somebody asked for it: a probe that costs something may have a class method `wanted` that says so."""
+    """Whether it should run: a probe with a cost may have a class method `wanted` that answers this."""
     return bool(getattr(kind, "wanted", lambda: True)())

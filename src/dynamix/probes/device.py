@@ -1,4 +1,4 @@
-"""How busy this worker's accelerator is, from NVIDIA's management library."""
+"""The load of this worker's accelerator, from NVIDIA's management library."""
 
 import contextlib
 import importlib
@@ -13,9 +13,9 @@ from dynamix.plugins import how_to_install
 
 class DeviceProbe:
     """Share of time in which a kernel ran on this worker's GPU, over the driver's last sampling period (at most a
-    second). NaN on other devices, and on slices of a partitioned GPU, for which the driver keeps no such count.
+    second). NaN on other devices, and on slices of a partitioned GPU, for which the driver has no such count.
 
-    The GPU is found by its UUID or PCI address: the driver and torch count GPUs in different orders.
+    The GPU is found by its UUID or PCI address, because the driver and torch count GPUs in different orders.
     """
 
     name = "device"
@@ -58,7 +58,7 @@ class DeviceProbe:
         try:
             pynvml: Any = importlib.import_module("pynvml")
             pynvml.nvmlInit()
-        except Exception:  # not installed, or no driver: `detect` says which
+        except Exception:  # not installed, or no driver: `detect` tells which
             return
         self._nvml = pynvml
         for find, key in _addresses(device, pynvml):
@@ -68,7 +68,7 @@ class DeviceProbe:
 
 
 def _addresses(device: torch.device, nvml: Any) -> list[tuple[Any, bytes]]:
-    """Ways to name torch's `device` to the driver: (function, key), surest first."""
+    """Ways to identify torch's `device` to the driver: (function, key), most reliable first."""
     properties = torch.cuda.get_device_properties(device)
     found: list[tuple[Any, bytes]] = []
     if (uuid := getattr(properties, "uuid", None)) is not None:
@@ -79,5 +79,5 @@ def _addresses(device: torch.device, nvml: Any) -> list[tuple[Any, bytes]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     index = device.index if device.index is not None else torch.cuda.current_device()
     if index < len(visible) and visible[index].startswith("MIG-"):
-        return [(nvml.nvmlDeviceGetHandleByUUID, visible[index].encode())]  # the whole GPU's count is everybody's
+        return [(nvml.nvmlDeviceGetHandleByUUID, visible[index].encode())]  # the whole GPU counts other slices
     return found

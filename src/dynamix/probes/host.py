@@ -1,7 +1,7 @@
-"""How much of the host's processors and memory this worker uses, out of what it may use.
+"""The share of processor time and memory that this worker uses, of what it may use.
 
-Containers and schedulers limit a worker by cgroups, and may change the limits while it runs: they are read anew at
-every sample, version 1 and 2, from the worker's own group up to the root. The tightest counts.
+Containers and schedulers limit a worker by cgroups, and may change the limits while it runs. So limits are read at
+every sample, version 1 and 2, from the worker's own group up to the root. The tightest one counts.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class HostProbe:
         return True, f"{cores:g} cores allowed, {memory}"
 
     def sample(self) -> dict[str, float]:
-        """`cpu` and `memory`, since the previous sample or the probe's making."""
+        """`cpu` and `memory`, since the previous sample or the probe's construction."""
         now, used = time.perf_counter(), self._cpu_seconds()
         elapsed, self._sampled_at = now - self._sampled_at, now
-        # A process not seen before was started since, so all it used belongs to this interval.
+        # A process not seen before has started since, so all of its time belongs to this interval.
         spent = sum(seconds - self._used.get(pid, 0.0) for pid, seconds in used.items())
         self._used, cores = used, allowed_cores(self._cgroups)
         cpu = min(1.0, max(0.0, spent / (elapsed * cores))) if elapsed > 0 else math.nan
@@ -54,7 +54,7 @@ class HostProbe:
         """User and system seconds so far, by process id."""
         seconds = {self._pid: time.process_time()}  # finer than the kernel's ticks in /proc
         for child in multiprocessing.active_children():
-            import psutil  # on first use: importing it takes a tenth of the time that this package takes
+            import psutil  # on first use, because importing it takes a tenth of this package's import time
 
             with contextlib.suppress(psutil.Error):  # ended between listing and reading
                 if child.pid is not None:
@@ -72,7 +72,7 @@ class HostProbe:
 
 
 def _machine_memory() -> float:
-    """Used fraction of the machine's memory. psutil parses fifty lines for it, which is what a sample would cost."""
+    """Used fraction of the machine's memory. psutil would parse fifty lines, most of a sample's cost."""
     found = re.match(rb"MemTotal: +(\d+) kB\n.*\nMemAvailable: +(\d+) kB\n", _bytes("/proc/meminfo", 128), re.DOTALL)
     if found:
         return 1.0 - int(found[2]) / int(found[1])
@@ -86,7 +86,7 @@ def _machine_memory() -> float:
 
 
 def allowed_cores(cgroups: Cgroups) -> float:
-    """Cores this process may use: its affinity, or its cgroup's quota where that is tighter."""
+    """Cores this process may use: its affinity, or its cgroup's quota if that is tighter."""
     try:
         cores = float(len(os.sched_getaffinity(0)))
     except (AttributeError, OSError):
@@ -96,14 +96,14 @@ def allowed_cores(cgroups: Cgroups) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cgroups:
-    """This process's control groups for each controller, as folders, its own first; empty where there is none."""
+    """This process's control groups for each controller, as folders, its own first; empty if there is none."""
 
     cpu: tuple[Path, ...] = ()
     memory: tuple[Path, ...] = ()
 
     @classmethod
     def find(cls, proc: Path = Path("/proc/self")) -> Cgroups:
-        """The groups this process is in now. No controllers (not Linux, or not mounted) is no limit, not an error."""
+        """The current groups of this process. Without controllers (not Linux, or not mounted) there is no limit."""
         try:
             groups = (proc / "cgroup").read_text().splitlines()
             mounts = (proc / "mountinfo").read_text().splitlines()
@@ -113,17 +113,17 @@ class Cgroups:
         return cls(cpu=places["cpu"], memory=places["memory"])
 
     def cpu_cores(self) -> float:
-        """The tightest quota in cores; infinite where there is none."""
+        """The tightest quota in cores; infinite if there is none."""
         return min((_quota_cores(folder) for folder in self.cpu), default=math.inf)
 
     def memory_bytes(self) -> tuple[float, float]:
-        """(used, limit) of the group nearest to its limit; page cache that can be dropped is not use."""
+        """(used, limit) of the group nearest to its limit; page cache that can be dropped does not count as used."""
         limits = [(folder, _memory_limit(folder)) for folder in self.memory]
         groups = [(_memory_used(folder), limit) for folder, limit in limits if math.isfinite(limit)]
         return max(groups, key=lambda group: group[0] / max(group[1], 1.0), default=(math.nan, math.inf))
 
     def memory_limit_bytes(self) -> float:
-        """The tightest limit; infinite where there is none."""
+        """The tightest limit; infinite if there is none."""
         return min((_memory_limit(folder) for folder in self.memory), default=math.inf)
 
 
@@ -141,7 +141,7 @@ def _folders(groups: list[str], mounts: list[str]) -> dict[str, tuple[Path, ...]
         _, controllers, path = line.split(":", 2)
         for kind_, root, point, options in mounted:
             if kind_ == "cgroup2" and not controllers:
-                # Version 1 owns a controller that it mounts; version 2 has the rest.
+                # A controller that version 1 mounts belongs to it; version 2 has the others.
                 for name in ("cpu", "memory"):
                     found.setdefault(name, _chain(root, Path(point), path))
             elif kind_ == "cgroup":
@@ -153,7 +153,7 @@ def _folders(groups: list[str], mounts: list[str]) -> dict[str, tuple[Path, ...]
 def _chain(root: str, point: Path, path: str) -> tuple[Path, ...]:
     """The group's folder and its parents up to the mount point.
 
-    `path` counts from the hierarchy's root, but a container may see only the part below `root`, mounted at `point`.
+    `path` starts at the hierarchy's root, but a container may see only the part below `root`, mounted at `point`.
     """
     try:
         inside = Path(path).relative_to(root)
@@ -171,12 +171,12 @@ def _quota_cores(folder: Path) -> float:
         cores = float(quota) / float(period)
     except (ValueError, ZeroDivisionError):
         return math.inf  # "max", or no such file
-    return cores if cores > 0 else math.inf  # version 1 writes -1 for none
+    return cores if cores > 0 else math.inf  # version 1 writes -1 for no quota
 
 
 def _memory_limit(folder: Path) -> float:
     limit = _number(folder, "memory.max", "memory.limit_in_bytes", otherwise=math.inf)
-    return limit if limit < 2**60 else math.inf  # version 1 writes a huge number for none
+    return limit if limit < 2**60 else math.inf  # version 1 writes a huge number for no limit
 
 
 def _memory_used(folder: Path) -> float:
@@ -187,7 +187,7 @@ def _memory_used(folder: Path) -> float:
 
 
 def _number(folder: Path, *names: str, otherwise: float) -> float:
-    """The number in the first file that is there, version 2's before version 1's."""
+    """The number in the first file that exists, version 2's before version 1's."""
     try:
         return float(next(filter(None, (_read(folder, name) for name in names)), ""))
     except ValueError:
@@ -199,7 +199,7 @@ def _read(folder: Path, name: str) -> str:
 
 
 def _bytes(path: str, most: int = 1 << 16) -> bytes:
-    # Bare descriptors: a sample reads a dozen of these, and file objects would cost most of its time.
+    # Plain descriptors, because a sample reads a dozen files and file objects would take most of its time.
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:

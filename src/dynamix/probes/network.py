@@ -1,7 +1,7 @@
-"""Measures this worker's connections to other workers, from the kernel's own account of each socket (TCP_INFO).
+"""Measures this worker's connections to other workers, from the kernel's statistics of each socket (TCP_INFO).
 
-Works without root. `getsockopt` reads from the descriptor as it is; nothing is duplicated, so no socket can be closed
-by accident or kept open past its owner's close.
+Works without root. `getsockopt` reads from the descriptor itself. Nothing is duplicated, so no socket can be closed by
+accident or stay open after its owner's close.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 TCP_INFO = 11
 SO_COOKIE = 57
 _ESTABLISHED = 1
-# The kernel's struct tcp_info, which only ever grew at its end, as far as byte 136: state, rtt (us, at 68),
+# The start of the kernel's struct tcp_info, which has only grown at its end, up to byte 136: state, rtt (us, at 68),
 # total_retrans (at 100), bytes_acked (at 120), bytes_received.
 _TCP_INFO = struct.Struct("=B67xI28xI16xQQ")
-# A socket that moved less than this part of what the busiest one moved is a control channel, not the ring.
+# A socket that moved less than this part of the busiest one's bytes is a control channel, not the ring.
 _RING_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The kernel's counts for one TCP connection. Bytes are payload that the peer acknowledged or sent."""
+    """The kernel's counts for one TCP connection. Bytes are payload acknowledged or sent by the peer."""
 
     sent_bytes: int
     received_bytes: int
@@ -46,7 +46,7 @@ class Connection:
 
     @property
     def moved_bytes(self) -> int:
-        """Both directions."""
+        """Bytes in both directions."""
         return self.sent_bytes + self.received_bytes
 
 
@@ -56,11 +56,11 @@ class NetworkProbe:
     bytes_per_s           payload sent and acknowledged per second: in a ring all-reduce of n bytes each worker sends
                           2(W-1)/W n. Comparable with the rate of one direction of a full-duplex link
     retransmits_per_s     segments sent again per second
-    rtt_s                 smoothed round-trip time, mean weighted by bytes moved; NaN when nothing moved
+    rtt_s                 smoothed round-trip time, mean weighted by bytes moved; NaN if nothing moved
 
-    Whose connections: all of this process that moved at least 2 % of what the busiest moved since the previous sample
-    (control groups, being idle, are left out), without those of the rendezvous store (`store_port`, by default
-    MASTER_PORT). NVLink, InfiniBand and shared memory are not seen; without TCP traffic all is NaN. Linux only.
+    Counts all connections of this process that moved at least 2 % of the busiest one's bytes since the previous sample.
+    So idle control groups are left out. Connections of the rendezvous store (`store_port`, by default MASTER_PORT) do
+    not count. NVLink, InfiniBand and shared memory are not seen; without TCP traffic all is NaN. Linux only.
     """
 
     name = "network"
@@ -73,7 +73,7 @@ class NetworkProbe:
 
     @classmethod
     def detect(cls) -> tuple[bool, str]:
-        """(available, why or how). Sends a few bytes to itself over loopback: some sandboxes count nothing."""
+        """(available, why or how). Sends a few bytes to itself over loopback, because some sandboxes count nothing."""
         if not sys.platform.startswith("linux"):
             return False, f"TCP_INFO is read on Linux only, this is {sys.platform}"
         try:
@@ -85,7 +85,7 @@ class NetworkProbe:
         return True, f"TCP_INFO of own sockets, {fields} bytes of it, no privileges needed"
 
     def sample(self) -> dict[str, float]:
-        """`bytes_per_s`, `retransmits_per_s`, `rtt_s` since the previous sample or the probe's making."""
+        """`bytes_per_s`, `retransmits_per_s`, `rtt_s` since the previous sample or the probe's construction."""
         now, after = time.perf_counter(), self._others(open_connections())
         added = [connection.since(self._before.get(key)) for key, connection in after.items()]
         elapsed, self._sampled_at, self._before = now - self._sampled_at, now, after
@@ -99,10 +99,10 @@ class NetworkProbe:
         return {"bytes_per_s": sent / elapsed, "retransmits_per_s": again / elapsed, "rtt_s": rtt}
 
     def _others(self, connections: dict[int, tuple[int, Connection]]) -> dict[int, Connection]:
-        """Connections that are not the store's."""
+        """The connections without those of the store."""
         known = self._before.keys() if hasattr(self, "_before") else set()
         for key, (fd, _) in connections.items():
-            # A connection's ports never change, so each is looked up once.
+            # A connection's ports never change, so they are looked up only once.
             if key not in known and key not in self._store and self._store_port in ports(fd):
                 self._store.add(key)
         self._store &= connections.keys()
@@ -112,7 +112,7 @@ class NetworkProbe:
 def open_connections() -> dict[int, tuple[int, Connection]]:
     """The established TCP connections of this process: kernel's identity -> (descriptor, counts).
 
-    The identity is never used twice, unlike the descriptor. Empty where the system offers no such account.
+    Unlike a descriptor, an identity is never used again. Empty if the system has no such statistics.
     """
     try:
         descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -130,7 +130,7 @@ def open_connections() -> dict[int, tuple[int, Connection]]:
 
 
 def parse_tcp_info(info: bytes) -> Connection | None:
-    """The counts in the kernel's answer; None unless established. A field that an older kernel leaves off is zero."""
+    """The counts in the kernel's answer; None unless established. A field that an older kernel lacks is zero."""
     state, rtt_us, retransmits, acked, received = _TCP_INFO.unpack_from(info.ljust(_TCP_INFO.size, b"\0"))
     if state != _ESTABLISHED:
         return None
@@ -138,14 +138,14 @@ def parse_tcp_info(info: bytes) -> Connection | None:
 
 
 def ports(fd: int) -> tuple[int, int]:
-    """Local and remote port of a connection; 0 where there is none."""
+    """Local and remote port of a connection; 0 if it has none."""
     # sockaddr_in and sockaddr_in6 both hold the port, in network order, in bytes 2 to 4.
     local, remote = (_address(fd, name)[2:4] for name in ("getsockname", "getpeername"))
     return int.from_bytes(local, "big"), int.from_bytes(remote, "big")
 
 
 def ends(fd: int) -> tuple[str, str]:
-    """Local and remote address and port of a connection: the same two, exchanged, are what its peer has.
+    """Local and remote address and port of a connection; its peer has the same two in reverse order.
 
     >>> with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
     ...     accepted, _ = server.accept()
@@ -154,7 +154,7 @@ def ends(fd: int) -> tuple[str, str]:
     True
     """
     local, remote = (_address(fd, name) for name in ("getsockname", "getpeername"))
-    # Behind the port: the four bytes of IPv4, or IPv6's flow and its address, which ends in that of a mapped IPv4.
+    # After the port: the four bytes of IPv4, or IPv6's flow and its address, whose last bytes are a mapped IPv4.
     return _end(local), _end(remote)
 
 
@@ -163,7 +163,7 @@ def _end(address: bytes) -> str:
 
 
 def master_port() -> int:
-    """The port of the rendezvous store; -1 if the environment does not say."""
+    """The port of the rendezvous store; -1 if the environment does not name it."""
     try:
         return int(os.environ.get("MASTER_PORT", "-1"))
     except ValueError:
@@ -186,7 +186,7 @@ def _counted_over_loopback() -> tuple[int, int]:
 
 @functools.cache
 def _libc(name: str, *numbers: Any) -> Callable[..., int]:
-    """A socket call of the C library on a bare descriptor; Python's own need a socket object, which owns what it reads.
+    """A socket call of the C library on a plain descriptor; Python's own calls need a socket object, which owns it.
 
     Its arguments: the descriptor, `numbers` of these types, a buffer and its length.
     """
@@ -206,7 +206,7 @@ class _Option:
         self._length_at = ctypes.byref(self._length)
 
     def read(self, fd: int) -> bytes:
-        """The option's value; empty when `fd` is closed, no socket, or of another kind."""
+        """The option's value; empty if `fd` is closed, no socket, or of another kind."""
         self._length.value = self._size
         if self._function(fd, self._level, self._option, self._buffer, self._length_at) != 0:
             return b""

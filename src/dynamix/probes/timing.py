@@ -1,7 +1,7 @@
 """Splits one worker's step time: computing, communicating, waiting for data.
 
-The clock is the CPU's, or CUDA events on a CUDA device. Events are recorded where the work is enqueued and read steps
-later, only once they have completed: nothing here ever synchronises a device.
+The clock is the CPU's, or CUDA events on a CUDA device. Events are recorded when work is enqueued, and read steps
+later, once they have completed. So a device is never synchronised here.
 """
 
 import itertools
@@ -19,18 +19,18 @@ from numpy.typing import ArrayLike
 from dynamix.errors import ConfigError
 from dynamix.window import Floats
 
-# A step that took longer than this many times any other of the last ones holds a pause, not work.
+# A step that took longer than this many times every other recent one contains a pause.
 PAUSE = 2.0
-RECENT = 32  # steps looked back at: what comes again within so many is the worker's own pace (throttling, long samples)
+RECENT = 32  # steps compared; a long step that recurs within them is the worker's own pace (throttling, long samples)
 
 Mark = Any  # a point in time that only its own clock can read
 
 
 class Clock(Protocol):
-    """Makes marks and reads them later. The seam between `StepTimer` and a device."""
+    """Makes marks and reads them later. The interface between `StepTimer` and a device."""
 
     def mark(self) -> Mark:
-        """Now, in the order of work on the current stream."""
+        """A mark for now, in the order of work on the current stream."""
 
     def passed(self, *marks: Mark) -> bool:
         """Whether all `marks` can be read. Never blocks."""
@@ -39,13 +39,13 @@ class Clock(Protocol):
         """Time from `start` to `end`, both passed."""
 
     def recycle(self, *marks: Mark) -> None:
-        """`marks` will not be read again."""
+        """Take back `marks` that will not be read again."""
 
 
 class CpuClock:
     """Marks are readings of the monotonic CPU clock."""
 
-    mark = staticmethod(time.perf_counter)  # no frame of Python's
+    mark = staticmethod(time.perf_counter)  # avoids a Python frame
 
     def passed(self, *marks: Mark) -> bool:
         return True
@@ -83,13 +83,13 @@ class CudaClock:
 class StepTimes:
     """One optimizer step of one worker, in seconds; NaN where not measured. Micro-steps are summed.
 
-    compute   forward start to last local gradient ready, plus the optimizer's update after the last reduction, less
+    compute   forward start to last local gradient ready, plus the optimizer's update after the last reduction, minus
               the exchange of buffers. Without a communication hook: forward start to the end of the step
-    comm      last local gradient ready to the end of the last reduction: this worker's wait and the transfer together.
-              And the exchange of buffers before the forward pass, the same way
+    comm      last local gradient ready to the end of the last reduction: this worker's wait and the transfer together,
+              plus the exchange of buffers before the forward pass, measured the same way
     data      end of the previous step to forward start
     total     end of the previous step to the end of this one
-    told      what `StepTimer.step_done` was told of the step
+    told      the argument of `StepTimer.step_done` for the step
     """
 
     step: int
@@ -107,7 +107,7 @@ class _Micro:
     before: Mark | None  # the end of the pass before it
     start: Mark | None = None
     ready: Mark | None = None
-    # Reductions may run on several streams, so which of them ends last is known only when they are read.
+    # Reductions may run on several streams, so the last one is known only when they are read.
     reduced: list[Mark] = field(default_factory=list)
     exchanged: list[tuple[Mark, Mark]] = field(default_factory=list)  # beginnings and ends, within the forward pass
     end: Mark | None = None
@@ -115,7 +115,7 @@ class _Micro:
     compute_known: bool = True
 
     def marks(self) -> list[Mark]:
-        """All marks but `before`, the one most likely to be outstanding first."""
+        """All marks except `before`; the mark most likely to be pending comes first."""
         marks = [self.end, self.ready, self.start, *self.reduced, *itertools.chain(*self.exchanged)]
         return [mark for mark in marks if mark is not None]
 
@@ -146,9 +146,9 @@ class StepTimer:
         self._closed: deque[tuple[int, list[_Micro], Any]] = deque()
 
     def forward_started(self) -> None:
-        """A training forward pass begins. Only the first of a (micro-)step counts: it ends `data`.
+        """Call when a training forward pass begins. Only the first of a (micro-)step counts: it ends `data`.
 
-        One that follows a reduction, of another model or another update, is timed like a further micro-step.
+        If it follows a reduction (another model, or another update), it is timed as a further micro-step.
         """
         if self._micro.reduced:
             self.micro_done()
@@ -157,7 +157,7 @@ class StepTimer:
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Inside, buffers cross ranks as a training forward pass begins: a wait and a transfer, not computing."""
+        """Context manager for the exchange of buffers when a training forward pass begins: waiting and transfer."""
         micro = self._micro
         begun = None if micro.start is None else self._now()
         yield
@@ -165,41 +165,41 @@ class StepTimer:
             micro.exchanged.append((begun, self._now()))
 
     def gradients_ready(self) -> None:
-        """A bucket of local gradients is ready. The last call of a (micro-)step starts `comm`."""
+        """Call when a bucket of local gradients is ready. The last call of a (micro-)step starts `comm`."""
         if self._micro.ready is not None:
             self._clock.recycle(self._micro.ready)
         self._micro.ready = self._now()
 
     def reduced(self, *_: object) -> None:
-        """A bucket's reduction is over. The latest of a (micro-)step ends `comm`. Fit for a future's callback."""
+        """Call when a bucket's reduction ends. The latest of a (micro-)step ends `comm`. Can be a future's callback."""
         self._micro.reduced.append(self._now())
 
     def interrupted(self) -> None:
-        """Something that is no part of training happened: evaluation, a checkpoint. A pause between steps makes this
-        step's `data` NaN, one within a step its `compute`; `total` either way."""
+        """Call when something other than training happened: evaluation, a checkpoint. If it was between steps, this
+        step's `data` becomes NaN; within a step, its `compute`. `total` becomes NaN in both cases."""
         if self._micro.start is None:
             self._micro.data_known = False
         else:
             self._micro.compute_known = False
 
     def micro_done(self) -> None:
-        """An earlier micro-step of an accumulation group is over."""
+        """Call at the end of a micro-step that is not the last of its accumulation group."""
         micro = self._micro
         micro.end = self._now()
         self._open.append(micro)
         self._micro = _Micro(before=micro.end)
 
     def step_done(self, told: Any = None) -> None:
-        """The optimizer step is over: closes its record, which keeps what is `told` of it."""
+        """Call at the end of the optimizer step: closes its record, which keeps `told`."""
         self.micro_done()
         self._closed.append((self.step, self._open, told))
         self._open = []
         self.step += 1
 
     def take(self, *, discard: bool = False) -> list[StepTimes]:
-        """Records closed since the last call, in order, as far as the device has got; the rest comes with a later call.
+        """Records closed since the last call, in order, if the device has finished them; others come with a later call.
 
-        If `discard` is set, all are dropped, also those the device has not finished, and the answer is empty.
+        With `discard`, all are dropped, including those that the device has not finished, and the list is empty.
         """
         taken: list[StepTimes] = []
         while self._closed:
@@ -211,7 +211,7 @@ class StepTimer:
                 taken.append(self._read(step, micros, told))
             self._closed.popleft()
             before = micros[0].before
-            # The first of the marks, the end, is also the next record's `before`, which returns it.
+            # The first mark, the end, is also the next record's `before`, which is recycled there.
             self._clock.recycle(*marks[1:], *([] if before is None else [before]))
         return taken
 
@@ -219,10 +219,10 @@ class StepTimer:
         compute, comm, data, known = list[float](), list[float](), list[float](), True
         for micro in micros:
             waited = self._comm(micro)
-            # Also right when every reduction ended before the last gradient was ready, and comm is cut at zero.
+            # Also correct if every reduction ended before the last gradient was ready, when comm is clipped to zero.
             compute.append(self._between(micro.start, micro.end) - waited if micro.compute_known else np.nan)
             data.append(self._between(micro.before, micro.start) if micro.data_known else np.nan)
-            # Passes under no_sync have no communication at all; only when none had any is it unknown.
+            # Passes under no_sync have no communication; it is unknown only if no pass had any.
             if micro.ready is not None or micro.exchanged:
                 comm.append(waited)
             known = known and micro.data_known and micro.compute_known
@@ -241,12 +241,12 @@ class StepTimer:
 
 
 def pause_in(seconds: Sequence[float], before: Iterable[float]) -> int | None:
-    """Index of the one step that holds a pause: longer than `PAUSE` times every other; None if there is none.
+    """Index of the one step with a pause: longer than `PAUSE` times every other; None if there is none.
 
-    seconds   whole steps of a window, in order; `before` those of the last windows, all as this worker saw them
+    seconds   whole steps of a window, in order; `before` those of the last windows, all measured by this worker
 
-    A stopped process, a full disk or a garbage collection takes one step; a worker that became slow takes every step
-    from then on, so its second slow step already counts. Workers that meet in every step see the same one.
+    A stopped process, a full disk or a garbage collection delays one step. A worker that became slow delays every step
+    from then on, so its second slow step already counts. Workers that synchronise every step see the same pause.
 
     >>> pause_in([0.1, 10.1], [0.1, 0.1]), pause_in([0.1, 0.3, 0.3], [0.1]), pause_in([0.4, 0.1, 0.1], [0.4, 0.1])
     (1, None, None)
@@ -259,14 +259,14 @@ def pause_in(seconds: Sequence[float], before: Iterable[float]) -> int | None:
 
 
 def attribute_wait(comm: ArrayLike) -> tuple[Floats, Floats]:
-    """Splits what workers saw as communication into waiting and transfer, step by step.
+    """Splits the workers' communication times into waiting and transfer, step by step.
 
-    comm   (k, W) seconds, `StepTimes.comm` of k steps on W workers; NaN where not measured
+    comm   (k, W) seconds, `StepTimes.comm` of k steps on W workers; NaN if not measured
 
-    A reduction ends for everybody at about the same time, so the last worker to arrive sees the transfer alone:
+    A reduction ends for all workers at about the same time, so the last worker to arrive sees only the transfer:
     transfer(t) = min_j comm_j(t) and wait_i(t) = comm_i(t) - transfer(t). Returns their means over the steps, `wait`
-    (W,) and `transfer` (W,), the latter the same for all; NaN where no step is left. Step by step, because everybody
-    waits where the straggler changes, although nobody is slow on average. A step that only one of several workers
+    (W,) and `transfer` (W,), the latter the same for all; NaN if no step is left. It works step by step because, if the
+    straggler changes, all workers wait although none is slow on average. A step that only one of several workers
     measured is left out. Raises `ConfigError` unless `comm` is 2-D.
 
     >>> wait, transfer = attribute_wait([[0.010, 0.030], [0.030, 0.010]])     # the straggler changes

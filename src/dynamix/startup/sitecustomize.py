@@ -1,7 +1,7 @@
-"""Python imports this at its start, in every process of a job that somebody wants to be called in.
+"""Python imports this at its start, in every process of a job in which functions are to be called with torch.
 
-The environment names who is called once torch is imported (`called_environment`); this module knows none of them.
-Chains the environment's own `sitecustomize`. Costs nothing until torch is imported.
+The environment names the functions to call once torch is imported (`called_environment`); this module knows none of
+them. It also imports the environment's own `sitecustomize`. It costs nothing until torch is imported.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-VARIABLE = "DYNAMIX_STARTUP"  # who is called with torch, one a line, in order: MODULE:FUNCTION or FILE.py:FUNCTION
+VARIABLE = "DYNAMIX_STARTUP"  # functions to call with torch, one a line, in order: MODULE:FUNCTION or FILE.py:FUNCTION
 
 
 def called_environment(given: Mapping[str, str], place: str, *, first: bool = False) -> dict[str, str]:
-    """`given`, so that every Python that starts in it calls `place` with torch, once torch is imported.
+    """`given`, changed so that every Python started in it calls `place` with torch, once torch is imported.
 
-    place   MODULE:FUNCTION, or FILE.py:FUNCTION for an interpreter that may have no dynamix; the module of such a file
+    place   MODULE:FUNCTION, or FILE.py:FUNCTION for an interpreter that may lack dynamix; the module of such a file
             is then `dynamix_startup_FILE`
-    first   ahead of those that `given` names already, rather than after them
+    first   call it before the functions already in `given`, rather than after them
 
-    PYTHONPATH and another `sitecustomize` stay in force.
+    PYTHONPATH and another `sitecustomize` still apply.
 
     >>> called_environment({"DYNAMIX_STARTUP": "a:start"}, "b:start", first=True)["DYNAMIX_STARTUP"].split()
     ['b:start', 'a:start']
@@ -39,9 +39,9 @@ def called_environment(given: Mapping[str, str], place: str, *, first: bool = Fa
 
 
 class AfterImport(MetaPathFinder):
-    """Finds a module as usual, and calls `then` with it once it has been imported.
+    """Finds a module as usual, and calls `then` with it after its import.
 
-    Nothing is changed while a module is imported: `import torch` itself imports `DistributedDataParallel`.
+    Nothing is changed during an import: `import torch` itself imports `DistributedDataParallel`.
     """
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
@@ -71,7 +71,7 @@ class AfterImport(MetaPathFinder):
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call `then` with module `name` as soon as it is imported, at once if it is."""
+    """Call `then` with module `name` as soon as it is imported, or at once if it already is."""
     if name in sys.modules:
         then(sys.modules[name])
     else:
@@ -107,7 +107,7 @@ def _of_package(name: str) -> ModuleType | None:
 
 
 def _chain() -> None:
-    """Imports the `sitecustomize` that this one hides."""
+    """Import the `sitecustomize` that this one hides."""
     ours = sys.modules.pop("sitecustomize")
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != FOLDER]
     try:

@@ -1,4 +1,4 @@
-"""A run of any length in a bounded number of bins, while it is read once."""
+"""A run of any length in a bounded number of bins, in a single pass."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MOST_BINS = 480
 
 
 class BinnedSeries:
-    """Means of what was seen window by window, and the least and greatest of what a cluster has one number for.
+    """Means over windows; for numbers of the whole cluster also the least and the greatest value.
 
-    A bin holds 2^n windows; when there are too many bins, each pair becomes one. So memory and what a page shows do
-    not grow with the run. Means weigh windows by their steps. Unknown values (NaN) count nothing.
+    A bin holds 2^n windows. If there are too many bins, each pair is merged. So memory and the size of a page do
+    not grow with the run. Means weigh windows by their steps. Unknown values (NaN) are left out.
 
     single   names of numbers of the cluster, each     names of numbers of every worker
-    most     bins at most
+    most     upper limit of bins
 
     >>> series = BinnedSeries(["loss"], ["size"], workers=1, most=2)
     >>> second = np.arange(5.0)
@@ -48,9 +48,9 @@ class BinnedSeries:
         single: Mapping[str, Floats],
         each: Mapping[str, Floats],
     ) -> None:
-        """Some windows (n,), oldest first: numbers of the cluster (n,), of every worker (n, W or fewer).
+        """Add windows (n,), oldest first: numbers of the cluster (n,), of every worker (n, W or fewer).
 
-        Names that are left out are unknown.
+        Names that are left out count as unknown.
         """
         count, unknown = len(begins_s), np.full(len(begins_s), np.nan)
         numbers = np.stack([single.get(name, unknown) for name in self.single])
@@ -70,7 +70,7 @@ class BinnedSeries:
             self._fill(weights[now], numbers[:, now], {i: rows[now] for i, rows in told.items()})
 
     def _fill(self, weights: Floats, numbers: Floats, each: Mapping[int, Floats]) -> None:
-        """Take windows (n,) into the newest bin: numbers of the cluster (names, n), of every worker (n, W) by name."""
+        """Add windows (n,) to the newest bin: numbers of the cluster (names, n), of every worker (n, W) by name."""
         at = self.bins - 1
         known = ~np.isnan(numbers)
         self._sums[0, :, at] += np.where(known, numbers, 0.0) @ weights
@@ -90,7 +90,7 @@ class BinnedSeries:
             self.weights[i, :workers] += weight
 
     def widen(self, workers: int) -> None:
-        """Make room for more workers; what they did before is unknown."""
+        """Make room for more workers, with unknown values so far."""
         more = workers - self.workers
         if more > 0:
             self._each = np.pad(self._each, ((0, 0), (0, 0), (0, 0), (0, more)))
@@ -100,29 +100,29 @@ class BinnedSeries:
 
     @property
     def begins_s(self) -> Floats:
-        """(bins,) seconds at which they begin."""
+        """(bins,) start times in seconds."""
         return self._times[: self.bins, 0]
 
     @property
     def ends_s(self) -> Floats:
-        """(bins,) seconds at which they end."""
+        """(bins,) end times in seconds."""
         return self._times[: self.bins, 1]
 
     def mean(self, name: str) -> Floats:
-        """(bins,) of a number of the cluster; NaN where it is unknown."""
+        """(bins,) means of a number of the cluster; NaN if unknown."""
         total, weight = self._sums[:, self.single.index(name), : self.bins]
         return _over(total, weight)
 
     def least(self, name: str) -> Floats:
-        """(bins,) the least value of a window."""
+        """(bins,) least values of a window."""
         return self._ends[0, self.single.index(name), : self.bins]
 
     def greatest(self, name: str) -> Floats:
-        """(bins,) the greatest value of a window."""
+        """(bins,) greatest values of a window."""
         return self._ends[1, self.single.index(name), : self.bins]
 
     def each(self, name: str) -> Floats:
-        """(W, bins) means of a number of every worker; NaN where it is unknown."""
+        """(W, bins) means of a number of every worker; NaN if unknown."""
         total, weight = self._each[:, self.names.index(name), : self.bins]
         return _over(total.T.astype(np.float64), weight.T.astype(np.float64))
 

@@ -15,7 +15,7 @@ LARGEST = 40  # changes that are kept
 
 @dataclass(frozen=True)
 class SizeChange:
-    """A change of sizes between two windows; `moved` is the part of the round that other workers got."""
+    """A change of sizes between two windows; `moved` is the part of the round that went to other workers."""
 
     at_s: float
     window: int

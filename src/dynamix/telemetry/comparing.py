@@ -1,4 +1,4 @@
-"""Several runs beside each other: one table, and how long each needed for what all of them reached."""
+"""Compares runs: one table, and the time of each run until what all of them reached."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import numpy as np
 from dynamix.telemetry.run import RunView
 from dynamix.telemetry.sentences import number, percent, seconds
 
-_CLEAR = 1.1  # a smaller ratio of two single runs is called no difference
-_SMOOTH = 5  # bins; a loss counts as reached by the mean of so many, and of at most a quarter of the shortest run
-_LEAST_BINS = 4  # of which the scatter of a run's speed is told
-Span = tuple[float, float, float]  # seconds: at the earliest, as it was seen, at the latest
+_CLEAR = 1.1  # a smaller ratio of two single runs counts as no difference
+_SMOOTH = 5  # bins over which a loss is averaged, at most a quarter of the shortest run
+_LEAST_BINS = 4  # needed to estimate the scatter of a run's speed
+Span = tuple[float, float, float]  # seconds: earliest, as measured, latest
 _NEVER: Span = (math.nan, math.nan, math.nan)
 
 
 def comparison(
     views: Sequence[RunView], unfit: Sequence[str] = (), overran: Sequence[Sequence[float]] = ()
 ) -> dict[str, Any]:
-    """A table of runs, and every run beside the first one, which `headline` says in words.
+    """A table of runs, and every run compared with the first one, with `headline` as a sentence.
 
-    unfit     why a run's times are no measurement, empty if they are one: `RunSource.unfit`
+    unfit     why a run's times are no valid measurement, empty if they are: `RunSource.unfit`
     overran   the part of each rank's device steps that ended late: `RunSource.overran`
 
     Rows hold `seconds`, `samples` and `began_at` (samples of the job, at its end and before this run), `samples_per_s`,
     `waiting`, `global_batch` (median), `loss` (the lowest smoothed one), `accuracy` (the highest), and `samples_s` and
-    `loss_s`: seconds to `common_samples` and `common_loss`, which every run reached that can be compared. `over_first`
-    is a run's time to these over the first one's, with `low` and `high` (95 %, by the scatter of both runs' speeds, and
-    by how long their losses cross the common one); `no_verdict` why there is none. `notes` are sentences on what is
-    unlike. An unknown figure is None.
+    `loss_s`: seconds to `common_samples` and `common_loss`, which every comparable run reached. `over_first` is a run's
+    time to these over the first one's, with `low` and `high` (95 %, from the scatter of both runs' speeds, and from how
+    long their losses cross the common one); `no_verdict` gives the reason if it is missing. `notes` are sentences on
+    differences between runs. An unknown figure is None.
     """
     reasons = _reasons(views, unfit or [""] * len(views))
     fit = [view for view, why in zip(views, reasons, strict=True) if not why] or list(views)
@@ -43,7 +43,7 @@ def comparison(
     rows: list[dict[str, Any]] = []
     spans: dict[str, list[Span]] = {"samples_s": [], "loss_s": []}
     for view, why in zip(views, reasons, strict=True):
-        alike = view.began_at == views[0].began_at  # else its times are to something else
+        alike = view.began_at == views[0].began_at  # otherwise its times lead to another goal
         loss, accuracy = (smooth(view.series.mean(name), width) for name in ("loss", "accuracy"))
         at_s = seconds_to(view, common_samples) if alike else math.nan
         spans["samples_s"].append((at_s, at_s, at_s))
@@ -74,7 +74,7 @@ def comparison(
 
 
 def table(compared: dict[str, Any]) -> list[list[str]]:
-    """Rows of text, the first being the heads, narrow enough for a terminal. Runs that are absent are left out."""
+    """Rows of text, the first one with headings, narrow enough for a terminal. Absent runs are left out."""
     samples, loss = compared["common_samples"], compared["common_loss"]
     to_samples = f"to {samples:,.0f} samples" if samples else "to equal samples"
     to_loss = f"to loss {loss:.3g}" if loss is not None else "to equal loss"
@@ -89,7 +89,7 @@ def table(compared: dict[str, Any]) -> list[list[str]]:
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Means of the last `width` bins, unknown ones left out; NaN where fewer than half of them are known."""
+    """Means of the last `width` bins without unknown ones; NaN if fewer than half of them are known."""
     if not values.size:
         return values
     known = np.isfinite(values)
@@ -100,7 +100,7 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def crossing(view: RunView, loss: np.ndarray, common: float) -> Span:
-    """Seconds at which the loss (bins,) may first have been as low as the common one, was seen to be, and stays so."""
+    """Seconds at which the loss (bins,) may first reach the common one, is seen to reach it, and then stays there."""
     at = np.flatnonzero(loss <= common)
     if not at.size:
         return _NEVER
@@ -110,7 +110,7 @@ def crossing(view: RunView, loss: np.ndarray, common: float) -> Span:
 
 
 def seconds_to(view: RunView, samples: float) -> float:
-    """Seconds at which the job had trained on so many, between two bins in proportion; NaN where it never had."""
+    """Seconds until the job had trained on `samples`, interpolated within a bin; NaN if it never had."""
     reached = np.maximum.accumulate(np.concatenate([[view.began_at], view.reached]))
     if not view.began_at <= samples <= reached[-1]:
         return math.nan
@@ -118,7 +118,7 @@ def seconds_to(view: RunView, samples: float) -> float:
 
 
 def _reasons(views: Sequence[RunView], unfit: Sequence[str]) -> list[str]:
-    """Why a run is not compared with the first one, in words; empty if it is."""
+    """The reason, in words, why a run is not compared with the first one; empty if it is."""
     found = []
     for view, why in zip(views, unfit, strict=True):
         unlike = "" if view.began_at == views[0].began_at else _began_unlike(view, views[0])
@@ -133,7 +133,7 @@ def _began_unlike(view: RunView, first: RunView) -> str:
 
 
 def _half_width(view: RunView, first: RunView) -> float:
-    """How far the logarithm of two runs' ratio may be off, at 95 %, by the scatter of their speeds; NaN of few bins."""
+    """95 % error of the logarithm of two runs' ratio, from the scatter of their speeds; NaN with few bins."""
     both = [one.speeds[np.isfinite(one.speeds) & (one.speeds > 0)] for one in (view, first)]
     bins = min(len(speeds) for speeds in both)
     if bins < _LEAST_BINS:
@@ -143,7 +143,7 @@ def _half_width(view: RunView, first: RunView) -> float:
 
 
 def student(freedom: float) -> float:
-    """The 97.5 % point of Student's t of 3 degrees of freedom or more, right to 1 %.
+    """The 97.5 % point of Student's t with 3 or more degrees of freedom, with an error below 1 %.
 
     >>> [round(student(freedom), 2) for freedom in (3, 10, 100)]
     [3.16, 2.23, 1.98]
@@ -174,7 +174,7 @@ def _headline(rows: Sequence[dict[str, Any]], by: str) -> str:
 
 
 def _clear(row: dict[str, Any]) -> bool:
-    """Whether a run is slower or faster than the first one by more than what scatters."""
+    """Whether a run's speed differs from the first one's by more than the scatter."""
     ratio, low, high = row["over_first"], row["low"], row["high"]
     return low is not None and not low <= 1 <= high and max(ratio, 1 / ratio) >= _CLEAR
 
@@ -185,7 +185,7 @@ def _ratio(row: dict[str, Any]) -> str:
 
 
 def _notes(views: Sequence[RunView], overran: Sequence[Sequence[float]]) -> list[str]:
-    """The differences between the runs that are no reason against a verdict, and how often devices overran."""
+    """Differences between the runs that do not prevent a verdict, and how often devices overran."""
     said = []
     for view, late in zip(views, overran, strict=True):
         first = views[0]

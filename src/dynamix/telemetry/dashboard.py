@@ -1,4 +1,4 @@
-"""The page of a run, live: a read-only server that follows events files. It needs the extra `dashboard`."""
+"""A live page of runs: a read-only server that follows events files. It needs the extra `dashboard`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from dynamix.telemetry.page import page_data, page_html
 from dynamix.telemetry.sources import RunSource
 
 MIN_TOKEN = 16  # characters
-LOOPBACK = ["localhost", "127.0.0.1", "["]  # "[" is what starlette sees of [::1]
-_SLICE_BYTES = 2**22  # read at once, so that a page can be shown between
+LOOPBACK = ["localhost", "127.0.0.1", "["]  # "[" is how starlette parses [::1]
+_SLICE_BYTES = 2**22  # read at once, so that pages can be served in between
 _BEAT_S = 15.0
 _COOKIE = "dynamix_token"
 
@@ -37,9 +37,9 @@ _App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 
 class LiveRuns:
-    """Reads runs in a thread of its own while they are written; `version` counts what is new.
+    """Reads runs in its own thread while they are written; `version` counts updates.
 
-    every_s   seconds between two looks at the files
+    every_s   seconds between two reads of the files
     """
 
     def __init__(self, sources: Sequence[RunSource], *, every_s: float = 1.0) -> None:
@@ -51,7 +51,7 @@ class LiveRuns:
         self._thread = threading.Thread(target=self._follow, name="dynamix-dashboard", daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start reading."""
         self._thread.start()
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class LiveRuns:
         self._thread.join(10.0)
 
     def data(self) -> bytes:
-        """The page's data as JSON; made once for each version."""
+        """The page's data as JSON; built once for each version."""
         with self._lock:
             if self._made[0] != self.version:
                 told = page_data(self.sources) | {"version": self.version}
@@ -73,12 +73,12 @@ class LiveRuns:
                 changed = [source.refresh(_SLICE_BYTES) for source in self.sources]
                 self.version += any(changed)
                 behind = any(source.follower.behind_bytes for source in self.sources if not source.absent)
-            # A moment without the lock, also while a long file is read: pages ask for what is there.
+            # Release the lock for a moment, even while a long file is read, so that pages are served.
             self._stop.wait(0.01 if behind and any(changed) else self.every_s)
 
 
 class TokenRequired:
-    """Lets in who brings the token: as `?token=` once, after that by a cookie, or as a bearer's."""
+    """Admits requests with the token: once as `?token=`, then by a cookie, or as a bearer token."""
 
     def __init__(self, app: _App, token: str) -> None:
         self.app, self._digest = app, hashlib.sha256(token.encode()).hexdigest()
@@ -102,9 +102,9 @@ class TokenRequired:
 
 
 def make_app(runs: LiveRuns, *, token: str = "") -> Starlette:
-    """The server's app: the page, its data, and a stream that says when there are new ones. It only reads.
+    """The server's app: the page, its data, and a stream that announces new data. It only reads.
 
-    If no token is set, it answers to this machine's own names only, so that no page of another site can read it.
+    Without a token it answers only under this machine's own names, so that no page of another site can read it.
     """
     page = page_html(None, live=True)
 
@@ -128,7 +128,7 @@ _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff", "r
 
 
 async def _news(runs: LiveRuns, request: Request) -> AsyncIterator[str]:
-    """A line whenever there is something new, and one now and then, so that a lost connection is noticed."""
+    """A line for each update, and one from time to time, so that a lost connection is noticed."""
     told, quiet_s = -1, 0.0
     while not await request.is_disconnected():
         if runs.version != told or quiet_s >= _BEAT_S:
@@ -148,16 +148,16 @@ def serve(
     key: Path | None = None,
     tell: Callable[[str], None] = print,
 ) -> None:
-    """Serve until interrupted; `tell` gets the address. `port` 0 takes a free one.
+    """Serve until interrupted; `tell` gets the address. `port` 0 chooses a free one.
 
-    Raises `ConfigError` for a host that others can reach without a token and a certificate, and where it cannot listen.
+    Raises `ConfigError` if it cannot listen, or if others can reach the host without a token and a certificate.
     """
     import uvicorn
 
     check_host(host, token, certificate)
     try:
         sock = uvicorn.Config("", host=host, port=port, log_level="critical").bind_socket()
-        sock.listen()  # visitors of the address that is told next wait, and are not refused
+        sock.listen()  # before the address is announced, so that early visitors wait instead of being refused
     except (OSError, SystemExit) as error:
         raise ConfigError("port", port, f"a free port of {host}", "choose another, or 0 for any") from error
     files: dict[str, Any] = {"ssl_certfile": certificate, "ssl_keyfile": key} if certificate else {}
@@ -173,7 +173,7 @@ def serve(
 
 
 def check_host(host: str, token: str, certificate: Path | None) -> None:
-    """Raise `ConfigError` unless `host` is loopback, or a token and a certificate protect what others can reach.
+    """Raise `ConfigError` unless `host` is loopback, or protected by a token and a certificate.
 
     >>> check_host("127.0.0.1", "", None)
     """

@@ -1,4 +1,4 @@
-"""Events of a run beside its decisions: guards, failures, lost lines, other ways of meeting, restarts."""
+"""Events of a run besides decisions: guards, failures, lost lines, changes of synchronisation, restarts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-MOST = 200  # notices that are kept; further ones are counted
+MOST = 200  # notices that are kept; further ones are only counted
 
 _REASONS = {
     "worse": "the policy had lost more than its patience",
@@ -17,7 +17,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that happened at `at_s`, in words; `kind` is one word to count by."""
+    """An event at `at_s`, in words; `kind` is one word to count by."""
 
     at_s: float
     window: int
@@ -26,7 +26,7 @@ class Notice:
 
 
 class Notices:
-    """Collects them from the lines of one run: the first `MOST`, and how many there were of each kind."""
+    """Collects notices from the lines of one run: the first `MOST`, and how many there were of each kind."""
 
     def __init__(self) -> None:
         self.kept: list[Notice] = []
@@ -36,13 +36,13 @@ class Notices:
         self._interval: Any = None
 
     def note(self, at_s: float, window: int, kind: str, text: str) -> None:
-        """One more."""
+        """Add a notice."""
         self.counts[kind] += 1
         if len(self.kept) < MOST:
             self.kept.append(Notice(at_s, window, kind, text))
 
     def of_line(self, fields: dict[str, Any], at_s: float, window: int) -> None:
-        """The notices of one line."""
+        """Add the notices of one line."""
         decision = fields.get("decision")
         if decision == "late":
             self.note(at_s, window, "late", "The policy was not done in time; sizes stayed as they were.")

@@ -1,4 +1,4 @@
-"""A run's page: one HTML file with everything inside, and the data that it and the live dashboard draw."""
+"""A run's page: one self-contained HTML file, and the data for it and for the live dashboard."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from dynamix.window import Floats
 
 DATA_SCHEMA = 1
 MOST_CELLS = 3_000_000  # of all heat maps of a page
-MOST_ROWS = 1024  # of a heat map; above it a row is the mean of neighbouring workers
-LINES_UP_TO = 8  # workers that are drawn as lines; more are heat maps
+MOST_ROWS = 1024  # of a heat map; with more workers a row is the mean of neighbours
+LINES_UP_TO = 8  # workers drawn as lines; more are drawn as heat maps
 BARS = 12
 WAITS = "No window has come yet. This page waits for the first one, and shows it as soon as the job has written it."
-_BANDS = ("global_batch", "step_s")  # of which least and greatest are shown
+_BANDS = ("global_batch", "step_s")  # shown with least and greatest values
 _SCRIPTS = ("uPlot.iife.min.js", "charts.js", "heat.js", "page.js")
 
 
 def write_page(sources: Sequence[RunSource], out: str | Path, *, title: str | None = None) -> dict[str, Any]:
-    """Write the page of these runs to `out`; returns its data. The sources have to be read (`refresh`) before.
+    """Write the page of these runs to `out`; returns its data. Call `refresh` on the sources first.
 
     Raises `StateError` if no run holds a window that can be read.
     """
@@ -46,9 +46,9 @@ def write_page(sources: Sequence[RunSource], out: str | Path, *, title: str | No
 
 
 def page_html(data: Mapping[str, Any] | None, *, live: bool = False) -> str:
-    """The page as one file. If no data is given, the page is the dashboard's, which asks for them.
+    """The page as one file. Without data it is the dashboard's page, which requests them.
 
-    live   follow what the server says is new
+    live   follow the server's announcements of new data
     """
     scripts = [_static(name) for name in (*_SCRIPTS, *(["live.js"] if live else []))]
     parts = {
@@ -66,7 +66,7 @@ def page_html(data: Mapping[str, Any] | None, *, live: bool = False) -> str:
 
 
 def page_data(sources: Iterable[RunSource], *, title: str | None = None) -> dict[str, Any]:
-    """The data that the page draws, as JSON: numbers of a run in bins, sentences, tables."""
+    """The page's data, as JSON: numbers of a run in bins, sentences, tables."""
     found = list(sources)
     views = [(source, view) for source in found for view in source.views.values()]
     runs = [run_data(source, view, MOST_CELLS // len(views)) for source, view in views]
@@ -90,7 +90,7 @@ def page_data(sources: Iterable[RunSource], *, title: str | None = None) -> dict
 
 
 def run_data(source: RunSource, view: RunView, cells: int = MOST_CELLS) -> dict[str, Any]:
-    """One run's part of `page_data`; `cells` bounds its heat maps together."""
+    """One run's part of `page_data`; `cells` limits its heat maps together."""
     series = view.series
     one = {name: {"mean": numbers(series.mean(name))} for name in series.single}
     one["samples_per_s"] = {"mean": numbers(view.speeds)}
@@ -125,7 +125,7 @@ def run_data(source: RunSource, view: RunView, cells: int = MOST_CELLS) -> dict[
 
 
 def numbers(values: Floats) -> list[float | None]:
-    """Five digits of each; None where unknown.
+    """Five digits of each; None if unknown.
 
     >>> numbers(np.array([0.1234567, 1234567.0, np.nan]))
     [0.12346, 1234600.0, None]
@@ -134,7 +134,7 @@ def numbers(values: Floats) -> list[float | None]:
 
 
 def packed(values: Floats, bits: int = 8) -> dict[str, Any]:
-    """Rows and columns as base64 of whole numbers of 8 or 16 bits: value = low + number * step; the largest is unknown.
+    """Rows and columns as base64 of 8-bit or 16-bit integers: value = low + number * step; the largest means unknown.
 
     >>> packed(np.array([[0.0, 508.0], [254.0, np.nan]]))
     {'rows': 2, 'columns': 2, 'bits': 8, 'low': 0.0, 'step': 2.0, 'data': 'AP5//w=='}
@@ -152,7 +152,7 @@ def packed(values: Floats, bits: int = 8) -> dict[str, Any]:
 
 
 def coarse(values: Floats, rows: int, columns: int) -> Floats:
-    """Means of so many neighbouring rows and columns; NaN counts nothing.
+    """Means of this many neighbouring rows and columns; NaN is left out.
 
     >>> coarse(np.array([[1.0, 3.0, 5.0], [np.nan, 3.0, 5.0]]), 2, 2).tolist()
     [[2.3333333333333335, 5.0]]
@@ -163,12 +163,12 @@ def coarse(values: Floats, rows: int, columns: int) -> Floats:
     padded = np.pad(values, ((0, pad[0]), (0, pad[1])), constant_values=np.nan)
     blocks = padded.reshape(padded.shape[0] // rows, rows, -1, columns)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of blocks without a number
+        warnings.simplefilter("ignore", RuntimeWarning)  # for blocks without a number
         return np.asarray(np.nanmean(blocks, axis=(1, 3)))
 
 
 def _each(view: RunView, cells: int) -> dict[str, Any]:
-    """Numbers of every worker: lists of a few, else heat maps."""
+    """Numbers of every worker: lists for a few workers, else heat maps."""
     series, names = view.series, ("size", "compute", "data", "wait")
     if view.workers <= LINES_UP_TO:
         return {name: [numbers(row) for row in series.each(name)] for name in names}
@@ -180,7 +180,7 @@ def _each(view: RunView, cells: int) -> dict[str, Any]:
 
 
 def _bars(view: RunView) -> list[dict[str, Any]]:
-    """The parts of workers' time: of all if there are few, else of the slowest."""
+    """The parts of workers' time: of all workers if there are few, else of the slowest."""
     parts, each, size = view.parts(), view.seconds_per_sample, view.series.overall("size")
     order = np.argsort(-np.where(np.isfinite(each), each, -1.0), kind="stable")
     chosen = range(view.workers) if view.workers <= BARS else order[:BARS].tolist()
@@ -192,7 +192,7 @@ def _bars(view: RunView) -> list[dict[str, Any]]:
 
 
 def _facts(source: RunSource, view: RunView) -> list[list[str]]:
-    """Names and values for the end of the page: what ran, where."""
+    """Names and values for the end of the page: what ran, and where."""
     run, facts = source.run, [["events", str(source.events)]]
     told = (
         ("command", " ".join(map(str, run["argv"])) if isinstance(run.get("argv"), list) else run.get("command")),
@@ -225,7 +225,7 @@ def _number(value: float) -> float | None:
 
 
 def _embedded(data: Mapping[str, Any] | None) -> str:
-    """JSON that can stand within a script element, whatever its strings hold."""
+    """JSON that is safe within a script element, whatever its strings hold."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

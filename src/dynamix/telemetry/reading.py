@@ -1,4 +1,4 @@
-"""An events file as far as it can be read, also while a run writes it."""
+"""Reads an events file, even a damaged one, or one that a run is still writing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEFT_OUT = tuple(f'"{name}":['.encode() for name in (*PER_WORKER, "allocation")
 LONGEST_LINE = 2**26  # bytes; a window of 16,384 workers takes less than one
 _CHUNK = 2**20
 _HEAD = 64  # bytes
-_KINDS = {  # what is wrong with a line -> how many lines of that kind are told
+_KINDS = {  # the fault of a line -> text with their number
     "broken": "{} no event (damaged, or of another program)",
     "future": "{} of a later version of dynamix than this one, which reads schema {schema}",
     "old": "{} of version 0.1, whose events this version does not read",
@@ -30,7 +30,7 @@ _KINDS = {  # what is wrong with a line -> how many lines of that kind are told
 class Recorded:
     """A line of an events file: its fields, and its window as arrays.
 
-    Only those of the window's numbers of workers that are in `READ` are known, and `allocation` may be missing.
+    Of the window's numbers of workers only those in `READ` are filled in, and `allocation` may be missing.
     """
 
     fields: dict[str, Any]
@@ -38,10 +38,10 @@ class Recorded:
 
 
 class EventFollower:
-    """Reads an events file from where it stopped last; nothing in the file can make it fail.
+    """Reads an events file from where the last read stopped; nothing in the file can make it fail.
 
-    Lines that hold no window are counted by what is wrong with them (`problems`), and the first one of each kind is
-    named. A last line without an end waits: a run is still writing it, or was killed while it did.
+    Lines without a window are counted by their fault (`problems`), and the first one of each kind is named. A last
+    line without an end is not read yet: a run is still writing it, or was killed meanwhile.
 
     >>> follower = EventFollower("/no/such/events.jsonl")
     >>> list(follower.more()), follower.problems()
@@ -52,16 +52,16 @@ class EventFollower:
         self.path = Path(path)
         self.read = 0  # lines with a window
         self.unfinished = False  # the file ends within a line
-        self.shrunk = False  # the file was replaced by another or a shorter one, and is read anew
-        self.thinned = False  # the file says that lines were left out of it
-        self._head = b""  # what it begins with: another file, or the same once it was thinned, begins otherwise
+        self.shrunk = False  # the file was replaced by another or a shorter one, and is read from its start
+        self.thinned = False  # the file says that lines were removed from it
+        self._head = b""  # its first bytes: they differ in another file, or after lines were removed
         self._rest, self._at, self._number = b"", 0, 0
-        self._wrong: dict[str, tuple[int, int]] = {}  # kind -> how many, the first one's number
+        self._wrong: dict[str, tuple[int, int]] = {}  # kind -> count, and the first one's line number
         self._error = ""
         self._skipping = False  # within a line that is too long
 
     def more(self, most_bytes: int | None = None) -> Iterator[Recorded]:
-        """The lines since the last call, oldest first; of a long file about the next `most_bytes` only."""
+        """The lines since the last call, oldest first; in a long file only about the next `most_bytes`."""
         self.shrunk, taken = False, 0
         try:
             with self.path.open("rb") as file:
@@ -80,7 +80,7 @@ class EventFollower:
 
     @property
     def behind_bytes(self) -> int:
-        """How much of the file was not read yet."""
+        """Bytes of the file that were not read yet."""
         try:
             return max(self.path.stat().st_size - self._at, 0)
         except OSError:
@@ -123,7 +123,7 @@ class EventFollower:
         try:
             try:
                 event = _parsed(_shortened(line))
-            except StateError:  # damaged, or unlike what dynamix writes
+            except StateError:  # damaged, or in a form that dynamix does not write
                 event = _parsed(line)
         except StateError as error:
             self._count(_kind(str(error)))
@@ -145,12 +145,12 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _shortened(line: bytes) -> bytes:
-    """The line without lists that nobody reads: most of the time of reading goes into parsing numbers.
+    """The line without unused lists, because reading spends most of its time on parsing numbers.
 
     >>> _shortened(b'{"window":{"compute":[0.1,0.2],"rtt_s":[null,0.3],"steps":5}}')
     b'{"window":{"compute":[0.1,0.2],"steps":5}}'
     """
-    for name in _LEFT_OUT:  # within a string the quotes would be escaped
+    for name in _LEFT_OUT:  # cannot match inside a string: there the quotes would be escaped
         at = line.find(name)
         end = line.find(b"]", at) + 1
         if at >= 0 and line[end : end + 1] == b",":
@@ -159,7 +159,7 @@ def _shortened(line: bytes) -> bytes:
 
 
 def _kind(error: str) -> str:
-    """Which of `_KINDS` it is, by what `parse_event` said: whether of a schema with another number."""
+    """The kind of fault in `_KINDS`, from the message of `parse_event`: in particular another schema number."""
     _, found, number = error.partition("event has schema ")
     said = number.partition(",")[0].partition(" ")[0]
     if not found or not said.isdigit():

@@ -1,4 +1,4 @@
-"""One run, taken in line by line: series in bins, changes of sizes, notices, and figures of the whole."""
+"""One run, read line by line: series in bins, changes of sizes, notices, and figures of the whole run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SINGLE = (
     *("compute", "data", "wait", "network", "waiting"),
 )
 EACH = ("size", "compute", "data", "wait", "network")
-BLOCK = 64  # windows whose numbers are worked out together
+BLOCK = 64  # windows whose numbers are computed together
 _SHOWN = ("compute", "data", "wait", "communication", "loss", "accuracy")
 
 
 class RunView:
-    """A view of one run's lines, in bounded memory.
+    """A summary of one run's lines, in bounded memory.
 
-    name       what the page calls it
-    workers    the most that any window had
+    name       its name on the page
+    workers    the most workers of any window
     """
 
     def __init__(self, name: str, most_bins: int = MOST_BINS) -> None:
@@ -39,65 +39,65 @@ class RunView:
         self.decisions: Counter[str] = Counter()
         self.windows = 0
         self.workers = 0
-        self.steps = 0.0  # optimizer steps of the job until the newest window closed, also before it was resumed
-        self.seconds = 0.0  # at the end of the newest window, restarts added up
-        self.samples = 0.0  # of the job until the newest window closed, also before this run began
-        self.began_at = 0.0  # samples that the job had trained on before
+        self.steps = 0.0  # optimizer steps of the job at the end of the newest window, including those before a resume
+        self.seconds = 0.0  # at the end of the newest window, summed over restarts
+        self.samples = 0.0  # of the job at the end of the newest window, including those before this run
+        self.began_at = 0.0  # samples of the job before this run
         self.start_sizes = self.sizes = np.empty(0, dtype=np.int64)
         self.noise_scale = math.nan
         self.index = -1  # of the newest window
-        self.newest: Window | None = None  # that is whole
-        self.latest: dict[str, float] = {}  # its numbers of the cluster, by the names of `SINGLE`
+        self.newest: Window | None = None  # the newest whole one
+        self.latest: dict[str, float] = {}  # its numbers of the cluster, by the names in `SINGLE`
         self._waiting: list[tuple[Window, dict[str, float]]] = []  # for `settle`
         self._offset_s = self._time_s = 0.0
         self._start: Any = None  # `began_at` of the newest line
         self._active = 0  # workers of the newest window
 
     def is_another(self, fields: dict[str, Any]) -> bool:
-        """Whether a line begins another run, appended to the same file; a job that goes on from a state is no other."""
+        """Whether a line begins another run in the same file; a job that resumes from a state is no other run."""
         index, goes_on = fields.get("window_index"), _number(fields.get("began_at")) > 0
         fewer = _number(fields.get("samples_seen")) < self.samples
         return index == 0 and not goes_on and (self.index > 0 or fewer)
 
     def add(self, line: Recorded) -> None:
-        """Take in the next line. Call `settle` after the last one that is there."""
+        """Take in the next line. Call `settle` after the last one available."""
         fields, window = line.fields, line.window
         begin_s = self.seconds
         self._follow_time(fields, window)
         self._follow_workers(window)
         index, before = fields.get("window_index"), self.index
         self.index = index if type(index) is int and index >= 0 else before + 1
-        # Where a file was thinned, a line stands for those before it that were left out.
+        # In a thinned file a line also stands for the removed ones before it.
         weight = _one(window.steps, least=1.0) * (max(self.index - before, 1) if self.windows else 1)
         short = fields.get("short") is True
         self._follow_samples(fields, window, weight)
         told = {"begin_s": begin_s, "end_s": self.seconds, "weight": weight, "samples": self.samples}
         self.changes.add(window, begin_s, self.index)
         took_s = self.seconds - begin_s
-        timed = took_s > 0 and (self.windows or self._start is not None)  # 0.2 counted the start-up, too
+        timed = took_s > 0 and (self.windows or self._start is not None)  # 0.2 included the start-up
         told["samples_per_s"] = self._gained / took_s if timed else math.nan
         self._waiting.append((window, told))
         if len(self._waiting) == BLOCK:
             self.settle()
-        if not short:  # in which nothing but samples is known, and on which nobody decides
+        if not short:  # a short window holds only samples, and no decision is made on it
             self.newest = window
             self.notices.of_line(fields, self.seconds, self.index)
             self.decisions[str(fields.get("decision"))] += 1
         if not self.windows:
             self.start_sizes = window.batch_size
         self.sizes, self.windows = window.batch_size, self.windows + 1
-        # A window's own steps leave out those between two windows, while an allocation was on its way.
+        # A window's own steps exclude those between two windows, while a decision was pending.
         self.steps = _one(window.step, least=0.0) or self.steps + weight
 
     def settle(self) -> None:
-        """Take the newest windows into `series`, `latest` and `noise_scale`: NumPy is quick at many at once."""
+        """Move the newest windows into `series`, `latest` and `noise_scale`: NumPy is fast for many at once."""
         if not self._waiting:
             return
         windows, told = zip(*self._waiting, strict=True)
         self._waiting = []
         given = {name: np.array([one[name] for one in told], np.float64) for name in told[0]}
         block = _together(windows)
-        with np.errstate(all="ignore"):  # numbers that no job could have had
+        with np.errstate(all="ignore"):  # a file may hold absurd numbers
             single = _single(block) | {name: given[name] for name in ("samples", "samples_per_s")}
             self.series.extend(given["begin_s"], given["end_s"], given["weight"], single, _each(block))
         whole = next((i for i in reversed(range(len(windows))) if windows[i] is self.newest), None)
@@ -111,7 +111,7 @@ class RunView:
 
     @property
     def waiting(self) -> Floats:
-        """(W,) part of each worker's step time that it waited for slower ones; NaN where unknown."""
+        """(W,) part of each worker's step time spent waiting for slower ones; NaN if unknown."""
         seconds = self.parts()
         total = sum(np.nan_to_num(value) for value in seconds.values())
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -119,7 +119,7 @@ class RunView:
 
     @property
     def mean_waiting(self) -> float:
-        """The mean of `waiting` over workers; NaN where it is unknown."""
+        """The mean of `waiting` over workers; NaN if unknown."""
         return _mean(self.waiting)
 
     def parts(self) -> dict[str, Floats]:
@@ -132,7 +132,7 @@ class RunView:
 
     @property
     def seconds_per_sample(self) -> Floats:
-        """(W,) busy seconds of a sample, over the whole run; NaN for those that never had one."""
+        """(W,) busy seconds of a sample, over the whole run; NaN for workers without samples."""
         samples, busy = self.series.overall("size"), np.nan_to_num(self.series.overall("compute"))
         busy = busy + np.nan_to_num(self.series.overall("data"))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -150,12 +150,12 @@ class RunView:
 
     @property
     def reached(self) -> Floats:
-        """(bins,) samples that the job had trained on at the end of each."""
+        """(bins,) samples of the job at the end of each bin."""
         return self.series.greatest("samples")
 
     @property
     def speeds(self) -> Floats:
-        """(bins,) samples a second: what each trained on over its seconds. NaN where it is not known."""
+        """(bins,) samples a second: samples trained in a bin over its seconds; NaN if unknown."""
         gained = np.diff(self.reached, prepend=self.began_at)
         took_s = self.series.ends_s - self.series.begins_s
         known = (took_s > 0) & np.isfinite(self.series.mean("samples_per_s"))
@@ -165,7 +165,7 @@ class RunView:
 
     def _follow_time(self, fields: dict[str, Any], window: Window) -> None:
         time_s = _number(fields.get("time_s"))
-        if math.isnan(time_s):  # lines of a tool that does not tell: as long as its steps
+        if math.isnan(time_s):  # lines of a tool without times: assume the duration of its steps
             step_s = float(step_seconds(window))
             self.seconds += _one(window.steps, least=1.0) * (step_s if math.isfinite(step_s) else 1.0)
             return
@@ -179,7 +179,7 @@ class RunView:
 
     def _follow_workers(self, window: Window) -> None:
         if self._active != window.workers:
-            self.settle()  # only windows of as many workers are one block
+            self.settle()  # a block holds only windows with the same number of workers
         if self._active and window.workers != self._active:
             text = f"The job goes on with {window.workers} workers in place of {self._active}."
             self.notices.note(self.seconds, self.index + 1, "workers", text)
@@ -201,7 +201,7 @@ class RunView:
 
 
 def _together(windows: Sequence[Window]) -> Window:
-    """Windows of as many workers each as one, whose first axis counts them."""
+    """Windows with the same number of workers, stacked along a new first axis."""
     known = {name: np.stack([getattr(window, name) for window in windows]) for name in (*_SHOWN, "noise", "signal")}
     return Window.of(np.stack([window.batch_size for window in windows]), **known)
 
@@ -237,7 +237,7 @@ def _mean(values: Floats) -> float:
 
 
 def _weighted(values: Floats, weights: Ints) -> Floats:
-    """Means (n,) of what is known of (n, W); NaN where nothing is."""
+    """Means (n,) of the known values of (n, W); NaN if there are none."""
     counted = np.where(np.isfinite(values), weights, 0.0)
     total = counted.sum(-1)
     return np.where(total > 0, (np.where(counted > 0, values, 0.0) * counted).sum(-1) / np.maximum(total, 1.0), np.nan)

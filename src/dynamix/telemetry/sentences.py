@@ -1,4 +1,4 @@
-"""Says what a run shows, in plain sentences."""
+"""Describes a run in plain sentences."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dynamix.telemetry.run import RunView
 from dynamix.window import Bounds
 
 PARTS = {"compute": "computing", "data": "waiting for data", "network": "exchanging gradients", "wait": "waiting"}
-_FEW = 8  # windows; fewer say nothing about a trend
+_FEW = 8  # windows; fewer show no trend
 
 
 def sentences(view: RunView) -> list[str]:
-    """The few things to know about a run first."""
+    """The few sentences to read first about a run."""
     said = [_what_ran(view)]
     said += [text for text in (_waiting(view), _slowest(view), _sizes(view), _trouble(view)) if text]
     return said
@@ -64,7 +64,7 @@ def _waiting(view: RunView) -> str:
     total = sum(parts.values())
     if not total:
         return ""
-    # Rounded one by one they would not always be 100 together.
+    # Rounded one by one they would not always add up to 100.
     shares = project(list(parts.values()), Bounds.of(len(parts), 0, 100), total=100).tolist()
     told = [f"{share} % {PARTS[name]}" for name, share in zip(parts, shares, strict=True) if share]
     return f"Over the whole run a worker's time was {listed(told)}."
@@ -130,7 +130,7 @@ def listed(parts: list[str]) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number as people read it.
+    """A number in readable form.
 
     >>> number(1234567.0), number(0.01234), number(12.0), number(float("nan"))
     ('1,230,000', '0.0123', '12', 'an unknown number of')

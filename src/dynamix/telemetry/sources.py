@@ -17,19 +17,19 @@ from dynamix.telemetry.run import RunView
 from dynamix.telemetry.sentences import percent
 
 EVENTS = "events.jsonl"
-MOST_RUNS = 64  # of one page
-MOST_OVERRUNS = 0.01  # of an emulated device's steps; more, and the machine was too slow for it
-_LABELS = ("policy", "seed", "attempt")  # of lines that several runs share a file with
+MOST_RUNS = 64  # on one page
+MOST_OVERRUNS = 0.01  # part of an emulated device's steps; above it, the machine was too slow for the device
+_LABELS = ("policy", "seed", "attempt")  # identify the lines of a run in a file of several
 _TAIL_BYTES = 2**16
 _STALE_S = 60.0
 
 
 class RunSource:
-    """An events file, with what its folder says beside it; `refresh` takes in what was written since.
+    """An events file and its folder's facts; `refresh` reads what was written since.
 
     views    the runs in the file, by name: a demo writes many into one
-    absent   why a comparison has no such run; empty where it has
-    run, result   what run.json and result.json hold; empty where they are missing or damaged
+    absent   why a comparison lacks this run; empty if it has it
+    run, result   contents of run.json and result.json; empty if missing or damaged
     """
 
     def __init__(self, events: Path, name: str, *, absent: str = "") -> None:
@@ -39,11 +39,11 @@ class RunSource:
         self.views: dict[str, RunView] = {}
         self.run: dict[str, Any] = {}
         self.result: dict[str, Any] = {}
-        self._current: dict[str, str] = {}  # label -> name of the view that its lines go to
+        self._current: dict[str, str] = {}  # label -> name of the view that receives its lines
         self.version = 0
 
     def refresh(self, most_bytes: int | None = None) -> bool:
-        """Take in what is there by now, of a long file the next `most_bytes`; whether anything is new."""
+        """Read what is new, in a long file the next `most_bytes`; returns whether anything was."""
         if self.absent:
             return False
         before = self.follower.read, bool(self.result)
@@ -66,7 +66,7 @@ class RunSource:
 
     @property
     def ended(self) -> bool:
-        """Whether its folder holds a result."""
+        """Whether its folder has a result."""
         return bool(self.result)
 
     @property
@@ -78,7 +78,7 @@ class RunSource:
             return 0.0
 
     def missing(self) -> list[str]:
-        """The missing parts that a reader of the page has to know, as sentences."""
+        """The missing parts that a reader of the page should know, as sentences."""
         if self.absent:
             return []
         said = self.follower.problems()
@@ -106,7 +106,7 @@ class RunSource:
 
     @property
     def unfit(self) -> str:
-        """Why the times of its runs are no measurement; empty if nothing says so."""
+        """Why the times of its runs are no valid measurement; empty if nothing is known against them."""
         code = self.result.get("exit_code")
         if max(self.overran, default=0.0) > MOST_OVERRUNS:
             most = f"{percent(max(self.overran))} of a rank's device steps overran"
@@ -114,7 +114,7 @@ class RunSource:
         return f"it ended with exit code {code}" if type(code) is int and code else ""
 
     def _ranks_not_observed(self) -> list[str]:
-        """The ranks of an observed job of which a part or all is not known."""
+        """Sentences on the ranks of an observed job that are missing in whole or in part."""
         said = []
         for name, what in (("missing", "wrote nothing"), ("unfinished", "never said that it ended: it died, or runs")):
             ranks = self.result.get(name)
@@ -125,7 +125,7 @@ class RunSource:
         return said
 
     def curve(self, view: RunView) -> list[list[float]] | None:
-        """Held-out score of one of its runs, [time_s, samples, score] each, where result.json has it."""
+        """Held-out scores of one of its runs, [time_s, samples, score] each, if result.json has them."""
         rows, seeds = self.result.get("policies"), self.result.get("seeds")
         label = next((label for label, name in self._current.items() if name == view.name), "")
         policy, seed = (json.loads(label) if label else [None] * 2)[:2]
@@ -139,7 +139,7 @@ class RunSource:
         label = json.dumps([line.fields.get(name) for name in _LABELS], default=str)
         name = self._current.get(label)
         if name is not None and name not in self.views:
-            return None  # beyond what a page shows
+            return None  # more runs than a page shows
         if name is None or self.views[name].is_another(line.fields):
             name = self._name(line.fields, label)
             self._current[label] = name
@@ -181,9 +181,9 @@ class RunSource:
 
 
 def find_sources(paths: Iterable[str | os.PathLike[str]]) -> list[RunSource]:
-    """The runs that paths name. Raises `ConfigError` if one names none.
+    """The runs at the given paths. Raises `ConfigError` if a path has none.
 
-    A path is an events file, a folder that holds `events.jsonl`, or a folder whose sub-folders do, such as that of
+    A path is an events file, a folder with `events.jsonl`, or a folder whose sub-folders have one, such as that of
     `dynamix emulate --compare`, whose order is kept.
     """
     found = [source for path in paths for source in _sources_of(Path(path))]
@@ -207,7 +207,7 @@ def _sources_of(path: Path) -> list[RunSource]:
     inside = sorted(path.glob(f"*/{EVENTS}")) if path.is_dir() else []
     if inside:
         return [RunSource(events, events.parent.name) for events in inside]
-    if (path / "run.json").exists():  # a run that has not closed a window yet
+    if (path / "run.json").exists():  # a run before its first window
         return [RunSource(path / EVENTS, path.resolve().name)]
     allowed = "an events file, or a folder that holds events.jsonl or whose sub-folders do"
     raise ConfigError("RUN", str(path), allowed, "name what a run has written, such as runs/emulate-TIME")
@@ -227,7 +227,7 @@ def _compared(path: Path, names: list[str]) -> list[RunSource]:
 
 
 def require_some(sources: Sequence[RunSource]) -> None:
-    """Raise `StateError` where no source holds a window."""
+    """Raise `StateError` if no source has a window."""
     if not any(source.views for source in sources):
         why = "; ".join(dict.fromkeys(said for source in sources for said in source.missing()))
         raise StateError(f"{why or 'no window was written yet'}; give a run folder or its events.jsonl")

@@ -1,4 +1,4 @@
-"""Compares policies that take turns in one job: how many times as fast each of them is as the first."""
+"""Compares policies that take turns in one job: the speed of each as a multiple of the first one's."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from dynamix.telemetry.comparing import student
 from dynamix.telemetry.reading import EventFollower, Recorded
 from dynamix.window import Floats
 
-LEAST_BLOCKS = 5  # fewer say nothing of how much they scatter
+LEAST_BLOCKS = 5  # fewer do not show the scatter
 
 
 class Speed(NamedTuple):
-    """The speed of one policy. Those of its windows that count: `windows`, `samples` and `seconds` of all of them
-    together.
+    """The speed of one policy: `windows`, `samples` and `seconds`, summed over its windows that count.
 
-    times       as fast as the first policy
-    low, high   within which that is, at 95 %; NaN for the first policy and of few windows
+    times       speed over the first policy's
+    low, high   95 % range of `times`; NaN for the first policy and with few windows
     """
 
     policy: str
@@ -39,7 +38,7 @@ class Speed(NamedTuple):
 
 
 class PolicyTurns:
-    """The windows of the events file of a job whose policies take turns, as far as it was read."""
+    """The windows, read so far, of the events file of a job whose policies take turns."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._follower = EventFollower(path)
@@ -58,16 +57,16 @@ class PolicyTurns:
         if not isinstance(about, dict):
             return
         start, before = self._at
-        self._at = start + (about["block"] < before), about["block"]  # a job that began anew, counts from 0 again
+        self._at = start + (about["block"] < before), about["block"]  # a job that started anew counts from 0 again
         self.policies, self.seconds = about["of"], float(recorded.fields["time_s"])
         steps = float(window.steps)
         samples, took = steps * float(window.worked.sum()), steps * float(step_seconds(window))
-        # Rounds that the end of an epoch cut, and pauses, are not in a window; NaN where nothing is left of it.
+        # A window excludes pauses, and rounds cut by the end of an epoch; NaN if nothing of it remains.
         if about["counts"] and took > 0:
             self._blocks.setdefault(self._at, {})[about["turn"]] = samples, took
 
     def speeds(self) -> list[Speed]:
-        """The speed of each policy, the first one first; none before a block is whole."""
+        """The speed of each policy, the first one first; empty before a block is complete."""
         whole = [block for block in self._blocks.values() if block.keys() == set(self.policies)]
         if not whole:
             return []
@@ -85,18 +84,18 @@ class PolicyTurns:
 
 
 def cost(speeds: Sequence[Speed]) -> float:
-    """Part of the time that the comparison took and that the fastest policy alone would not have."""
+    """Part of the comparison's time that the fastest policy alone would have saved."""
     samples, took = sum(one.samples for one in speeds), sum(one.seconds for one in speeds)
     return 1.0 - samples / max(one.samples_s for one in speeds) / took
 
 
 def half_width(own: Floats, first: Floats) -> float:
-    """How far the logarithm of a ratio of two pooled speeds may be off, at 95 %; NaN of few blocks.
+    """95 % error of the logarithm of a ratio of two pooled speeds; NaN with few blocks.
 
     own, first   (B, 2) samples and seconds by block, in order
 
-    Blocks that follow each other are alike, so their scatter is counted with its covariances (`newey_west`). It never
-    counts less for them: a few blocks look by chance as if they undid each other.
+    Consecutive blocks are correlated, so the error includes their covariances (`newey_west`). They never reduce it,
+    because in a few blocks negative covariances arise by chance.
     """
     blocks = len(own)
     if blocks < LEAST_BLOCKS:
@@ -107,7 +106,7 @@ def half_width(own: Floats, first: Floats) -> float:
 
 
 def newey_west(values: Floats) -> float:
-    """The variance of the mean of a series (B,), times B: that of its values, and their covariances with later ones.
+    """The variance of the mean of a series (B,), times B: its variance, plus covariances with later values.
 
     Bartlett weights up to a lag of 4 (B/100)^(2/9) (Newey and West, Econometrica 1987; 1994).
 

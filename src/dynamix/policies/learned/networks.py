@@ -1,4 +1,4 @@
-"""The base of policies with a network: their inputs as rows, and the pooled state of all workers."""
+"""Helpers for policies with a network: their inputs as rows, and the pooled state of all workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside, networks are made on the CPU; what they draw leaves torch's global generators as they were."""
+    """Context manager: networks are made on the CPU, and torch's global random generators do not change."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         yield
 
@@ -28,6 +28,6 @@ def pooled(hidden: Tensor, mask: Tensor) -> Tensor:
 
 
 def flat(observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-    """Observations (..., W, F) and active workers (..., W) as a network takes them: (N, W, F), (N, W)."""
+    """Observations (..., W, F) and active workers (..., W) in a network's shapes: (N, W, F), (N, W)."""
     rows = np.ascontiguousarray(observed).reshape(-1, *observed.shape[-2:])
     return torch.from_numpy(rows), torch.from_numpy(np.ascontiguousarray(active).reshape(-1, active.shape[-1]))

@@ -1,8 +1,8 @@
-"""The learned DYNAMIX policy: a small network's residual around what the goodput rule answers.
+"""The learned DYNAMIX policy: a small network's residual around the goodput rule's answer.
 
 b = project(B_rule * exp(g) * softmax(log share_rule_i + delta_i)): one delta per worker, of which only differences
-count, and one g per cluster. Untrained (delta = g = 0) it *is* the rule; trained, it corrects where the rule's model of
-the job is wrong. The network reads each worker's part of `features(window)` and what `ResidualMemory` remembers.
+count, and one g per cluster. Untrained (delta = g = 0) it *is* the rule. Trained, it corrects the errors of the rule's
+job model. The network reads each worker's part of `features(window)` and the features of `ResidualMemory`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from dynamix.window import Bounds, Floats, Ints, Window
 
 KIND = "residual"
 INPUTS = (*LOCAL_FEATURES, *OWN_FEATURES)
-# The residual moves a size by e^+-1.5 at most, and the global batch from e^-1.5 times the rule's to the rule's: a batch
-# that is too small costs little and heals, one that is too large was how early versions ran away, and it hides from
+# The residual changes a size by at most e^+-1.5, and the global batch from e^-1.5 times the rule's up to the rule's. A
+# batch that is too small costs little and recovers. Too large batches made early versions run away, and they hide from
 # the rule what smaller ones would cost.
 DELTA_LIMIT, LEAST_GROWTH, MOST_GROWTH = 1.5, -1.5, 0.0
-# A decision leaves each size between the one in force and the rule's, or at most e^0.3 beyond either: the residual may
-# hold the rule back entirely, but what it adds of its own comes in steps that the next windows can judge.
+# A decision leaves each size between the one in force and the rule's, or at most e^0.3 beyond either. So the residual
+# may hold the rule back entirely, but its own changes come in steps that the next windows can judge.
 TRUST = 0.3
-FEW_WORKERS = 64  # up to which torch's products take longer than NumPy's
+FEW_WORKERS = 64  # up to this number torch's products take longer than NumPy's
 PRETRAINED = Path(__file__).parents[1] / "pretrained" / "dynamix.safetensors"
 
 
 class ResidualNet(nn.Module):
     """Per-worker encoder, mean and max pooling, one head per worker (delta), one per cluster (g), one central critic.
 
-    The heads end in zeros, so an untrained network answers exactly 0. All of it is permutation-equivariant.
+    The heads' last layers are zero, so an untrained network answers exactly 0. It is permutation-equivariant.
     """
 
     def __init__(self, inputs: int = len(INPUTS), hidden: int = 64) -> None:
@@ -50,7 +50,7 @@ class ResidualNet(nn.Module):
         self.inputs, self.hidden = inputs, hidden
         self.encode = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
         self.own = nn.Linear(hidden, hidden)
-        self.context = nn.Linear(2 * hidden, hidden, bias=False)  # once a cluster, not once a worker
+        self.context = nn.Linear(2 * hidden, hidden, bias=False)  # computed once a cluster
         self.local = nn.Sequential(nn.Tanh(), nn.Linear(hidden, 1))
         self.shared = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
         self.critic = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
@@ -61,7 +61,7 @@ class ResidualNet(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Observations (N, W, F) and active workers (N, W) to means (N, W, 1), (N, 1) and values (N,)."""
+        """Maps observations (N, W, F) and active workers (N, W) to means (N, W, 1), (N, 1) and values (N,)."""
         hidden = self.encode(observed)
         of_all = pooled(hidden, mask)
         local = self.local(self.own(hidden) + self.context(of_all).unsqueeze(1))
@@ -69,10 +69,10 @@ class ResidualNet(nn.Module):
 
     @torch.no_grad()
     def answer(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """`forward` of one cluster, (W, F) and (W,), without its value. Up to float rounding the same.
+        """`forward` of one cluster, (W, F) and (W,), without its value; the same up to float rounding.
 
-        In NumPy, whose `tanh` and whose calls cost less than torch's. Only products for many workers are torch's, which
-        keeps to the threads that training has.
+        Uses NumPy, whose `tanh` and calls cost less than torch's. Only products for many workers use torch, which
+        keeps to the number of threads that training set.
         """
 
         def linear(layer: Any, x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -81,7 +81,7 @@ class ResidualNet(nn.Module):
             y = x @ layer.weight.detach().numpy().T
             return np.asarray(y if layer.bias is None else y + layer.bias.detach().numpy())
 
-        with np.errstate(over="ignore", invalid="ignore"):  # absurd weights give absurd answers, which are cut later
+        with np.errstate(over="ignore", invalid="ignore"):  # absurd weights give absurd answers, clipped later
             hidden = np.tanh(linear(self.encode[2], np.tanh(linear(self.encode[0], observed))))
             only, every = active[:, None], bool(active.all())
             mean = (hidden if every else hidden * only).sum(0) / max(int(active.sum()), 1)
@@ -112,7 +112,7 @@ class LearnedPolicy:
         self._answer: Ints | None = None  # the newest
 
     def fit_model(self, window: Window) -> JobModel:
-        """Take in `window` ahead of `decide`; the job model after it. If the workers change, all begins anew."""
+        """Take in `window` before `decide`; returns the job model after it. If the workers change, all starts anew."""
         if self.memory.is_of_others(window):
             self.memory = ResidualMemory()
             self.fitted.forget()
@@ -125,7 +125,7 @@ class LearnedPolicy:
         return self._answer
 
     def answer(self, window: Window, bounds: Bounds, delta: Floats, growth: Floats) -> Ints:
-        """The decision that an action gives: its allocation, or the sizes in force where a change promises little."""
+        """The decision for an action: its allocation, or the sizes in force if a change promises little."""
         sizes = self.allocate(window, bounds, delta, growth)
         return worth_changing(self.fitted.now, window, bounds, sizes, self.memory.wish)
 
@@ -139,7 +139,7 @@ class LearnedPolicy:
         return {"residual": {"total": np.round(total / rules, 4).tolist(), "moved": np.round(moved, 4).tolist()}}
 
     def observe(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
-        """Take in the window, update the memory and return what the network sees, (..., W, F)."""
+        """Take in the window, update the memory and return the network's input, (..., W, F)."""
         model = self.fitted.to_decide(window, self.fit_model)
         own = self.memory.update(window, bounds, model)
         return np.concatenate([local_features(window), own], axis=-1)
@@ -154,7 +154,7 @@ class LearnedPolicy:
         return local.reshape(*lead, workers), shared.reshape(lead)
 
     def allocate(self, window: Window, bounds: Bounds, delta: Floats, growth: Floats) -> Ints:
-        """The allocation of an action, around the rule's answer to the window observed last."""
+        """The allocation of an action, around the rule's answer to the last window observed."""
         wish, active = self.memory.wish, window.batch_size > 0
         delta = np.where(active & np.isfinite(delta), delta, 0.0)
         delta = delta - delta.sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
@@ -182,7 +182,7 @@ class LearnedPolicy:
         self.memory.load_state_dict(state["memory"])
 
     def save(self, path: str | Path) -> None:
-        """Write `path` (safetensors) and its description beside it (`.json`); never pickle."""
+        """Write `path` (safetensors) and its description next to it (`.json`); never pickle."""
         write_policy(path, KIND, self.net, self.about, features=INPUTS)
 
     @classmethod

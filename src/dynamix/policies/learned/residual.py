@@ -1,4 +1,4 @@
-"""The learned policy's inputs beside the window: the goodput rule it corrects, and how that rule did of late."""
+"""The learned policy's inputs besides the window: the goodput rule's answer, and how well the rule did lately."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ OWN_FEATURES = (
     # the rule's answer and its model of this worker
     "move",  # log(rule's size / size in force)
     "rule_share",  # log(rule's size / mean of the rule's sizes)
-    "rule_elasticity",  # of its line at the size in force
+    "rule_elasticity",  # of the rule's line at the size in force
     "rule_to_cap",  # log(rule's size / largest allowed)
     "to_cap",  # log(size in force / largest allowed)
     "at_cap",  # share of recent windows at the largest size
-    "coarse",  # 1 / size in force: what rounding does
-    "uncertainty",  # log sd of the rule's level of this worker
+    "coarse",  # 1 / size in force: the effect of rounding
+    "uncertainty",  # log sd of this worker's level in the rule's model
     "jitter",  # log sd of one step's seconds
-    # how its predictions came true
+    # how good its predictions were
     "surprise",  # log(measured / predicted seconds)
     "last_surprise",  # the same, a window earlier
     "older_surprise",  # and two windows earlier
-    "residue",  # log(measured / fitted seconds): what the rule took for noise
-    "from_slow",  # fitted log seconds at the base share less their slow average
-    "from_best",  # the same less their slowly forgotten minimum: is this worker slowed down?
+    "residue",  # log(measured / fitted seconds): what the rule treats as noise
+    "from_slow",  # fitted log seconds at the base share minus their slow average
+    "from_best",  # the same minus their slowly forgotten minimum: is this worker slowed down?
     "age",  # windows since its last jump, log
     "hazard",  # share of recent windows with a jump
     "last_share",  # share of recent windows in which it was the slowest
-    # how its time really grows
+    # how its time grows with the batch
     "change",  # log(size in force / size of the window before)
-    "swing",  # how far recent changes undid each other
-    "warned",  # log seconds the rule's answer costs beyond its line, by elasticities learned size by size
+    "swing",  # how far recent changes cancelled each other
+    "warned",  # log seconds of the rule's answer beyond its line, by the elasticities learned for each size
     *("steep_below", "steep_above"),  # learned elasticity beyond the line's, just below and above the size in force
-    *("known_below", "known_above"),  # how much of that is known
+    *("known_below", "known_above"),  # how well each is known
     # global
     "rule_growth",  # log(rule's global batch / the one in force)
     "growth",  # log(global batch / that of the window before)
     "step_surprise",  # log(measured / predicted seconds of a step)
     "spread",  # log(slowest worker's mean / slowest mean worker)
     "noise_ratio",  # smoothed log(noise scale / global batch)
-    "measuring_error",  # log sd of times beyond jitter
-    "windows",  # seen so far, log
+    "measuring_error",  # log sd of times that jitter does not explain
+    "windows",  # number so far, log
     "steps",  # of a window, log
 )
 JUMP = 0.2  # log seconds: a surprise beyond this counts as a jump of speed
 
-# What `ResidualMemory.per_worker` keeps.
+# Fields of `ResidualMemory.per_worker`.
 _WORKER = (
     *("last_surprise", "older_surprise", "slow", "best", "windows_since", "jumps", "last_share", "at_cap"),
     *("log_batch", "change", "swing"),
@@ -75,9 +75,9 @@ class Foretold(NamedTuple):
 
 
 class ResidualMemory:
-    """Follows how the goodput rule fares by its model, for windows of shape (..., W).
+    """Follows how well the goodput rule's model predicts, for windows of shape (..., W).
 
-    After `update`, `wish` holds the rule's real sizes. `foretold` is what the model said before the window.
+    After `update`, `wish` holds the rule's real sizes. `foretold` is the model's prediction made before the window.
     """
 
     def __init__(self) -> None:
@@ -89,11 +89,11 @@ class ResidualMemory:
         self.foretold = Foretold.by(JobModel())
 
     def is_of_others(self, window: Window) -> bool:
-        """Whether nothing remembered holds for the workers of `window`: they are of another number."""
+        """Whether `window` has another number of workers, so that nothing remembered applies to it."""
         return self.windows > 0 and self.per_worker.shape[1:] != window.batch_size.shape
 
     def update(self, window: Window, bounds: Bounds, model: JobModel) -> NDArray[np.float32]:
-        """Take in a window, which `model` has taken in; the own features (..., W, len(OWN_FEATURES)) in [-3, 3]."""
+        """Take in a window that `model` has taken in; returns the features (..., W, len(OWN_FEATURES)) in [-3, 3]."""
         shape = window.batch_size.shape
         first = self.windows == 0
         if first:
@@ -124,7 +124,7 @@ class ResidualMemory:
         kept = {**own, "log_batch": log_batch, "older_surprise": past["last_surprise"], "last_surprise": surprise}
         own["older_surprise"], own["last_surprise"] = past["older_surprise"], past["last_surprise"]
         self.per_worker = _known(_stacked(kept, _WORKER, shape))
-        # A feature at a time, which is faster than a worker at a time.
+        # One feature at a time is faster than one worker at a time.
         features = _known(_stacked(own, OWN_FEATURES, shape))
         np.minimum(np.maximum(features, -3.0, out=features), 3.0, out=features)
         return np.ascontiguousarray(np.moveaxis(features, 0, -1), dtype=np.float32)
@@ -178,7 +178,7 @@ class ResidualMemory:
 
 
 def _surprises(foretold: Foretold, window: Window, batch: Floats, busy: Floats) -> tuple[Floats, Floats]:
-    """Measured against predicted log seconds, of workers (..., W) and steps (...), as foretold."""
+    """Measured minus predicted log seconds, of workers (..., W) and of steps (...)."""
     expected = foretold.alpha + foretold.beta * batch
     with np.errstate(divide="ignore", invalid="ignore"):
         surprise = np.log(busy / expected)
@@ -188,7 +188,7 @@ def _surprises(foretold: Foretold, window: Window, batch: Floats, busy: Floats) 
 
 
 def _stacked(values: dict[str, Floats], names: tuple[str, ...], shape: tuple[int, ...]) -> Floats:
-    """Those named, each in full shape (..., W): (len(names), ..., W)."""
+    """The named values, each in full shape (..., W): (len(names), ..., W)."""
     stacked = np.empty((len(names), *shape))
     for row, name in zip(stacked, names, strict=True):
         row[...] = values[name]

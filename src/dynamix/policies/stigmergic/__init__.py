@@ -1,1 +1,1 @@
-"""Workers decide for themselves, from own metrics and the traces that all leave in one field (arXiv 2510.03592)."""
+"""Workers decide for themselves, from their own metrics and traces in one shared field (arXiv 2510.03592)."""

@@ -1,8 +1,8 @@
-"""A worker's conclusions from the traces that all have left: when they could all finish together, and which load
-teaches most a second.
+"""A worker's conclusions from the traces of all workers: when all could finish together, and which load teaches most a
+second.
 
-All who read the same field come to the same answer, but for what they remember; how far they differ the field tells too
-(`aim`).
+All workers that read the same field reach the same answer, except for differences in their memory. A trace (`aim`)
+shows how far they differ.
 """
 
 from dataclasses import dataclass
@@ -19,33 +19,33 @@ from dynamix.policies.goodput import GROWTH
 from dynamix.policies.stigmergic.traces import TraceKind
 from dynamix.window import Floats
 
-# In log goodput: for less the crowd does not change its load. The best load is flat, and not known exactly.
+# In log goodput; for a smaller gain the crowd keeps its load. The optimum is flat, and not known exactly.
 LEAST = 0.001
-UNTIL_KNOWN = 8  # decisions after which a noise scale that is not known is not to be expected
-CANDIDATES: Floats = np.linspace(-1.0, 1.0, 33)  # of the common move, over its reach
+UNTIL_KNOWN = 8  # decisions without a noise scale, after which none is expected any more
+CANDIDATES: Floats = np.linspace(-1.0, 1.0, 33)  # common moves, as parts of the reach
 
 
 @dataclass(frozen=True, slots=True)
 class Smell:
-    """The traces as figures of the crowd, (..., 1 or W); NaN where they are not known. Loads are counted in even shares
-    of the base batch, times in the last window's steps.
+    """The traces as figures of the crowd, (..., 1 or W); NaN if unknown. Loads are counted in even shares of the base
+    batch, times in the last window's steps.
     """
 
     load: Floats  # mean load
-    speed: Floats  # mean of loads computed in the time of a step, by those whose sizes are not at a bound
-    offset: Floats  # mean of loads computed in the time of their fixed costs, less the load of those at a bound
-    fixed: Floats  # mean of the loads that anybody would compute in the time of its fixed costs
-    last: Floats  # part of the step before the last gradient of all
-    floor: Floats  # time of the worker whose smallest size takes longest; 0 where that is far below `last`
-    noise: Floats  # the noise's share of |g|^2; NaN where nobody knew any
-    aim: Floats  # log of the load that the crowd wants, as all found it a window before; NaN where nobody did
-    oom: Floats  # how many ran out of memory
+    speed: Floats  # mean of loads computed in the time of a step, over workers whose sizes are not at a bound
+    offset: Floats  # mean of loads computed in the time of fixed costs, minus the load of workers at a bound
+    fixed: Floats  # mean of the loads that any worker would compute in the time of its fixed costs
+    last: Floats  # part of the step before the last gradient of all workers
+    floor: Floats  # time of the worker whose smallest size takes longest; 0 if that is far below `last`
+    noise: Floats  # the noise's share of |g|^2; NaN if no worker knew any
+    aim: Floats  # log of the load that the crowd wants, by all workers a window before; NaN if none had one
+    oom: Floats  # number of workers that ran out of memory
 
     def finish(self, load: Floats) -> Floats:
-        """When all could finish together at mean loads (..., K), in steps; `load` may have one dimension more than the
+        """The common finishing time at mean loads (..., K), in steps; `load` may have one dimension more than the
         figures.
 
-        If every size is at a bound, the last one's time at the present load, in proportion.
+        If every size is at a bound, it is the slowest worker's time at the current load, in proportion.
         """
         present, offset, speed, last = self.load, self.offset, self.speed, self.last
         if load.ndim > speed.ndim:
@@ -53,13 +53,13 @@ class Smell:
         with np.errstate(divide="ignore", invalid="ignore"):
             part, now = load / present, (present + offset) / speed
             line = (load + offset) / speed
-            # With less load those at an upper bound come off it, so time falls by no more than the load does.
+            # With less load, workers at an upper bound leave it, so time falls by no more than the load does.
             return np.where(speed == 0.0, last * part, np.where(part < 1.0, np.maximum(line, now * part), line))
 
 
 class Crowd:
-    """A worker's memory of the crowd: the noise, the exchange, the largest load (met, or aimed at and hardly larger),
-    and who was last."""
+    """A worker's memory of the crowd: the noise, the exchange, the largest load (reached, or aimed at and hardly
+    larger), and when the last gradient came."""
 
     def __init__(self, heed: float) -> None:  # weight of a window's noise
         self.noise, self.largest, self.exchange = NoiseByBatch(heed), Largest(), Exchange(weight=0.15, error=0.4)
@@ -92,19 +92,19 @@ class Crowd:
         price: float,
         ahead: float,
     ) -> tuple[Floats, Floats]:
-        """Log change (..., 1 or W) of the crowd's `load`, within `reach`, to the one of highest goodput, and the
-        largest that may be made: beyond what training has met growth is as slow as `goodput.GROWTH`.
+        """Log change (..., 1 or W) of the crowd's `load`, within `reach`, to the load of highest goodput. Also the
+        largest allowed change: beyond loads of the training so far growth is as slow as `goodput.GROWTH`.
 
         load      mean load in force (..., 1 or W)
         seconds   of the traces' step (..., 1 or W)
         steps     in a window
-        price     what the square of log load costs in log goodput, twice. Without a noise scale only the price counts
-        ahead     how far beyond `load`, in logs, the load that the crowd wants counts as met
+        price     weight of half the squared log load, in log goodput. Without a noise scale only the price counts
+        ahead     how far beyond `load`, in logs, the load that the crowd wants still counts as reached
         """
         one = np.ones(smell.load.shape)
         with np.errstate(divide="ignore", invalid="ignore"):
             self.noise = self.noise.update(smell.load * smell.noise / (1.0 - smell.noise), smell.load)
-            last = np.minimum(smell.last, 0.98)  # an exchange of nothing at all is a slip of the clock
+            last = np.minimum(smell.last, 0.98)  # an exchange that takes no time at all is an error of the clock
             self.exchange = self.exchange.update(last * seconds, (1.0 - last) * seconds)
             met = np.fmax(load, np.exp(np.minimum(smell.aim, np.log(load) + ahead)))
             self.largest = self.largest.update(np.where(np.isnan(met), 1.0, met), one)
@@ -121,7 +121,7 @@ class Crowd:
             gained = np.take_along_axis(value, at[..., None], -1)[..., 0] - value[..., len(CANDIDATES) // 2]
         self.searches += 1
         never = np.isnan(self.noise.level) & (self.searches > UNTIL_KNOWN)
-        least = np.where(never, 0.0, LEAST)  # back to the base batch where nothing else is known
+        least = np.where(never, 0.0, LEAST)  # without a noise scale, back to the base batch
         best = np.where(gained > least, reach * CANDIDATES[at], 0.0)
         return np.where(np.isnan(smell.load), np.nan, best), np.maximum(free, 0.0)
 

@@ -1,14 +1,13 @@
-"""Every worker sets its own batch size from its own metrics and the traces that all leave in one field. No arbiter.
+"""Every worker sets its own batch size, from its own metrics and the traces in one field. There is no arbiter.
 
-The idea is S-MADRL's (arXiv 2510.03592): no messages, traces, one rule for all. The rule, its traces, which are gone
-after a window, and its parameters are ours; the parameters are learned in simulation
+The idea is S-MADRL's (arXiv 2510.03592): no messages, only traces, and one rule for all. The rule, its traces, which
+last for one window, and its parameters are ours. The parameters are learned in simulation
 (`dynamix_lab.training.stigmergic`).
 
-Every worker learns its own costs, alpha + beta b, and leaves what the crowd needs of them: the loads it computes in the
-time of a step, and those its fixed costs would take. The means of both tell every worker when all could finish
-together, at the crowd's present load and at any other, so each finds its own size alone, and the best load of the
-crowd: the one of highest goodput, by the noise and the exposed exchange that traces tell. Nobody knows anybody's times
-or costs.
+Every worker learns its own costs, alpha + beta b, and leaves two figures for the crowd: the loads it computes in the
+time of a step, and those it would compute in the time of its fixed costs. From the means of both every worker computes
+when all could finish together, at any load of the crowd. So each finds its own size alone. It also finds the load of
+highest goodput, from the noise and the exposed exchange in the traces. No worker knows the times or costs of another.
 """
 
 from __future__ import annotations
@@ -33,45 +32,45 @@ from dynamix.window import Bounds, Floats, Ints, Window
 KIND = "stigmergic"
 PRETRAINED = Path(__file__).parents[1] / "pretrained" / "stigmergic.safetensors"
 LEAP = 1.5  # largest log change of a size in one decision
-FAINTEST = 2e-3  # least that is left of a high power: somebody is always the last
-LARGEST = 60.0  # that a worker leaves, so that one wrong measurement does not drown all others
-LOUDEST = 4.0  # the same for its parts of |g|^2, over a mean one; one worker's may be negative
-KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
-HEAVINESS = 12  # the same for the one whose smallest size takes longest
-SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound
-RARE, MOST = 0.05, 1.0  # slowdowns a window, in logs, that nobody prepares for, and the most that one prepares for
-# What states of 0.2 held besides; by these names they are told from other policies'.
+FAINTEST = 2e-3  # smallest trace of a high power: there is always a last worker
+LARGEST = 60.0  # largest trace of a worker, so that one wrong measurement does not drown all others
+LOUDEST = 4.0  # the same for its parts of |g|^2, relative to the mean; a single worker's may be negative
+KEENNESS = 40  # power of the share of a step that separates the last to finish from the others
+HEAVINESS = 12  # the same for the worker whose smallest size takes longest
+SLIGHTEST = 1e-3  # smallest load that a worker aims at; it gets its own lower bound
+RARE, MOST = 0.05, 1.0  # slowdowns a window, in logs: the least that a worker prepares for, and the most
+# Further keys in states of 0.2; they identify these states as stigmergic.
 OF_0_2 = ("smelt", "way", "common", "target", "windows", "field", "worlds")
 
 
 def _number(default: float, low: float, high: float) -> Any:
-    """A number set by hand, and the range from which training may choose."""
+    """A number set by hand, and the range in which training may choose it."""
     return dataclasses.field(default=default, metadata={"range": (low, high)})
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The rule's numbers. The defaults were set by hand; the shipped ones are learned, but for `kin` and `wary`."""
+    """The rule's numbers. The defaults were set by hand; the shipped ones are learned, except `kin` and `wary`."""
 
-    # Part of a deviation that is made up for: `calm` within the own jitter, `sure` far beyond, half way at `gate`
-    # standard errors; `eager` times that if it asks for more: who is late makes all wait, who could do more nobody.
+    # Part of a deviation that is corrected: `calm` within the own jitter, `sure` far beyond it, half way at `gate`
+    # standard errors. A correction upwards is multiplied by `eager`: a late worker delays all, an early one none.
     calm: float = _number(0.3, 0.02, 1.0)
     sure: float = _number(1.0, 0.4, 1.2)
     eager: float = _number(0.5, 0.1, 1.2)
     gate: float = _number(3.0, 0.3, 16.0)
-    hedge: float = _number(0.8, 0.0, 2.0)  # a worker counts as slower by so many standard deviations of its step
-    # While it is fast a worker counts as slower by so many times the log by which it usually slows down in a window.
+    hedge: float = _number(0.8, 0.0, 2.0)  # a worker counts as slower by this many standard deviations of its step
+    # A fast worker counts as slower by this many times the log by which it usually slows down in a window.
     wary: float = _number(10.0, 0.0, 16.0)
-    push: float = _number(1.0, 0.0, 1.2)  # part of the way to the crowd's best load that is gone in one decision
+    push: float = _number(1.0, 0.0, 1.2)  # part of the way to the crowd's best load covered by one decision
     reach: float = _number(0.6, 0.05, 0.8)  # largest common move
-    # How far beyond the load in force, in logs, the load that the crowd wants counts as met: sizes lag behind wishes.
+    # How far beyond the load in force, in logs, the load that the crowd wants counts as reached: sizes lag behind.
     ahead: float = _number(0.05, 0.0, 0.5)
-    # What a log of the load costs in log goodput, squared and halved: a pull towards the base batch.
+    # Cost in log goodput of half the squared log load: a pull towards the base batch.
     price: float = _number(0.03, 0.002, 0.3)
-    heed: float = _number(0.4, 0.1, 1.0)  # weight of a window's noise in what is believed of it
-    still: float = _number(0.01, 0.0, 0.06)  # smaller log changes of a size are not made
-    kin: float = _number(10.0, 0.0, 30.0)  # how firmly the own fixed costs are believed to be like the crowd's
-    alarm: float = _number(4.0, 0.5, 10.0)  # how strongly an out-of-memory trace holds back the common move upwards
+    heed: float = _number(0.4, 0.1, 1.0)  # weight of a window's noise in its running estimate
+    still: float = _number(0.01, 0.0, 0.06)  # smaller log changes of a size are skipped
+    kin: float = _number(10.0, 0.0, 30.0)  # strength of the prior that the own fixed costs are like the crowd's
+    alarm: float = _number(4.0, 0.5, 10.0)  # how strongly an out-of-memory trace reduces common moves upwards
 
 
 RANGES: dict[str, tuple[float, float]] = {f.name: f.metadata["range"] for f in dataclasses.fields(Parameters)}
@@ -80,11 +79,11 @@ RANGES: dict[str, tuple[float, float]] = {f.name: f.metadata["range"] for f in d
 class StigmergicPolicy:
     """The rule. If a job has several ranks, each holds one and decides for itself (`runtime.decide.peer_channel`).
 
-    `decide` plays all W workers of a cluster, or of C clusters, in one process: for simulators and jobs of one rank.
+    `decide` runs all W workers of a cluster, or of C clusters, in one process: for simulators and jobs of one rank.
     Its work per worker does not depend on W.
 
     parameters   None: those set by hand; `pretrained()` has the learned ones
-    shared       False: every worker has a field of its own, so nobody sees another's traces (an ablation)
+    shared       False: every worker has its own field, so none sees another's traces (an ablation)
 
     >>> policy, sizes = StigmergicPolicy(), np.array([64, 64])
     >>> for _ in range(16):
@@ -103,17 +102,17 @@ class StigmergicPolicy:
         self.parameters = parameters or Parameters()
         self.shared, self.about = shared, dict(about or {})
         self.habit, self.crowd = Habit(), Crowd(self.parameters.heed)
-        self.target: Floats = np.full(1, np.nan)  # log of the crowd's load that was found best in the last decision
+        self.target: Floats = np.full(1, np.nan)  # log of the crowd's best load in the last decision
 
     def observe(self, own: Own) -> tuple[Sense, Floats]:
-        """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 14)."""
+        """Take in a window; returns the workers' view of it, and the traces they leave in the field, (..., W, 14)."""
         p = self.parameters
         sense = self.habit.observe(own)
         slower = (1.0 + p.hedge * sense.jitter) * np.exp(np.clip(p.wary * (sense.risk - RARE), 0.0, MOST))
         pace_s, load = sense.pace_s * slower, np.minimum(own.load, LARGEST)
         with np.errstate(divide="ignore", invalid="ignore"):
             speed = self.habit.step / pace_s
-        # Who was never measured counts as one that just finishes in time.
+        # A worker that was never measured counts as one that just finishes in time.
         known = np.isfinite(speed)
         speed = np.where(known, np.minimum(speed, LARGEST), load)
         offset = np.where(known, np.minimum(sense.offset, LARGEST), 0.0)
@@ -141,9 +140,9 @@ class StigmergicPolicy:
         return dataclasses.replace(sense, pace_s=pace_s, offset=offset), left
 
     def choose(self, own: Own, sense: Sense, traces: Floats, bounds: Bounds) -> Ints:
-        """The workers' new sizes (..., W) from the traces that all left of the last window, (..., 1 or W, 14).
+        """The workers' new sizes (..., W) from the traces that all left in the last window, (..., 1 or W, 14).
 
-        Unknown traces: the size stays. `bounds` are these workers' own; their sum is not looked at.
+        If the traces are unknown, the size stays. `bounds` are these workers' own; bounds on their sum are ignored.
         """
         q = bounds.quantum
         intended = self.habit.intended(own.size, q)
@@ -165,7 +164,7 @@ class StigmergicPolicy:
         return np.asarray(np.where(own.size > 0, sizes, bounds.low), dtype=np.int64)
 
     def _moves(self, own: Own, sense: Sense, smell: Smell, load: Floats) -> tuple[Floats, Floats]:
-        """Each one's log change from `load` and the load it aims at, (..., W); NaN where the traces are not known."""
+        """Each worker's log change from `load` and the load it aims at, (..., W); NaN if the traces are unknown."""
         p = self.parameters
         self.habit.costs = self.habit.costs.lean_to(np.maximum(smell.fixed, 0.0)[..., None], p.kin)
         step, present = self.habit.step, smell.load
@@ -176,7 +175,7 @@ class StigmergicPolicy:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             found = np.minimum(p.push * best, free)
             found = np.where(found > 0, found * np.exp(-p.alarm * smell.oom), found)
-            # What all found differed from what this worker did a window before: a slip of its own, which it takes back.
+            # If this worker's target differed from the mean of all a window before, the error is its own: take it back.
             slip = 0.0 if self.target.shape != found.shape else np.nan_to_num(self.target - smell.aim)
             self.target = np.log(present) + found
             common = np.clip(found - slip, -p.reach, np.maximum(free, 0.0))
@@ -209,7 +208,7 @@ class StigmergicPolicy:
         self.target = np.asarray(state["target"])
 
     def save(self, path: str | Path) -> None:
-        """Write `path` (safetensors) and its description beside it (`.json`)."""
+        """Write `path` (safetensors) and its description next to it (`.json`)."""
         named = dataclasses.asdict(self.parameters)
         weights = {"parameters": torch.tensor(list(named.values()), dtype=torch.float64)}
         write_policy(path, KIND, weights, {**self.about, "parameters": named})
@@ -221,8 +220,8 @@ class StigmergicPolicy:
         given, values = about.get("parameters"), weights.get("parameters", torch.empty(0))
         named: dict[str, float] = {}
         if isinstance(given, dict) and values.ndim == 1 and list(given.values()) == values.tolist():
-            named = {"wary": 0.0, "ahead": 0.0, **given}  # in the order of the values; older versions had neither
-            named = {name: named[name] for name in RANGES if name in named}  # and some that are gone
+            named = {"wary": 0.0, "ahead": 0.0, **given}  # in the order of the values; older versions lacked both
+            named = {name: named[name] for name in RANGES if name in named}  # and had some that no longer exist
         if named.keys() != RANGES.keys():
             allowed = f"a number for each of {', '.join(RANGES)} in {path}"
             raise PolicyFileError("parameters", ", ".join(named) or "none", allowed, retrain(KIND))
@@ -234,7 +233,7 @@ class StigmergicPolicy:
 
 
 def in_range(sizes: Ints, bounds: Bounds, *, current: Ints) -> Ints:
-    """`sizes`, every worker's own choice, if their sums are allowed too; else the nearest that are.
+    """`sizes`, each worker's own choice, if their sums are allowed; else the nearest sizes that are.
 
     >>> in_range(np.array([40, 40]), Bounds.of(2, 1, 64, total_high=64), current=np.array([32, 32])).tolist()
     [32, 32]
@@ -246,5 +245,5 @@ def in_range(sizes: Ints, bounds: Bounds, *, current: Ints) -> Ints:
 
 
 def pretrained(**options: Any) -> StigmergicPolicy:
-    """The policy that ships as `stigmergic`; `path=` names another file."""
+    """The policy shipped as `stigmergic`; `path=` names another file."""
     return StigmergicPolicy.load(options.pop("path", PRETRAINED), **options)

@@ -1,4 +1,4 @@
-"""One worker's memory in a stigmergic job: its costs, its last step, its wish."""
+"""One worker's memory in a stigmergic job: its costs, its last step, its unrounded size."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,33 +10,32 @@ from dynamix.model.state import UNKNOWN, array_of, saved
 from dynamix.policies.stigmergic.traces import Own
 from dynamix.window import Floats, Ints, Window
 
-STEADIEST = 0.01  # nobody's jitter is taken to be less
-FAST = 0.1  # a worker counts as fast if its log seconds are at least that much below its usual ones
-NOISE_DECAY = 0.8  # weight of the past windows in a worker's own part of the noise, as in `runtime.noise.NoiseScale`
+STEADIEST = 0.01  # lower limit of a worker's jitter
+FAST = 0.1  # a worker is fast if its log seconds are at least this much below its usual ones
+NOISE_DECAY = 0.8  # weight of past windows in a worker's own part of the noise, as in `runtime.noise.NoiseScale`
 
 
 @dataclass(frozen=True, slots=True)
 class Sense:
-    """A window as its worker takes it, (..., W); NaN before a worker was ever measured."""
+    """One worker's view of a window, (..., W); NaN before the worker was ever measured."""
 
-    share: Floats  # part of a step before the own last gradient, in the step in which that was largest
+    share: Floats  # part of a step before the own last gradient, in the step in which it was largest
     jitter: Floats  # relative standard deviation of a step
-    pace_s: Floats  # seconds a load, once fixed costs are paid
+    pace_s: Floats  # seconds a load, after fixed costs
     offset: Floats  # loads that would be computed in the time of the fixed costs
-    risk: Floats  # log by which it slows down in a window, in the mean, if it is fast now; else 0
+    risk: Floats  # log by which it slows down in a window, on average, if it is fast now; else 0
 
 
 class Habit:
-    """The own costs as `WorkerCosts` learns them of a worker that knows no other, the last step, the wish before
-    rounding.
+    """The own costs, from `WorkerCosts` for a single worker, the last step, and the size wanted before rounding.
 
-    usual    log seconds of an even share, averaged over some ten windows; `rise` log by which it slows down in a window
-             that finds it fast, averaged over some twenty of them
-    pinned   whether the last wish lay beyond what the own bounds or memory allow; `least` is the smallest size they do
+    usual    log seconds of an even share, averaged over about ten windows
+    rise     log by which a fast worker slows down in a window, averaged over about twenty of them
+    pinned   whether the last wish was outside of the own bounds or memory; `least` is the smallest size they allow
     """
 
     FIELDS = ("wish", "step", "share", "jitter")
-    LATER = ("usual", "rise")  # states of 0.2 end before these
+    LATER = ("usual", "rise")  # missing in states of 0.2
 
     def __init__(self) -> None:
         self.costs = WorkerCosts(pooled=0.0, learn_error=False)
@@ -44,23 +43,23 @@ class Habit:
         self.wish = self.step = self.share = self.jitter = self.usual = self.rise = UNKNOWN
         self.pinned: np.ndarray = np.empty((0, 0), dtype=bool)
         self.least: Floats | Ints = UNKNOWN
-        # Sums over windows of a live job, past ones fading: own part of the noise, |g|^2, own part of the noise in it.
+        # Decaying sums over windows of a live job: own part of the noise, |g|^2, own part of the noise in it.
         self.heard: Floats = np.zeros(3)
 
     def steady(self, noise: float, signal: float, batch: float, total: float) -> tuple[float, float]:
-        """The own part of the noise in |g|^2 and of |g|^2 itself, both at a global batch of `total` and over |g|^2 as
-        it was in the windows that are averaged; NaN before any was measured.
+        """The own part of the noise in |g|^2, and of |g|^2 itself: at a global batch of `total`, over the |g|^2 of the
+        averaged windows; NaN before any was measured.
 
-        The noise of one sample and |G|^2 stay while the global batch moves, |g|^2 does not: a batch that grew by half
-        has less noise than the mean |g|^2 of the windows before says. So the second part is 1 only while the batch
-        stands still. Means of both parts over workers are `NoiseScale`'s estimate, averaged as it is. (That one ends at
-        0; one worker's part need not.)
+        The noise of one sample and |G|^2 stay if the global batch changes, but |g|^2 does not. After a batch grew by
+        half, the noise is smaller than the earlier windows' mean |g|^2 suggests. So the second part is 1 only while
+        the batch is constant. The mean of both parts over workers is `NoiseScale`'s estimate, averaged the same way.
+        (`NoiseScale` is cut at 0; one worker's part need not be.)
 
         noise    the own part of the noise's share of |g|^2 in a window
         signal   |g|^2 in that window
         batch    samples of a round in that window
         """
-        if self.heard.shape != (3,):  # of a version that averaged other figures
+        if self.heard.shape != (3,):  # saved by a version that averaged other figures
             self.heard = np.zeros(3)
         if np.isfinite(noise):
             seen = np.array([noise * signal * batch, signal, noise * signal])
@@ -72,12 +71,12 @@ class Habit:
         return float(now / mean), float(1.0 + (now - within) / mean)
 
     def observe(self, own: Own) -> Sense:
-        """Take in a window. One without times counts as the last one did."""
+        """Take in a window. If it has no times, the last ones count."""
         if self.step.shape != own.size.shape:
             self.wish = own.size.copy()
             self.step, self.share, self.jitter = np.full((3, *own.size.shape), np.nan)
             self.pinned, self.least = np.zeros(own.size.shape, dtype=bool), np.zeros(own.size.shape)
-        # Each worker is a cluster of its own to the filters.
+        # To the filters each worker is a cluster of its own.
         size, busy, spread = (x[..., None] for x in (own.size.astype(np.int64), own.busy, own.jitter * own.busy))
         alone = Window.of(size, compute=busy, compute_std=spread, steps=own.steps, base_batch=own.unit)
         past, self.costs = self.costs, self.costs.update(alone)
@@ -92,7 +91,7 @@ class Habit:
         return Sense(self.share, jitter, pace_s, offset, self._risk(past, own.unit))
 
     def _risk(self, past: WorkerCosts, unit: Floats) -> Floats:
-        """Take in how much slower an even share of `unit` samples is than by the costs of the window before."""
+        """Take in how much slower an even share of `unit` samples is than by the previous window's costs."""
         now = np.log(self.costs.alpha[..., 0] + self.costs.beta[..., 0] * unit)
         if self.usual.shape != now.shape:
             self.usual, self.rise = now, np.zeros(now.shape)
@@ -104,7 +103,7 @@ class Habit:
         return np.where(now < self.usual - FAST, self.rise, 0.0)
 
     def intended(self, size: Floats, quantum: int) -> Floats:
-        """The wish behind `size`, or `size` itself where something else than rounding lies between."""
+        """The unrounded size behind `size`, or `size` itself if more than rounding changed it."""
         return np.where(np.abs(self.wish - size) <= quantum, self.wish, size)
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +120,7 @@ class Habit:
         self.pinned = np.asarray(state["pinned"], dtype=bool).reshape(self.wish.shape)
 
     def _take(self, name: str, value: Floats, weight: float) -> None:
-        """Move a remembered figure by `weight` towards a new one, where that is known."""
+        """Move a remembered figure by `weight` towards a new value, if that is known."""
         old = getattr(self, name)
         moved = np.where(np.isnan(old), value, old + weight * (value - old))
         setattr(self, name, np.where(np.isfinite(moved), moved, old))
