@@ -70,7 +70,7 @@ class Window:
       micro_batches       pieces of equal size that a worker's round is cut into: accumulated micro-batches
       base_batch          global samples per round that the user set at the start (B0)
       global_norm_sq      mean |g|^2 of the reduced gradient
-      noise, signal       smoothed tr(Sigma) and |G|^2 (PAPERS section 5); noise / signal is the noise scale, in samples
+      noise, signal       smoothed tr(Sigma) and |G|^2 (arXiv 1812.06162); noise / signal is the noise scale, in samples
     """
 
     batch_size: Ints

@@ -1,8 +1,8 @@
 """Optimal sizes for affine costs: all workers finish at the same time, and that time is the best one.
 
 Worker i takes alpha_i + beta_i b_i seconds. For a given global batch the slowest worker is earliest if all finish
-together: b_i = (T - alpha_i)/beta_i (arXiv 2402.05302), clipped to the bounds. PAPERS calls it the steady optimum. So
-only one number a cluster is left to choose, T, by searching for the best goodput (arXiv 2008.12260).
+together: b_i = (T - alpha_i)/beta_i (arXiv 2402.05302), clipped to the bounds. So only one number a cluster is left to
+choose, T, by searching for the best goodput (arXiv 2008.12260).
 """
 
 import dataclasses

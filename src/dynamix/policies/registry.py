@@ -1,4 +1,4 @@
-"""Names of policies: parses a name and makes its policy. No other module does.
+"""Names of policies: parses a name and makes its policy. No other module knows their forms.
 
 NAME                      one of `policy_names()`: ours, and those of other distributions (`dynamix.plugins`)
 static:SIZE               SIZE samples for every worker, whatever sizes the job starts with

@@ -7,7 +7,7 @@ from dynamix.window import Floats
 
 
 def ring_all_reduce(workers: int, latency_s: ArrayLike, gradient_bytes: ArrayLike, bytes_per_s: ArrayLike) -> Floats:
-    """2 (W-1) latency + 2 (W-1)/W bytes / bandwidth of the slowest link (PAPERS section 5); 0 for one worker.
+    """2 (W-1) latency + 2 (W-1)/W bytes / bandwidth of the slowest link (ring all-reduce); 0 for one worker.
 
     >>> float(ring_all_reduce(2, 0.001, 4e6, 1e8))
     0.042

@@ -25,7 +25,7 @@ def best_allocation(
     """Real sizes (C, W) of highest goodput: equal finishing times, B by search over a grid.
 
     factor (C, W) slows computing, `gain` gives progress per sample at global batches (C, K), `high` (C, W) caps sizes.
-    Affine costs have b_i = (T - alpha_i)/beta_i (PAPERS section 5); others the largest size that finishes within T.
+    Affine costs have b_i = (T - alpha_i)/beta_i (arXiv 2402.05302); others the largest size that finishes within T.
     """
     candidates = _candidates(costs, factor, base, high)
     total = candidates.sum(1)

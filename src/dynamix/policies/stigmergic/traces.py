@@ -93,7 +93,7 @@ class Own:
 def noise_part(weight: Floats, local_sq: Floats, global_sq: Floats, workers: int) -> Floats:
     """One worker's part of the noise's share of |g|^2, from its own norms: W/(W-1) w_i (|g_i|^2 / |g|^2 - 1).
 
-    The mean over workers is the pooled estimate of `gradients.NoiseScale` over B |g|^2. NaN for a single worker.
+    The mean over workers is the pooled estimate of `measure.noise.NoiseScale` over B |g|^2. NaN for a single worker.
 
     >>> from dynamix.runtime.measure.noise import NoiseScale
     >>> local, weight = np.array([5.0, 3.0]), np.array([1 / 3, 2 / 3])

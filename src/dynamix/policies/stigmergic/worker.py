@@ -12,7 +12,7 @@ from dynamix.window import Floats, Ints, Window
 
 STEADIEST = 0.01  # lower limit of a worker's jitter
 FAST = 0.1  # a worker is fast if its log seconds are at least this much below its usual ones
-NOISE_DECAY = 0.8  # weight of past windows in a worker's own part of the noise, as in `runtime.noise.NoiseScale`
+NOISE_DECAY = 0.8  # weight of past windows in a worker's own part of the noise, as in `measure.noise.NoiseScale`
 
 
 @dataclass(frozen=True, slots=True)
