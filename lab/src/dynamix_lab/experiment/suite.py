@@ -106,7 +106,7 @@ class ExperimentSuite(Suite):
         return cluster_of(self.plan.cluster, folder, mechanism=self.mechanism, repeats=repeats)
 
     def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The seeds that all rows of a place have, because rows are compared in pairs; or the first place's cells."""
+        """Keep the seeds that all rows of a case have, as rows are compared in pairs. Keep all of the first seed."""
         if not self.shares_a_machine:
             return found
         kept: dict[str, Any] = {}
