@@ -1,1 +1,1 @@
-"""Live peers beside dynamix: plain DDP, AdaptDL and Hivemind on the same emulated hosts (docs/design/peers.md)."""
+"""Other libraries compared with dynamix: plain DDP, AdaptDL and Hivemind on emulated hosts (docs/design/peers.md)."""

@@ -1,4 +1,4 @@
-"""A simulated cluster, and how unlike ones are sampled so that the best batch is inside the bounds."""
+"""A simulated cluster, and a sampler of varied clusters whose best batch is inside the bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynamix_lab.simulator.network import ring_all_reduce
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """C clusters of W workers. Optional fields are None where no cluster has that feature.
+    """C clusters of W workers. Optional fields are None if no cluster has that feature.
 
     Computing, (C, W)
       alpha, beta            s, s/sample
@@ -24,18 +24,18 @@ class Clusters:
       memory_cap             most samples that fit
       jitter_sd, stall (C,)  of every step, relative; jitter_memory (C,) its AR(1) coefficient from step to step
       jitter_s               sd in s of every step, whatever its batch: time slices, interrupts, the run queue
-      together_sd (C,)       relative sd of what slows all workers alike, AR(1) from step to step
-      cost_sigma (C,)        sd of the log of one sample's cost (`costs_of_samples`); where seconds are affine
-      costs_known (C,)       whether the job is told what samples cost: it cuts rounds by that, and windows have `work`
+      together_sd (C,)       relative sd of a slowdown that all workers share, AR(1) from step to step
+      cost_sigma (C,)        sd of the log of one sample's cost (`costs_of_samples`); if seconds are affine
+      costs_known (C,)       whether the job knows the samples' costs: it divides rounds by them; windows have `work`
     Disturbances
       slow_off_s, slow_on_s, slow_weakest, slow_strongest (C, W), slow_even (C,), slow_group (C, W)   see `Slowdowns`
       neighbour_period_s, neighbour_factor (C,)   a moving neighbour
-      stairs (C, W)          factors that follow the clock, known beforehand to nobody
+      stairs (C, W)          factors that follow the clock, unknown to all policies beforehand
       change_cost_s (C,)     added to the first step of a new allocation
-      decision_s (C,)        added to the step after a window, in which a decision is made; 0 where it hides
+      decision_s (C,)        added to the step after a window, in which a decision is made; 0 if it overlaps
     Exchange, (C,)
       exchange_s, overlap    s at rest; exponent of `step_time`
-      bytes_share            part of it that the slowest link decides
+      bytes_share            fraction of it that depends on the slowest link
       link, link_off_s, link_on_s, link_strongest (C, W), link_group   slowness of links and its episodes
     Training, (C,)
       base_batch             global samples at the start
