@@ -115,16 +115,16 @@ class Clusters:
 
 
 def exposed_decisions(count: int, rng: np.random.Generator) -> Floats:
-    """Seconds (C,) that a decision adds to a step: none in half of the clusters, whose devices compute meanwhile.
+    """Seconds (C,) that a decision adds to a step: 0 in half of the clusters, whose devices compute meanwhile.
 
-    Elsewhere the processor time of a decision (`dynamix bench overhead`): from 2.6 ms, the goodput rule's for 4
+    In the others it is a decision's processor time (`dynamix bench overhead`): from 2.6 ms, the goodput rule's for 4
     workers, to 14 ms, that of `dynamix` for 1,024.
     """
     return np.where(rng.random(count) < 0.5, 0.0, np.exp(rng.uniform(np.log(0.0026), np.log(0.014), count)))
 
 
 def bounds_of(clusters: Clusters) -> Bounds:
-    """The bounds of `Controller`: 1 to 8 times the starting size of each worker, or what its memory holds."""
+    """The bounds of `Controller`: 1 to 8 times the starting size of each worker, limited by its memory."""
     workers = clusters.shape[1]
     high = np.broadcast_to(np.maximum(clusters.base_batch // workers, 1)[:, None] * 8, clusters.shape)
     if clusters.memory_cap is not None:
@@ -133,11 +133,11 @@ def bounds_of(clusters: Clusters) -> Bounds:
 
 
 def sample_clusters(count: int, workers: int, seed: int) -> Clusters:
-    """Unlike clusters: speeds up to 5:1 apart, quiet and disturbed, cheap and dear exchange.
+    """Varied clusters: speed ratios up to 5:1, quiet and disturbed, cheap and expensive exchange.
 
     The noise scale is chosen from the costs so that the best global batch at the start is 0.35 to 2.5 times the base
-    batch: otherwise most optima sit at a bound and there is nothing to learn. A quarter are like the demo: four unlike
-    hosts behind CPU quotas and a moving neighbour that halves one of them.
+    batch. Otherwise most optima are at a bound and there is nothing to learn. A quarter are like the demo: four unequal
+    hosts with CPU quotas, and a moving neighbour that halves the speed of one of them.
     """
     rng = np.random.default_rng([seed, workers, 77])
     shape, even = (count, workers), np.ones((count, workers))
