@@ -1,5 +1,4 @@
-"""Compares runs: time to target with censoring, ratios and differences of pairs, and their intervals. Pure
-functions.
+"""Compares runs: time to target with censoring, ratios and differences of pairs, and their intervals. Pure functions.
 
 Every interval is at 95 % by default. It is Student's t for fewer than `FEW` values, else a percentile bootstrap
 (`scipy.stats`), because few values say too little about their tails for resampling. If pairs come from several

@@ -1,5 +1,5 @@
-"""The suites `dynamix bench overhead`, `observe`, `compression`, `faults`, `fuzz`, and in the simulator `stigmergy`
-and `disturbance`.
+"""The suites `dynamix bench overhead`, `observe`, `compression`, `faults`, `fuzz`, and in the simulator `stigmergy` and
+`disturbance`.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class DeviceWorld(ClusterEnv):
 
     Modelled: schedules, traces, neighbours and loads of the scenario in the middle of a step; rates, background
     traffic and latency of links; costs of samples; lost and replaced hosts (`outages`). Not modelled: packet loss,
-    queues of single links, processors that the ranks of one machine share, memory, decisions (a live rank makes them
-    in parallel with its device). Its noise scale is a constant: it is for real training, which has its own.
+    queues of single links, processors that the ranks of one machine share, memory, decisions (a live rank makes them in
+    parallel with its device). Its noise scale is a constant: it is for real training, which has its own.
 
     scenario   with a `device`
     seed       of its disturbances and of the jitter

@@ -128,8 +128,7 @@ class SlowdownTrace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SlowdownTrace:
-        """Read a CSV file: a head `time_s,0,1,...` and a row per change. Raises `ConfigError` naming the wrong
-        line."""
+        """Read a CSV file: a head `time_s,0,1,...` and a row per change. Raises `ConfigError` naming the wrong line."""
         fix = "see docs/design/simulator.md for the form"
         try:
             with Path(path).open(newline="", encoding="utf-8") as file:

@@ -78,9 +78,9 @@ class VirtualCluster:
     micro_batch        most samples that pass through the model at once. It only limits memory, so with BatchNorm shares
                        are never cut. With meet="parameters" it is the piece, as in `Controller`: the samples of an
                        optimizer step, fewer if the simulated memory holds fewer
-    rounds             unless meet="gradients": "fixed", each round (with "auto" each step of all workers) has the
-                       first one's samples, `batch_size` a worker; or "adaptive", measurements set their number, as
-                       with global_batch="adaptive" live
+    rounds             unless meet="gradients": "fixed", each round (with "auto" each step of all workers) has the first
+                       one's samples, `batch_size` a worker; or "adaptive", measurements set their number, as with
+                       global_batch="adaptive" live
     averaging          unless meet="gradients": how models are averaged, as in `Controller.wrap`
     events             file that gets one JSON line per window; `time_s` is the virtual clock's
     replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and

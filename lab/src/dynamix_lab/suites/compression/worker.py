@@ -2,10 +2,10 @@
 CONFIG.json`.
 
 All ways share the process. Those that differ by their hook share a model and DDP, whose one hook calls the hook of the
-way whose turn it is. Each has its own weights, optimizer and memory, and gets the same batches in its timed steps.
-One bucket holds the whole gradient, so that an exchange has a single time. Ways with sparse tensors, and plain DDP,
-have their own models. If a job has `keep`, top-k with error feedback precedes the hook of every way except plain DDP,
-also of dense: all exchange the same gradient, and selecting is no part of the exchange's time.
+way whose turn it is. Each has its own weights, optimizer and memory, and gets the same batches in its timed steps. One
+bucket holds the whole gradient, so that an exchange has a single time. Ways with sparse tensors, and plain DDP, have
+their own models. If a job has `keep`, top-k with error feedback precedes the hook of every way except plain DDP, also
+of dense: all exchange the same gradient, and selecting is no part of the exchange's time.
 """
 
 from __future__ import annotations
