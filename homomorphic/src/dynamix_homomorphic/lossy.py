@@ -119,9 +119,8 @@ class LossyState:
 
     model        the owner of the parameters; their names are the keys of the saved state
     keep, threshold, loss_scale   as in `ErrorFeedback`; pass `loss_scale=scaler.get_scale` with a GradScaler
-    hook, hook_state   for `lossy_hook`: averages the sparse bucket. The default is `compression_hook` with a
-                 `CompressionState` made without `model=`, because single elements remain. Any other hook that averages
-                 over ranks will do
+    hook, hook_state   for `lossy_hook`: averages the sparse bucket. Use `compression_hook` with a `CompressionState`
+                 made without `model=`, because single elements remain, or any other hook that averages over ranks
 
     The rest is held in float32 (float64 for such parameters): one more copy of the model on each rank. Selection is by
     parameter, so neither DDP's buckets nor their rebuilding change what is sent.

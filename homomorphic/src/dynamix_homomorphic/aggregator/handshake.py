@@ -91,7 +91,7 @@ def introduce(sock: socket.socket, who: Introduction, token: str, nonce: bytes, 
 
 
 def require_plain(sock: socket.socket, deadline_s: float) -> None:
-    """The aggregator's check of a connection without TLS. Raises `ProtocolError` if the worker does not speak so."""
+    """The aggregator's check of a connection without TLS. Raises `ProtocolError` if the worker sends anything else."""
     first = _exactly(sock, len(PLAIN), deadline_s)
     if first[0] == FIRST_BYTE:
         raise ProtocolError("tls", "the worker speaks TLS, and this aggregator has no certificate")

@@ -65,7 +65,7 @@ class TlsFiles:
         return self._filled(context)
 
     def client(self) -> ssl.SSLContext:
-        """A worker's side: the aggregator must show a certificate of the authority for the host it was called by."""
+        """A worker's side: the aggregator must show a certificate of the authority, for the host that was called."""
         return self._filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def _filled(self, context: ssl.SSLContext) -> ssl.SSLContext:

@@ -71,7 +71,7 @@ class Emulation:
     mechanism   "auto": namespaces and control groups if permitted, else the unprivileged substitute;
                 "privileged": those or an error; "duty-cycle": loopback and signals, also as root
     keep_awake  on virtual machines without a quota, work of the lowest priority keeps the processors from idling. It is
-                for measurements, as hosts may be slower on cold processors, differently by the minute
+                for measurements: on cold processors hosts may be slower, and this varies by the minute
 
     Links have their limits from the start, CPU limits begin with `throttle`, and disturbances begin with `start_clock`.
     `mechanisms` says which mechanisms are in force.

@@ -24,7 +24,7 @@ from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.virtual import fastest_worker, run_virtual
 from dynamix_lab.tasks import make_workload
 
-REPEATS = 3  # attempts of a run whose devices overran
+REPEATS = 3  # repetitions of a run whose devices overran
 
 
 class Cluster(Protocol):

@@ -155,7 +155,7 @@ class Place:
         return place
 
     def load(self) -> Scenario:
-        """The scenario: shipped, a file, or a regime's. "device-paper-like-x4" has every host of the former four times.
+        """The scenario: shipped, a file, or a regime's. "device-paper-like-x4" has each device-paper-like host 4 times.
 
         >>> Place.of("device-paper-like-x2/teacher").load().workers
         16

@@ -85,7 +85,7 @@ class Trial:
     """The settings of one run. A row without a policy and without local settings is one worker alone.
 
     row            its name in tables: "single", "static", "local", ...
-    policy         decides the shares, for `make_policy`; None with local steps that it does not plan, or for one worker
+    policy         decides the shares, for `make_policy`; None for local steps without one, and for one worker
     batch_size     samples per worker and step at the start
     learning_rate  for the global batch at the start; with local steps or one worker, of its own step
     rate_for       samples of a step that the rate is meant for, given to `Controller`; None: the global batch

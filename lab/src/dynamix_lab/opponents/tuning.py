@@ -24,7 +24,7 @@ RATE_FACTORS = (0.5, 1.0, 2.0)  # of the curve's best rate at the batch that set
 ALONE = 4  # times the other rows' batch sizes, because one worker alone has the whole batch
 CHOICES = 3  # of all other settings; with the rates above 9 trials a row
 CLIMBS, STEPS_OF_CLIMB = 2, 3  # how often, and how many neighbours of the best trial
-KEPT, FEWEST = 3, 3  # one of KEPT trials goes on to the next seed, but at least FEWEST
+KEPT, FEWEST = 3, 3  # one of KEPT trials continues on the next seed, but at least FEWEST do
 LONGER = math.sqrt(2)  # factor from one length of a schedule to the next
 CONSTANT = ("constant", 1.0)
 
@@ -36,7 +36,7 @@ EITHER = ("lb_bsp-auto", "dynamix-auto")  # policies that average gradients or p
 STEPS = ("lb_bsp-steps", "dynamix-steps")  # the same, with a tuned, constant number of local steps
 ROWS = ("single", *FIXED_SHARES, *POLICIES, *LOCAL, *ROUNDS, *EITHER, *STEPS)
 
-# Runs a trial with a seed.
+# `Run` runs a trial with a seed. `Judge` rates it: less is better, and infinite if the run did not arrive.
 Run = Callable[[Trial, int], TrialRun]
 Judge = Callable[[TrialRun], float]
 

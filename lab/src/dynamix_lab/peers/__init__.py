@@ -1,1 +1,1 @@
-"""Other libraries compared with dynamix: plain DDP, AdaptDL and Hivemind on emulated hosts (docs/design/peers.md)."""
+"""Other libraries on the emulated hosts of dynamix: plain DDP, AdaptDL and Hivemind (docs/design/peers.md)."""

@@ -1,4 +1,4 @@
-"""References: policies that know the true costs. They are no bounds: a policy may beat them, which is then reported.
+"""References: policies that know the true costs. They are no bounds: if a policy beats them, this is reported.
 
 `lagged` knows the true state when the window closed, `hedged` also the probabilities of changes.
 """

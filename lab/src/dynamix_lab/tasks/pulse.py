@@ -22,7 +22,7 @@ from dynamix_lab.tasks.teacher import explained
 SIDE = {1: 40, 2: 12}
 CHANNELS = 8
 SIGNAL_NOISE = 0.3  # on every point of a signal, whose strength is 0.5 to 1.5
-TARGET_NOISE = {1: 1.0, 2: 1.5}  # on every training number, which have unit variance
+TARGET_NOISE = {1: 1.0, 2: 1.5}  # on every training number; these have unit variance
 TRAIN_SAMPLES = 65_536
 TEST_SAMPLES = 4_000
 LEARNING_RATES = {1: 0.1, 2: 0.2}

@@ -18,7 +18,7 @@ from dynamix_lab.training.ppo import PPO
 from dynamix_lab.training.rewards import SimulatedRegret
 
 SCALE = 20.0  # of rewards: log goodputs differ by only a few per cent
-LARGEST = 0.5  # log goodput: the two clocks drift apart, and a slowdown may hit only one of them
+LARGEST = 0.5  # log goodput: limits the effect of a slowdown that hits one of the two, as their clocks drift apart
 
 
 def paired_episode(ppo: PPO, env: RecordingEnv, twin: ClusterEnv, *, windows: int) -> Episode:

@@ -123,7 +123,7 @@ def _jitter(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters
 
 
 def _bent(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
-    """Time that grows faster than the batch from some size on: late and steeply, or early and gently."""
+    """Time that grows faster than the batch from some size on: steeply at once, or early and gently."""
     count, workers = c.shape
     share = (c.base_batch / workers)[:, None]
     steep, gentle = _hit(rng, 0.3 * hardness, count), _hit(rng, 0.15 * hardness, count)

@@ -12,7 +12,7 @@ lstm-tied, transformer-tied   words of the standard library, 16,384 rows of 64 t
 moe          128 experts, of which a batch needs few: 4.2 MB; experts without a sample have no gradient
 lora         adapters of rank 8 on a frozen transformer: 0.1 MB without zeros. The base is not exchanged at all
 vgg-topk     the layers of VGG19, convolutions an eighth as wide, on synthetic pictures: 6.9 MB. Top-k with error
-             feedback leaves 1 % of it on each worker, and all ways exchange the rest
+             feedback leaves 1 % of it on each worker, and all ways exchange this part
 bert-topk    twelve blocks of a transformer, words and width an eighth of BERT-base's, on next words of the standard
              library: 8.3 MB, the same top-k. BERT predicts masked words bidirectionally; its gradient has that shape
 rows-0, rows-50, rows-100   a table of 10,000 rows of 64, of which each worker touches 300. This percentage of them is
