@@ -1,13 +1,13 @@
-"""Homomorphic gradient compression for dynamix: sums of sketches and of indexed integers, which need not be decoded.
+"""Homomorphic gradient compression for dynamix: sketches and indexed integers are summed without decoding them first.
 
     dynamix.compression.CompressionState("compaction", model=net)      # or "lhc", "lhc-one-phase"; "auto" tries them
     dynamix.compression.CompressionState(aggregator="host:port")       # sums are formed by `dynamix aggregator`
     dynamix_homomorphic.LossyState(net, keep=0.01, ...)                # LOSSY: only the largest elements are sent
 
-Lossless means: the integer sum that is decoded equals the integer sum of the inputs, which were quantised once to 25 to
-30 bits below their block's largest magnitude. A bucket that cannot be verified is reduced densely and counted.
+Lossless means: the decoded integer sum equals the integer sum of the inputs. Inputs are quantised once, to 25 to 30
+bits below the largest magnitude of their block. A bucket that cannot be verified is reduced densely and counted.
 
-Names are imported on first use, so that the command line need not load torch.
+Names are imported on first use, so that the command line does not load torch.
 """
 
 import importlib

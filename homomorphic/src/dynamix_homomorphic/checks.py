@@ -1,8 +1,8 @@
 """Checks that must hold before a decoded bucket is applied.
 
-Every check ends the same way on every rank: what all ranks can see alike is judged on agreed numbers, and what one rank
-might see alone is put to a vote. A bucket in doubt is reduced densely from its untouched values; one whose sketch held
-too many items goes by compaction.
+Every check ends alike on every rank. Quantities that all ranks hold are judged on agreed numbers. If one rank alone may
+see a problem, the ranks vote. A doubtful bucket is reduced densely from its unchanged values. A bucket whose sketch
+held too many items goes by compaction.
 """
 
 import functools
@@ -24,7 +24,7 @@ _Found = TypeVar("_Found")
 
 
 def agree(codes: Tensor, mine: bytes, wire: Wire) -> Tensor:
-    """The exponents all ranks share, uint8 (blocks,), by one maximum that also carries each rank's digest.
+    """The exponents agreed over ranks, uint8 (blocks,), by one maximum that also compares each rank's digest.
 
     Raises `Doubt`.
     """
@@ -39,9 +39,9 @@ def agree(codes: Tensor, mine: bytes, wire: Wire) -> Tensor:
 
 
 def confirm_union(union: Tensor, mine_included: bool, wire: Wire) -> None:
-    """All ranks hold the same union, and each finds its own items in it; else `Doubt` on all of them.
+    """Check that all ranks hold the same union, and that each finds its own items in it. Else `Doubt` on all of them.
 
-    The next exchange is as long as the union is large, so a rank with another one would hang the rest.
+    The length of the next exchange depends on the union, so a rank with a different one would block the others.
     """
     mine = digest(int((union.long() * _weights(union.numel(), union.device)).sum()))
     header = torch.nn.functional.pad(marks_of(mine, union.device), (0, 1), value=not mine_included)
@@ -54,12 +54,12 @@ def confirm_union(union: Tensor, mine_included: bool, wire: Wire) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _weights(words: int, device: torch.device) -> Tensor:
-    """int64 (words,), odd and all different, for a sum that no two bitmaps are likely to share."""
+    """int64 (words,), odd and all different: weights of a sum that two bitmaps are unlikely to share."""
     return torch.arange(words, device=device) * 0x1E3779B97F4A7C15 | 1
 
 
 def vote(reason: str, wire: Wire, device: torch.device) -> None:
-    """`Doubt` on every rank if any rank has a reason other than "none"."""
+    """Raise `Doubt` on every rank if any rank has a reason other than "none"."""
     worst = torch.tensor([REASONS.index(reason)], dtype=torch.uint8, device=device)
     wire.maximum(worst)
     if bool(worst[0]):
@@ -67,10 +67,10 @@ def vote(reason: str, wire: Wire, device: torch.device) -> None:
 
 
 def settle(work: Callable[[], tuple[_Found, str]], wire: Wire, device: torch.device) -> _Found:
-    """Do `work`, which returns what it found and the check that failed ("none"), and agree over ranks how it went.
+    """Do `work`, and agree over ranks on its outcome. `work` returns its result and the failed check ("none").
 
-    Raises `Doubt` on every rank alike. If the wire can be lost, ranks may have stopped at different points, also at
-    doubts that all would have seen; so all of them vote, on what stands behind the wire.
+    Raises `Doubt` on every rank alike. If the wire can be lost, ranks may have stopped at different points, even at
+    doubts that all would have seen. So all of them vote, over the wire's fallback.
     """
     found: _Found | None = None
     try:
@@ -94,7 +94,7 @@ def mix(values: Tensor) -> Tensor:
 def checksum(totals: Tensor, items: Tensor, width: int, key: int) -> tuple[int, int]:
     """Two sums modulo 2^32 over int32 (k * width,): plain, and weighted by odd numbers that differ by item and column.
 
-    Both are linear, so the sum over ranks of their checksums is the checksum of their sum.
+    Both are linear, so the checksums of all ranks add up to the checksum of their sum.
     """
     fast = compiled_for(totals)
     if fast is not None:
@@ -108,7 +108,7 @@ def checksum(totals: Tensor, items: Tensor, width: int, key: int) -> tuple[int, 
 
 @dataclass
 class SegmentPart:
-    """One segment's share of a payload: int64 items (k,) and int32 values (k * width,)."""
+    """One segment's part of a payload: int64 items (k,) and int32 values (k * width,)."""
 
     items: Tensor
     values: Tensor
@@ -116,9 +116,9 @@ class SegmentPart:
 
 
 def checksums(parts: Sequence[SegmentPart], key: int, device: torch.device, *, ranks: int = 1) -> Tensor:
-    """int32 (CHECKSUM_WORDS,), which end a payload: the two checksums of all parts, and `ranks` times a constant.
+    """int32 (CHECKSUM_WORDS,), the end of a payload: the two checksums of all parts, and `ranks` times a constant.
 
-    The constant is needed: without it a payload that was counted twice throughout would fit its own checksums.
+    Without the constant, a payload whose every part was counted twice would match its own checksums.
     """
     plain = weighted = 0
     for place, part in enumerate(parts):

@@ -1,7 +1,7 @@
-"""Compaction: all ranks know the union of nonzero items, so only their values need to be summed.
+"""Compaction: all ranks know the union of nonzero items, so they sum only the values of these items.
 
-On an all-reduce this takes fewer bytes and far less arithmetic than a sketch, because position within the vector says
-which item a value belongs to.
+On an all-reduce this needs fewer bytes and far less arithmetic than a sketch, because a value's position in the vector
+says which item it belongs to.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from dynamix_homomorphic.union import clip_
 
 @dataclass(frozen=True)
 class AgreedBucket:
-    """One bucket, once its ranks share exponents.
+    """One bucket, after its ranks have agreed on exponents.
 
     values  float (elements,), this rank's; not changed
     codes   uint8 (blocks,), agreed
-    key     of the checksums
+    key     for the checksums
     """
 
     values: Tensor
@@ -39,7 +39,7 @@ class AgreedBucket:
 def compact(bucket: AgreedBucket, union: Tensor) -> tuple[list[SegmentPart], str]:
     """Gather the items of `union`, int32 bitmap (words,), and sum them over ranks.
 
-    Returns the sums by segment and the check that failed ("none").
+    Returns the sums by segment and the failed check ("none").
     """
     payload, parts = gather(bucket, union)
     payload[-CHECKSUM_WORDS:] = checksums(parts, bucket.key, payload.device)
@@ -49,7 +49,7 @@ def compact(bucket: AgreedBucket, union: Tensor) -> tuple[list[SegmentPart], str
 
 
 def gather(bucket: AgreedBucket, words: Tensor) -> tuple[Tensor, list[SegmentPart]]:
-    """int32 payload with room for the checksums, and its parts, whose values are views of it."""
+    """int32 payload with space for the checksums, and its parts, whose values are views of it."""
     segments = bucket.layout.segments
     found = [positions(words[s.word_slice]) for s in segments]
     sizes = [items.numel() * s.width for items, s in zip(found, segments, strict=True)]
@@ -61,5 +61,5 @@ def gather(bucket: AgreedBucket, words: Tensor) -> tuple[Tensor, list[SegmentPar
 
 
 def everything(layout: Layout, device: torch.device) -> Tensor:
-    """int32 (words,): the bitmap of all items, with which `compact` is a dense all-reduce in fixed point."""
+    """int32 (words,): the bitmap of all items. With it `compact` is a dense all-reduce in fixed point."""
     return clip_(torch.full((layout.words,), -1, dtype=torch.int32, device=device), layout)

@@ -1,7 +1,7 @@
-"""numba kernels for the CPU. Each repeats, bit for bit, the torch function of its name: `fixed_point.scan` and so on.
+"""numba kernels for the CPU. Each equals, bit for bit, the torch function of its name: `fixed_point.scan` and so on.
 
-All arithmetic is int64 that holds 32-bit quantities, masked: numba turns a mix of signed and unsigned 64-bit integers
-into floats.
+All arithmetic is in int64, masked to 32 bits, because numba converts a mix of signed and unsigned 64-bit integers to
+floats.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from dynamix.compression.compiled import MAGNITUDE, MASK, Array, F, jit, nonzero_rows
 
-_PIECE = 1 << 17  # elements; a multiple of a block's
+_PIECE = 1 << 17  # elements; a multiple of the block size
 
 
 def _kernel(function: F) -> Callable[..., Any]:
-    """`function` compiled, to be called with tensors in place of its arrays."""
+    """`function` compiled, and callable with tensors as its arrays."""
     compiled = jit(function)
     return lambda *arguments: compiled(*(a.numpy() if isinstance(a, Tensor) else a for a in arguments))
 
@@ -29,7 +29,7 @@ def _codes(bits: Array, block: int, codes: Array) -> None:
         top = np.int32(0)
         for i in range(row.size):
             magnitude = np.int32(row[i] & MAGNITUDE)
-            top = max(top, magnitude)  # as integers, NaN and infinity are the largest
+            top = max(top, magnitude)  # compared as integers, NaN and infinity are the largest
         codes[b] = 0 if top == 0 else max(top >> 23, 1)
 
 
@@ -49,7 +49,7 @@ def scan(values: Tensor, width: int, shift: int, codes: Tensor, words: Tensor) -
 
 
 def _scan_elements(values: Array, bits: Array, block: int, codes: Array, out: Array) -> None:
-    """In pieces that stay in the cache; for the bitmap numpy's own loops are the fastest."""
+    """Works in pieces that fit the cache. For the bitmap numpy's own loops are the fastest."""
     marks = np.empty(min(_PIECE, values.size), np.bool_)
     at = 0
     for start in range(0, values.size, _PIECE):
@@ -145,7 +145,7 @@ def insert_(table: Array, slots: Array, signs: Array, values: Array, width: int)
 
 @jit
 def _peel(slots: Array, degree: Array, order: Array, source: Array, ends: Array) -> int:
-    """`order` and `source` have room for one item too many, as does the list of those left: no branch to mispredict."""
+    """`order`, `source` and `alive` have room for one extra item, so that writing needs no branch to mispredict."""
     k = slots.shape[0]
     for i in range(k):
         for j in range(3):

@@ -1,4 +1,4 @@
-"""A bucket in fixed point: agree on exponents, send index and integers or a sketch, decode, check."""
+"""A bucket in fixed point: agree on exponents, exchange an index with integers or a sketch, decode, check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynamix_homomorphic.union import best_depth, is_superset, union_of
 
 
 class FixedPoint:
-    """Codec and memory of one bucket on one rank, for all ways in fixed point.
+    """Codec and state of one bucket on one rank, for all ways of exchanging in fixed point.
 
     fixed          densely: the reference that the others equal bit for bit
     compaction, lhc (two-phase), lhc-one-phase
@@ -32,7 +32,7 @@ class FixedPoint:
         self._prediction.forget(next_seed=undecoded)
 
     def reduce_(self, bucket: BucketExchange, flat: Tensor, way: str, wire: Wire, step: int) -> None:
-        """Replace `flat` by its mean; raises `Doubt`, with `flat` untouched."""
+        """Replace `flat` by its mean. Raises `Doubt` and then leaves `flat` unchanged."""
         scales = self._scales_for(wire.workers, flat.device)
         union, codes, parts = settle(lambda: self._exchange(bucket, flat, way, wire, step, scales), wire, flat.device)
         self.learn(bucket, union, codes, parts, way, flat)
@@ -42,7 +42,7 @@ class FixedPoint:
     def _exchange(
         self, bucket: BucketExchange, flat: Tensor, way: str, wire: Wire, step: int, scales: Scales
     ) -> tuple[tuple[Tensor, Tensor, list[SegmentPart]], str]:
-        """The union, the exponents and the sums, and the check that failed ("none"). Leaves `flat` alone."""
+        """The union, the exponents, the sums, and the failed check ("none"). Leaves `flat` unchanged."""
         values, layout, settings = working(flat), bucket.layout, bucket.settings
         expected = self._prediction.expected() if way == "lhc-one-phase" else None
         codes, words = scan(values, layout)
@@ -71,7 +71,7 @@ class FixedPoint:
     def learn(
         self, bucket: BucketExchange, union: Tensor, codes: Tensor, parts: list[SegmentPart], way: str, flat: Tensor
     ) -> None:
-        """Learn from a union that all ranks know."""
+        """Update predictions from a union that all ranks know."""
         if way == "fixed":
             return
         if bucket.unions % RELEARN == 0:

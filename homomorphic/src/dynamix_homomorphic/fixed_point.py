@@ -1,11 +1,11 @@
-"""Gradients as int32 fixed point with an exponent shared per block and over ranks, so that sums are exact.
+"""Gradients as int32 fixed point with one exponent per block, shared by all ranks, so that sums are exact.
 
 A block's exponent e is that of its largest magnitude on any rank (|x| < 2^e). Each value becomes the integer nearest to
-x / 2^(e - s), s = 30 - ceil(log2 W): W of them cannot overflow, and int32 sums do not depend on their order. This is
-the one and only loss: "lossless" here means that what is decoded equals the integer sum of the quantised inputs.
+x / 2^(e - s), s = 30 - ceil(log2 W). W of them cannot overflow, and int32 sums do not depend on their order. This
+rounding is the only loss: "lossless" here means that the decoded sum equals the integer sum of the quantised inputs.
 
-Exponents travel as one byte, the exponent field of float32: 0 is a block of zeros, 255 one that fixed point cannot hold
-(NaN, infinity, or a float64 beyond 2^128). Blocks below 2^-125 share the exponent -125.
+An exponent is sent as one byte, the exponent field of float32. 0 is a block of zeros. 255 is a block that fixed point
+cannot hold (NaN, infinity, or a float64 beyond 2^128). Blocks below 2^-125 share the exponent -125.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fraction_bits(workers: int) -> int:
 
 @dataclass(frozen=True)
 class Scales:
-    """Powers of two by exponent code, float64 (256,): `up` from value to integer, `down` back. Zero blocks give 0."""
+    """Powers of two by exponent code, float64 (256,): `up` from value to integer, `down` back. 0 for zero blocks."""
 
     workers: int
     up: Tensor
@@ -63,7 +63,7 @@ def working(flat: Tensor) -> Tensor:
 
 
 def scan(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Exponent codes, uint8 (blocks,), and bitmap of the items that are not zero, int32 (words,), of one rank."""
+    """One rank's exponent codes, uint8 (blocks,), and the bitmap of its nonzero items, int32 (words,)."""
     codes = torch.empty(layout.blocks, dtype=torch.uint8, device=values.device)
     words = torch.empty(layout.words, dtype=torch.int32, device=values.device)
     fast = compiled_for(values) if values.dtype == torch.float32 else None
@@ -109,7 +109,7 @@ def quantise(values: Tensor, s: Segment, items: Tensor, codes: Tensor, scales: S
 
 
 def write_mean_(values: Tensor, s: Segment, items: Tensor, codes: Tensor, scales: Scales, totals: Tensor) -> None:
-    """Write the mean over workers, from the integer sums `totals`, to `items` of `values`; other items stay."""
+    """Write the mean over workers to `items` of `values`, from the integer sums `totals`. Other items do not change."""
     part, code = values[s.start : s.stop], codes[s.block_slice]
     fast = compiled_for(values) if values.dtype in (torch.float32, torch.float64) else None
     if fast is not None:
@@ -118,5 +118,5 @@ def write_mean_(values: Tensor, s: Segment, items: Tensor, codes: Tensor, scales
     scale = scales.down[code[items >> s.shift].long()]
     mean = totals.view(-1, s.width).double() * scale.unsqueeze(1) / scales.workers
     if values.dtype != torch.float64:
-        mean = mean.float()  # half types are rounded from float32, here as in the compiled kernel's caller
+        mean = mean.float()  # half types are rounded from float32, as the compiled kernel's caller does
     part.view(-1, s.width)[items] = mean.to(values.dtype)

@@ -1,4 +1,4 @@
-"""Which kernels serve a tensor: the numba ones on the CPU where numba is installed, else torch (also on CUDA)."""
+"""Chooses the kernels for a tensor: numba on the CPU if it is installed, else torch (also on CUDA)."""
 
 from types import ModuleType
 
@@ -8,7 +8,7 @@ from dynamix.compression import kernels
 
 
 def compiled_for(tensor: Tensor) -> ModuleType | None:
-    """`dynamix_homomorphic.compiled` when it can serve `tensor`, else None: then the torch reference runs."""
+    """`dynamix_homomorphic.compiled` if it supports `tensor`, else None: then use the torch reference."""
     if tensor.device.type != "cpu" or not kernels.available():
         return None
     from dynamix_homomorphic import compiled

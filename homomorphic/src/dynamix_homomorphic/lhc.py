@@ -1,7 +1,7 @@
-"""Lossless homomorphic compression (arXiv 2402.07529): sketches that are added, an index that is ORed.
+"""Lossless homomorphic compression (arXiv 2402.07529): sketches are added, an index is ORed.
 
-Two-phase: the union is known first, its structure is peeled, and only a sketch that will decode is sent. One-phase: the
-sketch's size is predicted from earlier unions, and sketch and index travel together; what does not decode goes by
+Two-phase: the ranks first exchange the union, peel its structure, and send only a sketch that will decode. One-phase:
+the sketch's size is predicted from earlier unions, and sketch and index are sent together. What does not decode goes by
 compaction.
 """
 
@@ -18,15 +18,15 @@ from dynamix_homomorphic.peeling import Peeling, extract, peel
 from dynamix_homomorphic.sketch import Hashing, insert_, slots
 from dynamix_homomorphic.union import exchange_union, is_superset
 
-ATTEMPTS = 8  # seeds tried before a structure counts as not decodable
-CLASS_STEP = 1.125  # predicted sizes are rounded up to powers of this, so that they seldom change
-MARGIN = 1.1  # a predicted union is taken to be this much larger
-SPARE = 16  # and by so many items, for small ones
+ATTEMPTS = 8  # seeds to try before a structure counts as undecodable
+CLASS_STEP = 1.125  # predicted sizes are rounded up to powers of this, so that they rarely change
+MARGIN = 1.1  # factor on a predicted union
+SPARE = 16  # items added to a predicted union, which matters for small ones
 MEMORY = 0.8  # weight of the past in the prediction
 
 
 def two_phase(bucket: AgreedBucket, union: Tensor, seed: tuple[int, ...]) -> tuple[list[SegmentPart], str]:
-    """As `compaction.compact`, by sketch. Raises `Doubt("peel")`, on every rank alike, when no seed will decode."""
+    """As `compaction.compact`, by sketch. Raises `Doubt("peel")`, on every rank alike, if no seed decodes."""
     _, parts = gather(bucket, union)
     found = [_decodable(bucket, part.items, (*seed, place)) for place, part in enumerate(parts)]
     payload, tables = _sketches([hashing for hashing, *_ in found], bucket)
@@ -42,7 +42,7 @@ def two_phase(bucket: AgreedBucket, union: Tensor, seed: tuple[int, ...]) -> tup
 
 
 def _sketches(hashings: list[Hashing], bucket: AgreedBucket) -> tuple[Tensor, list[Tensor]]:
-    """One payload of zeros: the segments' sketches behind each other, then the checksums; and the sketches alone."""
+    """One payload of zeros, the segments' sketches and then the checksums; and the sketches as views."""
     sizes = [h.counters * s.width for h, s in zip(hashings, bucket.layout.segments, strict=True)]
     payload = torch.zeros(sum(sizes) + CHECKSUM_WORDS, dtype=torch.int32, device=bucket.values.device)
     return payload, list(payload[: sum(sizes)].split(sizes))
@@ -65,9 +65,9 @@ def _decodable(bucket: AgreedBucket, items: Tensor, seed: tuple[int, ...]) -> tu
 def one_phase(
     bucket: AgreedBucket, words: Tensor, expected: list[int], seed: tuple[int, ...]
 ) -> tuple[list[SegmentPart], str, Tensor]:
-    """Send sketches for `expected` items a segment together with this rank's bitmap `words`.
+    """Send sketches for `expected` items per segment together with this rank's bitmap `words`.
 
-    Returns the sums by segment, the check that failed ("peel" when the union was larger than expected), and the union.
+    Returns the sums by segment, the failed check ("peel" if the union was larger than expected), and the union.
     """
     hashings = [_hashing(bucket, k, *seed, place) for place, k in enumerate(expected)]
     payload, tables = _sketches(hashings, bucket)
@@ -96,7 +96,7 @@ def one_phase(
 
 
 def _verdict(bucket: AgreedBucket, payload: Tensor, decoded: list[SegmentPart]) -> str:
-    """The check that failed, of a payload from which everything has been extracted."""
+    """The failed check of a payload from which all items have been extracted."""
     if bool(payload[:-CHECKSUM_WORDS].any()):
         return "residual"
     want = checksums(decoded, bucket.key, payload.device, ranks=bucket.wire.workers)
@@ -104,9 +104,9 @@ def _verdict(bucket: AgreedBucket, payload: Tensor, decoded: list[SegmentPart]) 
 
 
 class UnionForecast:
-    """How many items the next union will have, by segment: smoothed, with a margin, in size classes.
+    """Predicts how many items the next union will have, by segment: smoothed, with a margin, in size classes.
 
-    Fed with unions that all ranks know, so all ranks predict alike.
+    It is updated with unions that all ranks know, so all ranks predict alike.
 
     >>> prediction = UnionForecast()
     >>> prediction.expected() is None
@@ -121,18 +121,18 @@ class UnionForecast:
         self.attempt = 0
 
     def observe(self, items: list[int]) -> None:
-        """A union larger than expected counts in full at once; shrinking is followed slowly."""
+        """Record a union. A larger one than expected counts in full at once; smaller ones count gradually."""
         before = items if self._smooth is None or len(self._smooth) != len(items) else self._smooth
         pairs = zip(items, before, strict=True)
         self._smooth = [max(float(k), MEMORY * old + (1 - MEMORY) * k) for k, old in pairs]
 
     def expected(self) -> list[int] | None:
-        """None before the first union: two-phase then."""
+        """Predicted items by segment. None before the first union, which then goes two-phase."""
         return None if self._smooth is None else [size_class(MARGIN * k + SPARE) for k in self._smooth]
 
     def forget(self, *, next_seed: bool) -> None:
-        """After a doubt: two-phase, unless another union is observed first. A seed that decoded is kept, as unions
-        resemble each other; one that did not is left, or twin items would fail at every step."""
+        """After a doubt: use two-phase until another union is observed. Keep a seed that decoded, as unions resemble
+        each other. Change one that did not, because items with equal hashes would fail at every step."""
         self._smooth, self.attempt = None, self.attempt + 1 if next_seed else 0
 
 

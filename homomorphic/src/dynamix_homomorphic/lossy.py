@@ -1,18 +1,18 @@
-"""LOSSY, before the lossless exchange: only the largest gradients are sent, the rest is kept and added next time.
+"""LOSSY, before the lossless exchange: only the largest gradients are sent, the rest is added to the next step's.
 
     state = LossyState(net, keep=0.01, hook_state=CompressionState("compaction"))
     model.register_comm_hook(state, lossy_hook)            # or Controller.wrap(..., hook=lossy_hook, hook_state=state)
 
-Unlike everything else here this changes training: a step applies the mean over ranks of what each
-of them sent, not of their gradients. Error feedback (Seide et al. 2014; Stich et al., arXiv 1809.07599; Karimireddy et
-al., arXiv 1901.09847) carries what was left to the next step, so that nothing is lost for good:
+Unlike everything else here this changes training: a step applies the mean over ranks of what they sent, not of their
+gradients. Error feedback (Seide et al. 2014; Stich et al., arXiv 1809.07599; Karimireddy et al., arXiv 1901.09847)
+carries the rest to the next step, so that nothing is lost for good:
 
     sum over steps of what was applied + mean over ranks of what they still hold = sum over steps of the mean gradient
 
 up to the rounding of each step's additions.
 
-Top-k as in Stich et al., a fixed threshold as in Dutta et al. (arXiv 2108.00951). The sent gradient is mostly zeros,
-which the lossless stage behind (`compression_hook`) exchanges as index and values without a further loss.
+Top-k is as in Stich et al., a fixed threshold as in Dutta et al. (arXiv 2108.00951). The sent gradient is mostly zeros.
+The lossless hook that follows (`compression_hook`) exchanges it as index and values without a further loss.
 """
 
 import math
@@ -34,16 +34,16 @@ from dynamix.errors import ConfigError, StateError, UsageError
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 LossScale = Callable[[], float] | None
-Held = list[tuple[str, Tensor]]  # by parameter: what this rank will hold if the step counts
+Held = list[tuple[str, Tensor]]  # by parameter: the rest that this rank will hold if the step is applied
 
 
 class ErrorFeedback:
-    """The part that one rank has not sent yet, by parameter. No communication.
+    """The rest of the gradients that one rank has not sent yet, by parameter. No communication.
 
-    keep         share of a parameter's elements to send, those of largest magnitude; at least one of them
-    threshold    instead: every element of at least this magnitude
-    loss_scale   returns the factor that gradients carry now (`scaler.get_scale`). What is held is kept without it, so
-                 that a changed scale does not change it; exact where scales are powers of two, as a GradScaler's are
+    keep         fraction of a parameter's elements to send, those of largest magnitude; at least one of them
+    threshold    instead: send every element of at least this magnitude
+    loss_scale   returns the current factor of the gradients (`scaler.get_scale`). The rest is held without it, so that
+                 a changed scale does not change it; exact if scales are powers of two, as a GradScaler's are
 
     >>> feedback, gradient = ErrorFeedback(keep=0.25), torch.tensor([1.0, -4.0, 2.0, 3.0])
     >>> items, held = feedback.take_(gradient, "weight")
@@ -66,9 +66,9 @@ class ErrorFeedback:
     def take_(self, part: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Leave in `part`, the gradient (n,) of parameter `name`, only what is sent; the rest becomes zero.
 
-        Returns the positions that are sent, int64 (k,), and what will be held, (n,) in float32 or float64: gradient and
-        memory minus what is sent, rounding of half types included. Counts nothing yet: that is `commit`. NaN and
-        infinity are among what is sent. Raises `StateError` when the memory is of another shape.
+        Returns the positions to send, int64 (k,), and the rest to hold, (n,) in float32 or float64: gradient plus held
+        rest minus what is sent, with the rounding of half types. It is stored only by `commit`. NaN and infinity are
+        always sent. Raises `StateError` if the held rest has another shape.
         """
         scale = 1.0 if self.loss_scale is None else float(self.loss_scale())
         held = part.detach().to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True).div_(scale)
@@ -85,7 +85,7 @@ class ErrorFeedback:
         return items, held
 
     def commit(self, held: Held) -> None:
-        """The sent part has been applied: remember the rest."""
+        """Store the rest, after the sent part has been applied."""
         self.memory.update(held)
 
     def _largest(self, values: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ class ErrorFeedback:
 
 
 def _largest_of(magnitude: NDArray[Any], k: int) -> NDArray[np.int64]:
-    """The places of the k largest of (n,), in any order; NaN counts as the largest. A third to a sixth of
-    `torch.topk`'s time, but equal values make a partition slow: where most are zero only the others are looked at."""
+    """The places of the k largest of (n,), in any order; NaN counts as the largest. It takes a third to a sixth of
+    `torch.topk`'s time. Equal values make a partition slow, so if most are zero it searches only the others."""
     n = len(magnitude)
     if 2 * np.count_nonzero(magnitude) > n:
         return np.argpartition(magnitude, n - k)[n - k :]
@@ -117,23 +117,22 @@ def _largest_of(magnitude: NDArray[Any], k: int) -> NDArray[np.int64]:
 class LossyState:
     """The state of `lossy_hook` and `lossy_topk_hook`: error feedback, and the hook that exchanges what is sent. LOSSY.
 
-    model        whose parameters these are; their names are the keys of what is saved
+    model        the owner of the parameters; their names are the keys of the saved state
     keep, threshold, loss_scale   as in `ErrorFeedback`; pass `loss_scale=scaler.get_scale` with a GradScaler
-    hook, hook_state   for `lossy_hook`: who averages the sparse bucket. `compression_hook` with a `CompressionState`
-                 made without `model=`, as single elements are what is left; any other hook that averages over ranks
-                 will do
+    hook, hook_state   for `lossy_hook`: averages the sparse bucket. Use `compression_hook` with a `CompressionState`
+                 made without `model=`, because single elements remain, or any other hook that averages over ranks
 
-    Held in float32 (float64 for such parameters): one more copy of the model on each rank. Selection is by parameter,
-    so neither DDP's buckets nor their rebuilding change what is sent.
+    The rest is held in float32 (float64 for such parameters): one more copy of the model on each rank. Selection is by
+    parameter, so neither DDP's buckets nor their rebuilding change what is sent.
 
     *Unequal batches*: gradients reach this hook weighted by n_i W/N, and are held weighted, so the sum in the module's
-    docstring is that of the weighted means. A rank without a share goes on sending what it holds. *Accumulation*: under
-    `no_sync` nothing is called; the sum of the micro-batches is one gradient. *Not finite*: if the mean of a bucket is
-    not finite, on any rank and so on all, every rank keeps what it held before; a GradScaler sees the infinity and
-    skips the step. What the step's other buckets had sent is then skipped with it, as their gradients would have been.
+    docstring is that of the weighted means. A rank without a share keeps sending what it holds. *Accumulation*: under
+    `no_sync` DDP calls no hook; the sum of the micro-batches is one gradient. *Not finite*: if a bucket's mean is not
+    finite, it is so on all ranks, and every rank keeps what it held before. A GradScaler sees the infinity and skips
+    the step. What the step's other buckets sent is lost with it, as their gradients would have been.
 
-    `state_dict()` is this rank's own and differs between ranks: save and load it on each. It includes `hook_state`'s
-    where that has one. Loaded at another world size, what removed ranks held is lost.
+    `state_dict()` differs between ranks: save and load it on each. It includes the state of `hook_state` if that has
+    one. If it is loaded with fewer ranks, what the removed ranks held is lost.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class LossyState:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group that reduces; setting it (as the controller does, one per bucket) sets the inner state's too."""
+        """The group that reduces. Setting it (the controller does, once per bucket) sets the inner state's too."""
         if hasattr(self.hook_state, "process_group"):
             return cast(dist.ProcessGroup, self.hook_state.process_group)
         return self._group or cast(dist.ProcessGroup, dist.group.WORLD)
@@ -166,7 +165,7 @@ class LossyState:
             self.hook_state.process_group = group
 
     def sparsify_(self, bucket: Bucket) -> tuple[Tensor, Held]:
-        """Leave in the bucket what this rank sends. Returns its positions, int64 (k,), and what is held afterwards."""
+        """Leave in the bucket what this rank sends. Returns its positions, int64 (k,), and the rest to hold."""
         flat, at = bucket.buffer(), 0
         chosen, held = [torch.empty(0, dtype=torch.int64, device=flat.device)], []
         for name, n in self._named(bucket):
@@ -177,7 +176,7 @@ class LossyState:
         return torch.cat(chosen), held
 
     def settle(self, mean: Tensor, held: Held) -> Tensor:
-        """The bucket's mean has come: what was sent counts as sent if it is finite, which all ranks see alike."""
+        """Take the bucket's mean. If it is finite, which all ranks see alike, what was sent counts as sent."""
         if bool(torch.isfinite(mean).all()):
             self.feedback.commit(held)
         return mean
@@ -219,8 +218,8 @@ def lossy_hook(state: LossyState, bucket: Bucket) -> Future[Tensor]:
 def lossy_topk_hook(state: LossyState, bucket: Bucket) -> Future[Tensor]:
     """A DDP communication hook, LOSSY: every rank gathers and adds the largest elements of all, as index and value.
 
-    One collective, of W k (4 + element size) bytes; the usual way to send top-k, here to compare with. Needs `keep`:
-    all ranks must send equally many. `state.hook` is not used.
+    One collective of W k (4 + element size) bytes: the usual top-k exchange, here for comparison. Needs `keep`, because
+    all ranks must send equally many elements. `state.hook` is not used.
     """
     flat, group = bucket.buffer(), state.process_group
     if state.feedback.keep is None:
@@ -239,7 +238,7 @@ def lossy_topk_hook(state: LossyState, bucket: Bucket) -> Future[Tensor]:
         gathered.value()  # raises what the collective raised
         flat.zero_()
         for one in everybodys.view(group.size(), -1):
-            index, values = one[:index_bytes].clone(), one[index_bytes:].clone()  # aligned for their types
+            index, values = one[:index_bytes].clone(), one[index_bytes:].clone()  # copied to align them
             flat.index_add_(0, index.view(torch.int32), values.view(flat.dtype), alpha=1 / group.size())
         return state.settle(flat, held)
 
@@ -250,5 +249,5 @@ def _then(future: Future[Any], step: Callable[[Future[Any]], Tensor]) -> Future[
     return cast("Future[Tensor]", future.then(step))
 
 
-lossy_hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types
+lossy_hook.__annotations__.clear()  # DDP checks annotations, and rejects strings
 lossy_topk_hook.__annotations__.clear()

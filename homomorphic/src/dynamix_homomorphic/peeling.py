@@ -1,8 +1,8 @@
-"""Peeling: decode a sketch whose items are known, exactly or not at all.
+"""Peeling: decode a sketch of given items, exactly or not at all.
 
-A counter that only one remaining item has touched is that item's value; subtract it from the item's other counters, and
-repeat. All such items are taken at once, round by round, so that the order is the same everywhere. Which items come out
-depends on where they hash to, not on their values: it is known before a sketch is sent.
+If only one remaining item has touched a counter, the counter is that item's value. Subtract it from the item's other
+counters, and repeat. All such items are taken at once, round by round, so that the order is the same everywhere. Which
+items can be decoded depends on their hashes, not on their values, so it is known before a sketch is sent.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynamix_homomorphic.kernels import compiled_for
 
-MAX_ROUNDS = 200  # 12-13 are usual; a set that needs more is as good as stuck
+MAX_ROUNDS = 200  # 12-13 are usual; a set that needs more is unlikely to finish
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Peeling:
 
 
 def peel(where: Tensor, counters: int) -> Peeling:
-    """Peel the structure alone. `where`: int32 (k, 3), the counters of each item."""
+    """Peel the structure, without values. `where`: int32 (k, 3), the counters of each item."""
     fast = compiled_for(where)
     if fast is None:
         return _peel(where, counters)
@@ -56,7 +56,7 @@ def _peel(where: Tensor, counters: int) -> Peeling:
         if not taken.numel():
             break
         orders.append(taken)
-        sources.append(alone[free].int().argmax(1))  # the first of those that are alone
+        sources.append(alone[free].int().argmax(1))  # the first counter that holds it alone
         degree.index_add_(0, at[taken].view(-1), degree.new_full((taken.numel() * 3,), -1))
         alive, done = alive[~free], done + taken.numel()
         ends.append(done)
@@ -64,7 +64,7 @@ def _peel(where: Tensor, counters: int) -> Peeling:
 
 
 def extract(table: Tensor, where: Tensor, signs: Tensor, peeling: Peeling, width: int) -> Tensor:
-    """The items' values, int32 (k * width,), taken out of `table` in place: a sound table is left with zeros only.
+    """Take the items' values, int32 (k * width,), out of `table` in place. A sound table then holds only zeros.
 
     Items that `peeling` does not reach are 0; callers never use an incomplete one.
     """

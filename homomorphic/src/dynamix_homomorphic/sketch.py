@@ -1,6 +1,6 @@
 """The Count Sketch of LHC (arXiv 2402.07529): each item is added, with a sign, to one counter in each of three tables.
 
-Sketches of different ranks add up to the sketch of the sum. Counters are int32 and wrap around, so sums are exact; an
+Sketches of different ranks add up to the sketch of the sum. Counters are int32 and wrap around, so sums are exact. An
 item of width d (an embedding row) has counters of d integers.
 """
 
@@ -16,16 +16,16 @@ from dynamix.compression.checks import digest
 from dynamix_homomorphic.checks import mix
 from dynamix_homomorphic.kernels import compiled_for
 
-# The peeling threshold is 1.222 counters per item; close to it decoding fails often and takes many rounds.
+# The peeling threshold is 1.222 counters per item; near it decoding fails often and takes many rounds.
 COUNTERS_PER_ITEM = 1.4
-COUNTERS_PER_ITEM_SMALL = 1.5  # below SMALL items, where chance weighs more
+COUNTERS_PER_ITEM_SMALL = 1.5  # below SMALL items, where chance matters more
 SMALL = 10_000
-SPARE = 12  # counters on top, for a handful of items
+SPARE = 12  # extra counters, for a handful of items
 
 
 @dataclass(frozen=True)
 class Hashing:
-    """The hashing of items: three tables of `table` counters, and the keys of three hash functions.
+    """The hashes of items: three tables of `table` counters, and the keys of three hash functions.
 
     keys  int64 (3, 2), a multiplier and an offset below 2^32 per table
     """
@@ -35,7 +35,7 @@ class Hashing:
 
     @classmethod
     def of(cls, items: int, *seed: int, ratio: float | None = None, device: torch.device | str = "cpu") -> Hashing:
-        """Tables for `items` items at `ratio` counters each (1.4, or 1.5 for few), keyed by the integers of `seed`."""
+        """Tables for `items` items with `ratio` counters each (1.4, or 1.5 for few), keyed by the integers `seed`."""
         usual = COUNTERS_PER_ITEM if items >= SMALL else COUNTERS_PER_ITEM_SMALL
         table = math.ceil((ratio or usual) * items / 3) + SPARE // 3
         raw = [int.from_bytes(digest("sketch", j, *seed), "little") for j in range(3)]

@@ -1,8 +1,8 @@
-"""Which items are not zero on any rank: the union of packed bitmaps.
+"""Which items are nonzero on any rank: the union of packed bitmaps.
 
-Blocks that are zero everywhere are known from the exponents already, so only words of live blocks travel. Below that,
-the bitmap can be sent in levels: first which of its bytes are not zero, then only those bytes. At 5 % of random items
-that takes 0.46 bits an item in place of 1 (entropy 0.29); at 1 % two levels take 0.15 (0.08).
+The exponents already show which blocks are zero everywhere, so only words of other blocks are sent. The bitmap can be
+sent in levels: first which of its bytes are nonzero, then only those bytes. At 5 % of random items that takes 0.46 bits
+an item instead of 1 (entropy 0.29); at 1 % two levels take 0.15 (0.08).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from dynamix.compression.index import pack, positions
 from dynamix.compression.layout import Layout
 from dynamix.compression.wire import Wire
 
-LEVEL_BYTES = 4096  # a level is one more round trip: it has to save at least this much
+LEVEL_BYTES = 4096  # a level costs a round trip, so it must save at least this much
 
 
 def is_superset(union: Tensor, words: Tensor) -> bool:
@@ -28,8 +28,8 @@ def union_of(words: Tensor, codes: Tensor, layout: Layout, wire: Wire, depth: in
 
 
 def exchange_union(words: Tensor, codes: Tensor, layout: Layout, send: Callable[[Tensor], Tensor]) -> Tensor:
-    """The words that `send` makes of the uint8 of the live `words`, at their places; zeros elsewhere and past the last
-    item."""
+    """Apply `send` to the bytes, uint8, of the live `words`, and put the result in place. Words of zero blocks and bits
+    past the last item are zero."""
     live = live_words(codes, layout)
     bits = words.clone() if live is None else words.index_select(0, live)
     union = send(bits.view(torch.uint8)).view(torch.int32)
@@ -37,7 +37,7 @@ def exchange_union(words: Tensor, codes: Tensor, layout: Layout, send: Callable[
 
 
 def clip_(union: Tensor, layout: Layout) -> Tensor:
-    """Clear bits past the last item: damaged ones would make kernels reach past the bucket."""
+    """Clear bits past the last item: if damaged, they would make kernels reach past the bucket."""
     for s in layout.segments:
         part, last = union[s.word_slice], s.items >> 5
         if s.items & 31:
@@ -48,7 +48,7 @@ def clip_(union: Tensor, layout: Layout) -> Tensor:
 
 
 def live_words(codes: Tensor, layout: Layout) -> Tensor | None:
-    """int64: the words of blocks that are not zero on every rank; None for all."""
+    """int64: the words of blocks that are nonzero on some rank; None for all."""
     if bool((codes != 0).all()):
         return None
     found = []
@@ -70,7 +70,7 @@ def _ladder(bits: Tensor, wire: Wire, depth: int) -> Tensor:
 
 
 def best_depth(union: Tensor, codes: Tensor, layout: Layout) -> int:
-    """The number of levels that would have sent this union in the fewest bytes: the next step's choice."""
+    """The number of levels that would have sent this union in the fewest bytes. The next step uses it."""
     live = live_words(codes, layout)
     bits = (union if live is None else union.index_select(0, live)).view(torch.uint8)
     above = pack(bits)

@@ -1,7 +1,7 @@
-"""The parts that this distribution adds to `dynamix.compression`, found by entry point: ways in fixed point, and the
+"""Registers this distribution's parts with `dynamix.compression`, by entry point: ways in fixed point, and the
 aggregator.
 
-Traffic is that of the model in `dynamix.compression.traffic`: bytes through the busiest link direction, and hops.
+Traffic is modelled as in `dynamix.compression.traffic`: bytes through the busiest link direction, and hops.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dynamix.compression.wire import Wire
 from dynamix_homomorphic.aggregator.link import AggregatorLink
 from dynamix_homomorphic.exchange import FixedPoint
 
-BLOCK_BYTES = 2048  # gradient bytes an exponent byte stands for
-COUNTERS = 1.45  # of a sketch, an item
-MARGIN = 1.2  # of a predicted sketch over what it turns out to need
-LARGE = {"compaction": 1.0, "lhc": COUNTERS, "lhc-one-phase": MARGIN * COUNTERS}  # what is summed, over the union
+BLOCK_BYTES = 2048  # gradient bytes per exponent byte
+COUNTERS = 1.45  # sketch counters per item
+MARGIN = 1.2  # a predicted sketch over the size actually needed
+LARGE = {"compaction": 1.0, "lhc": COUNTERS, "lhc-one-phase": MARGIN * COUNTERS}  # summed bytes over union bytes
 
 
 def register(ways: Registry) -> None:
-    """The entry point. `auto` tries compaction and lhc; with an aggregator, what `AggregatorLink` names."""
+    """The entry point. `auto` tries compaction and lhc; with an aggregator it tries `AggregatorLink.candidates`."""
     ways.add(_way("fixed"))
     ways.add(_way("compaction", candidate=True))
     ways.add(_way("lhc", candidate=True, instead="compaction", beyond="compaction"))
@@ -46,7 +46,7 @@ def _way(name: str, *, candidate: bool = False, instead: str | None = None, beyo
 
 
 def over_group(way: str, spread: Spread) -> Sent:
-    """All-reduces on a ring.
+    """Traffic of all-reduces on a ring.
 
     >>> over_group("compaction", Spread([1000] * 4, union_bytes=4000, dense_bytes=100_000)).hops
     20
@@ -60,7 +60,7 @@ def over_group(way: str, spread: Spread) -> Sent:
 
 
 def through_aggregator(way: str, spread: Spread) -> Sent:
-    """Each buffer up once and down once; the vote goes over the group."""
+    """Traffic through an aggregator: each buffer up once and down once. The vote goes over the group."""
     calls = 3 if way == "lhc-one-phase" else 5
     return Sent(4 * _header(spread) + LARGE[way] * spread.union_bytes, 2 * calls + 1)
 

@@ -1,1 +1,1 @@
-"""The laboratory of dynamix: suites, experiments, peers, tasks, and how their results become tables."""
+"""The laboratory of dynamix: suites, experiments, other libraries, tasks, and tables of their results."""

@@ -10,7 +10,7 @@ BENCH = ("jinja2", "matplotlib", "mnist1d", "sklearn", "scipy", "gymnasium", "pe
 
 
 def how_to_install(extra: str = "") -> str:
-    """The line that brings the laboratory, with an extra.
+    """The command that installs the laboratory, with an extra.
 
     >>> how_to_install("bench")
     "pip install ./homomorphic './lab[bench]'  (in dynamix's source tree)"
@@ -20,7 +20,7 @@ def how_to_install(extra: str = "") -> str:
 
 
 def need_bench(what: str, modules: tuple[str, ...] = BENCH) -> None:
-    """Raises `UsageError` unless these modules, of the extra `bench`, are there."""
+    """Raise `UsageError` unless these modules, of the extra `bench`, are installed."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise UsageError(f"{what} needs {', '.join(missing)}: {how_to_install('bench')}")

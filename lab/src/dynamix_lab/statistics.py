@@ -1,9 +1,8 @@
-"""How runs are compared: time to target with censoring, ratios and differences of pairs, their intervals. Pure
-functions.
+"""Compares runs: time to target with censoring, ratios and differences of pairs, and their intervals. Pure functions.
 
-Every interval is at 95 % unless asked otherwise. It is Student's t below `FEW` values and a percentile bootstrap from
-there on (`scipy.stats`): few values tell too little about their own tails to be drawn from again. If pairs come from
-several scenarios, the scenarios are the values.
+Every interval is at 95 % by default. It is Student's t for fewer than `FEW` values, else a percentile bootstrap
+(`scipy.stats`), because few values say too little about their tails for resampling. If pairs come from several
+scenarios, the scenarios are the values.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Interval:
     high: float
 
     def to_dict(self) -> dict[str, float | None]:
-        """For JSON; NaN becomes None."""
+        """The interval as JSON; NaN becomes None."""
         values = {"median": self.median, "low": self.low, "high": self.high}
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
@@ -41,9 +40,9 @@ class Interval:
 def time_to_target(times_s: Sequence[float], scores: Sequence[float], target: float) -> float | None:
     """When a run reached `target`: the first of two consecutive snapshots at or above it, interpolated; else None.
 
-    times_s, scores   of the snapshots, oldest first. One snapshot above followed by one below does not count (noise),
-    nor does a last one that nothing follows. The crossing is interpolated between the first of the two and the snapshot
-    before it, if that lies below.
+    times_s, scores   of the snapshots, oldest first. A snapshot above the target counts only if the next one is above
+    it, too (noise), so the last one alone does not. The crossing is interpolated between the first of the two and the
+    snapshot before it, if that is below.
 
     >>> time_to_target([1.0, 2.0, 3.0], [0.8, 1.0, 0.95], 0.9)
     1.5
@@ -66,7 +65,7 @@ def _crossing(times_s: Sequence[float], scores: Sequence[float], i: int, target:
 
 
 def censored(times_s: Sequence[float | None], bound_s: Sequence[float]) -> Floats:
-    """Times with every run that did not arrive, or arrived later, counted as arriving at its bound: never dropped.
+    """Times in which every run that did not arrive, or arrived later, counts as arriving at its bound. None is dropped.
 
     >>> censored([3.0, None, 9.0], [8.0, 8.0, 8.0]).tolist()
     [3.0, 8.0, 8.0]
@@ -99,7 +98,7 @@ class MeanInterval:
     high: float
 
     def to_dict(self) -> dict[str, float | None]:
-        """For JSON; NaN becomes None."""
+        """The interval as JSON; NaN becomes None."""
         values = {"mean": self.mean, "low": self.low, "high": self.high}
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
@@ -145,9 +144,9 @@ def paired_ratio(
 ) -> Interval:
     """Geometric mean of numerator[i] / denominator[i] over pairs, with an interval on the logarithms.
 
-    Given plain sequences the interval is that of `mean_interval` over pairs. Given mappings (scenario -> pairs) every
-    scenario weighs the same, and the interval is that of `mean_interval` over the scenarios' means: scenarios are what
-    varies, however many pairs each of them has. Deterministic for a seed.
+    For plain sequences the interval is that of `mean_interval` over pairs. For mappings (scenario -> pairs) every
+    scenario has the same weight, and the interval is that of `mean_interval` over the scenarios' means: scenarios are
+    what varies, however many pairs each has. Deterministic for a seed.
 
     >>> paired_ratio([1.0, 1.0, 1.0], [2.0, 2.0, 2.0])
     Interval(median=0.5, low=0.5, high=0.5)
@@ -171,11 +170,11 @@ def _log_ratios(above: Sequence[float], below: Sequence[float]) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """Which row of a table is best, and which may be as good.
+    """The best row of a table, and those that may be as good.
 
-    best     the row of the lowest geometric mean
-    level    the others whose ratio to it has an interval that reaches 1, best first
-    ratios   every other row over the best, best first; intervals hold together, not one by one
+    best     the row with the lowest geometric mean
+    level    the others whose ratio to it has an interval that includes 1, best first
+    ratios   every other row over the best, best first; the intervals hold jointly, not one by one
     """
 
     best: str
@@ -184,12 +183,12 @@ class Winner:
 
 
 def who_wins(rows: Mapping[str, Sequence[float]], *, confidence: float = 0.95) -> Winner:
-    """The best of several rows, and those that these pairs do not tell from it.
+    """The best of several rows, and those that these pairs cannot distinguish from it.
 
     rows         seconds by row (less is better), entry i of each from pair i; runs that did not arrive are censored
-    confidence   that all intervals hold at once: each is as wide as Bonferroni asks for
+    confidence   that all intervals hold at once: each has the width that Bonferroni requires
 
-    A row is level with the best where its interval reaches 1; with a single pair all are.
+    A row is level with the best if its interval includes 1; with a single pair all are.
     Raises `ConfigError` without rows and for unequal numbers of pairs.
 
     >>> found = who_wins({"static": [9.0, 9.9, 9.5], "local": [5.0, 5.4, 5.2], "dynamix": [5.1, 5.3, 5.3]})
@@ -205,13 +204,13 @@ def who_wins(rows: Mapping[str, Sequence[float]], *, confidence: float = 0.95) -
 
 
 def balanced_order(names: Sequence[str], seed: int) -> list[str]:
-    """An order of `names` for this seed, a row of a Williams design: in n consecutive seeds each name takes each place
+    """An order of `names` for this seed, a row of a Williams design: in n consecutive seeds each name has each place
     once.
 
-    In n seeds from a multiple of n on, n even, each name also comes right after each other one once; odd n need 2 n
-    seeds from a multiple of 2 n on, for twice, and n of them give each name two others to follow.
+    For even n, in n seeds from a multiple of n on, each name also directly follows each other one once. For odd n it
+    does so twice in 2 n seeds from a multiple of 2 n on; in n of these each name follows only two others.
 
-    A run may find its machine as the run before left it, so who comes after whom is balanced too.
+    A run may find its machine as the previous run left it, so the order of neighbours is balanced, too.
 
     >>> sorted(balanced_order(["a", "b", "c"], s)[0] for s in range(3))
     ['a', 'b', 'c']

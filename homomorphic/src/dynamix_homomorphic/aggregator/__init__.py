@@ -1,1 +1,1 @@
-"""A process in the network that adds and ORs gradients for many jobs, and a worker's connection to it."""
+"""A process in the network that sums and ORs gradients for many jobs, and a worker's connection to it."""

@@ -1,4 +1,4 @@
-"""Admission to the aggregator: handshakes under way, and how much one address may take."""
+"""Admission to the aggregator: unfinished handshakes, and limits for each address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamix_homomorphic.aggregator.tls import shut
 
 
 def origin(peer: str) -> str:
-    """The part of an address that counts as one: a host of IPv4, a /64 of IPv6, which is what one host is given.
+    """The key by which an address is limited: an IPv4 host, or an IPv6 /64, because one host is assigned a whole /64.
 
     >>> origin("10.0.0.7"), origin("::ffff:10.0.0.7"), origin("2001:db8::1") == origin("2001:db8::ff")
     ('10.0.0.7', '10.0.0.7', True)
@@ -30,29 +30,29 @@ def origin(peer: str) -> str:
 
 
 class Greeting:
-    """A connection that has not said yet who it is."""
+    """A connection that has not yet introduced itself."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self.sock, self.address = sock, address
 
 
 class Greetings:
-    """All of them. If there are too many, the oldest ends, so connections that say nothing keep nobody out.
+    """All such connections. If there are too many, the oldest is closed, so silent connections block no worker.
 
-    most          at once; one more ends the oldest, which a worker's own has left long before
-    per_address   of one address; one more ends the oldest of that address
+    most          the limit in all; one more closes the oldest. A worker finishes its handshake long before that
+    per_address   the limit of one address; one more closes the oldest of that address
     """
 
     def __init__(self, most: int, per_address: int) -> None:
         self.most, self.per_address = most, per_address
-        self._all: dict[Greeting, None] = {}  # the oldest first
+        self._all: dict[Greeting, None] = {}  # oldest first
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._all)
 
     def begin(self, sock: socket.socket, address: str) -> Greeting:
-        """One more, with room made for it."""
+        """Add a connection; close the oldest if there are too many."""
         made = Greeting(sock, address)
         with self._lock:
             same = [one for one in self._all if one.address == address]
@@ -64,21 +64,21 @@ class Greetings:
         return made
 
     def done(self, greeting: Greeting) -> None:
-        """It has said who it is, or has ended: nobody takes its place any more."""
+        """The handshake has succeeded or failed: the connection no longer counts."""
         with self._lock:
             self._all.pop(greeting, None)
 
     def _end(self, greeting: Greeting) -> None:
         del self._all[greeting]
-        shut(greeting.sock)  # its thread sees the end, counts and closes
+        shut(greeting.sock)  # its thread notices the end, counts it and closes
 
 
 def beyond(
     limits: AggregatorLimits, here: Mapping[Any, Sequence[str]], job: Any, workers: int, address: str
 ) -> str | None:
-    """Which limit one more worker of `address` exceeds, in a job that says it will have `workers`; None: none.
+    """The limit that one more worker of `address` would exceed, in a job that announces `workers`. None if it fits.
 
-    here    addresses of the workers that came, by job
+    here    addresses of the connected workers, by job
 
     >>> beyond(AggregatorLimits(workers=2), {}, "a", 3, "10.0.0.7")
     '3 workers are too many: allowed are 2 a job'
@@ -95,7 +95,7 @@ def beyond(
         text = f"no more than {limits.connections_per_address} workers of one address at once"
         return f"{text}: start it with a higher --connections-per-address"
     one = limits.job_bytes(1) - limits.job_bytes(0)
-    # Of a new job it is known what it will need; room is taken worker by worker all the same.
+    # A new job must fit as a whole, but memory is reserved worker by worker.
     needed = one if came else limits.job_bytes(workers)
     if needed > (left := limits.memory_bytes - sum(limits.job_bytes(len(every)) for every in here.values())):
         text = f"{workers} workers need {limits.job_bytes(workers)} bytes, {left} are left"

@@ -1,8 +1,8 @@
-"""A worker's connection to an aggregator: buffers are streamed out in chunks while their sums come back.
+"""A worker's connection to an aggregator: buffers are sent in chunks while their sums come back.
 
-Results are written over the buffer they were sent from: a chunk comes back only after all of it has left. Whatever goes
-wrong - a broken or silent connection, a message that is damaged or not the one due, a job ended by the aggregator -
-closes the connection for good and raises `WireLost`; the buffers of that call are then worthless.
+A result overwrites the buffer that it was sent from, which is safe: a chunk returns only after all of it has left. Any
+failure closes the connection for good and raises `WireLost`: a broken or silent connection, a damaged or unexpected
+message, or a job ended by the aggregator. The buffers of that call are then invalid.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from dynamix_homomorphic.aggregator.protocol import HEADER, Bytes, Head, Protoco
 from dynamix_homomorphic.aggregator.tls import WOULD_BLOCK, PathText, TlsFiles, explained, send_both, shut
 
 CONNECT_S = 30.0
-GRACE = 1.25  # the aggregator's verdict on who stalls should come before ours on the aggregator
+GRACE = 1.25  # so that the aggregator reports which worker stalls before we report the aggregator
 
 
 @dataclass(frozen=True)
 class Aggregator:
-    """The address at which gradients are added in the network, and the credentials for it.
+    """The address of an aggregator, and the credentials for it.
 
     address     host:port
-    token       what the aggregator was started with; it does not travel
+    token       the token that the aggregator was started with; it is never sent
     job         a name for the aggregator's log
-    timeout_s   how long ranks may wait for each other within a bucket before the aggregator is given up. A process that
-                dies is noticed at once; this is for hosts that vanish, and for ranks kept busy by something else
+    timeout_s   how long ranks may wait for each other within a bucket before they give up the aggregator. A process
+                that dies is noticed at once; this is for hosts that vanish, and for ranks that are busy otherwise
     tls_cert, tls_key, tls_ca   PEM files: this worker's certificate, its key, and the authority that must have signed
-                the aggregator's. Beyond loopback these and the token are needed
+                the aggregator's certificate. Beyond loopback these and the token are required
     """
 
     address: str
@@ -62,14 +62,14 @@ class Aggregator:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """The three files; None where none is given. Raises `ConfigError` if some are missing."""
+        """The three files, or None if none is given. Raises `ConfigError` if only some are given."""
         return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
 
 
 class AggregatorClient:
-    """One rank's connection. Used by one thread at a time; all ranks make the same calls in the same order.
+    """One rank's connection. Only one thread may use it at a time. All ranks make the same calls in the same order.
 
-    `reason` says why it was lost, and is empty while it lives.
+    `reason` says why it was lost. It is empty while the connection works.
     """
 
     def __init__(self, sock: socket.socket, *, chunk_bytes: int, timeout_s: float) -> None:
@@ -83,8 +83,8 @@ class AggregatorClient:
     def connect(
         cls, where: Aggregator, *, session: str, workers: int, rank: int, patience_s: float = CONNECT_S
     ) -> AggregatorClient:
-        """Join a job. Raises `WireLost` if nobody answers or the aggregator refuses, `ConfigError` for
-        certificates that cannot be read.
+        """Join a job. Raises `WireLost` if there is no answer or the aggregator refuses, `ConfigError` if certificates
+        cannot be read.
         """
         context = where.tls.client() if where.tls else None
         deadline = time.monotonic() + patience_s
@@ -106,9 +106,9 @@ class AggregatorClient:
             raise WireLost(f"{where.address}: {explained(error)}") from error
 
     def reduce_(self, *parts: tuple[int, Bytes]) -> None:
-        """Replace each part, an operation (ADD, OR) and its bytes, by the combination over all ranks.
+        """Replace each part, an operation (ADD, OR) and its bytes, by the result over all ranks.
 
-        Parts are streamed behind each other without waiting in between. Empty ones are left out.
+        Parts are sent one after another without waiting in between. Empty parts are skipped.
         """
         if self.reason:
             raise WireLost(self.reason)
@@ -124,26 +124,26 @@ class AggregatorClient:
             raise WireLost(self.reason) from error
 
     def close(self, reason: str = "closed") -> None:
-        """Leave. A close between rounds is orderly; within one it ends the job for all ranks at once."""
+        """Leave. Between rounds this is orderly. Within a round it ends the job for all ranks at once."""
         self.reason = self.reason or reason or "lost"
         if self._closer.alive:
-            shut(self._sock)  # forked children hold the connection open too
+            shut(self._sock)  # forked children also hold the connection open
             self._closer()
 
 
 class _Stream:
-    """One call's chunks: how far they are sent and received."""
+    """The chunks of one call, and how many of them are sent and received."""
 
     def __init__(self, sock: socket.socket, poll: select.poll, plan: list[tuple[Head, Bytes]]) -> None:
         self._sock, self._poll, self._plan = sock, poll, plan
         self._sending = self._received = 0  # chunks
-        self._header, self._sent = b"", 0  # of the chunk being sent
+        self._header, self._sent = b"", 0  # the chunk being sent: its header, and bytes sent
         self._broken: OSError | None = None
         self._incoming, self._got = bytearray(HEADER.size), 0
-        self._due: Head | None = None  # whose payload is arriving
+        self._due: Head | None = None  # the header whose payload is arriving
 
     def run(self, patience_s: float) -> None:
-        """Until all results are there. Raises OSError and `ProtocolError`."""
+        """Run until all results have arrived. Raises OSError and `ProtocolError`."""
         moved_s = time.monotonic()
         while self._received < len(self._plan):
             sent, received, now = self._send(), self._receive(), time.monotonic()
@@ -157,7 +157,7 @@ class _Stream:
                 self._poll.poll(int(1000 * (patience_s - (now - moved_s))) + 1)
 
     def _send(self) -> bool:
-        """As much of one chunk as goes; whether anything went."""
+        """Send as much of one chunk as possible without waiting. Returns whether anything was sent."""
         if self._sending == len(self._plan) or self._broken is not None:
             return False
         head, payload = self._plan[self._sending]
@@ -170,7 +170,7 @@ class _Stream:
                 went = self._sock.send(payload.data[self._sent - HEADER.size :])
         except WOULD_BLOCK:
             return False
-        except OSError as error:  # the aggregator may have said why before it closed
+        except OSError as error:  # the aggregator may have sent a reason before it closed
             self._broken = error
             return False
         self._sent += went
@@ -179,7 +179,7 @@ class _Stream:
         return True
 
     def _receive(self) -> bool:
-        """As much as has arrived of one message; whether anything had."""
+        """Receive the available part of one message. Returns whether anything was received."""
         moved = False
         while self._received < len(self._plan):
             into = memoryview(self._incoming) if self._due is None else self._plan[self._received][1].data

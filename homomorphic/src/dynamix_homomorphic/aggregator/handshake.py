@@ -1,12 +1,12 @@
-"""How a worker is let in: who it is, and a proof on both sides that they hold the same token.
+"""How a worker joins: it introduces itself, and both sides prove that they hold the same token.
 
-    worker       the word `PLAIN`, on a line without TLS
+    worker       the word `PLAIN`, on a connection without TLS
     aggregator   greeting, nonce
-    worker       proof, JSON: who it is (`Introduction`) and a nonce of its own
-    aggregator   proof, JSON: chunk_bytes, timeout_s; or why it is refused
+    worker       proof, JSON: the `Introduction` and a nonce of its own
+    aggregator   proof, JSON: chunk_bytes, timeout_s; or the reason for refusing
 
-A proof is an HMAC-SHA256 under the token of what was said and of the other side's nonce, so the token never travels and
-no recorded handshake can be used again. Each part is at most `MAX_PART_BYTES` long, its JSON one flat object.
+A proof is an HMAC-SHA256, with the token as key, of the message and the other side's nonce. So the token is never sent,
+and a recorded handshake cannot be replayed. Each part has at most `MAX_PART_BYTES`; its JSON is one flat object.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ONLY_TLS = b"dynamix aggregator: TLS only\n"
 PLAIN = b"dynamix worker 2\n"
 NONCE_BYTES, PROOF_BYTES, MAX_PART_BYTES = 32, 32, 4096
 MOST_WORKERS = 1 << 20
-_TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"')  # of JSON
+_TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"')  # strings in JSON
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """The introduction of a worker that asks to join. `session` tells runs of the same job apart; all of a run's ranks
-    bring the same.
+    """The introduction of a worker that asks to join. `session` distinguishes runs of the same job; all ranks of a run
+    send the same.
 
     timeout_s   how long the job may wait for one of its workers within a round
     """
@@ -49,27 +49,27 @@ class Introduction:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Introduction:
-        """An introduction from JSON; raises `ProtocolError` if something is missing or of another type."""
+        """Read an introduction from JSON. Raises `ProtocolError` if a field is missing or has the wrong type."""
         job, session = (_typed(fields, name, str)[:64] for name in ("job", "session"))
         workers, rank = (_typed(fields, name, int) for name in ("workers", "rank"))
         timeout_s = _typed(fields, "timeout_s", float)
         if not (1 <= workers <= MOST_WORKERS and 0 <= rank < workers and timeout_s > 0):
             raise ProtocolError("introduction", f"rank {rank} of {workers} workers cannot be")
-        return cls(ascii(job)[1:-1], session, workers, rank, timeout_s)  # the job's name is for logs
+        return cls(ascii(job)[1:-1], session, workers, rank, timeout_s)  # escaped for logs
 
 
 def proof(token: str, side: bytes, nonce: bytes, said: bytes) -> bytes:
-    """The proof about `said` that only a holder of the token can give after `nonce`."""
+    """The proof for `said`. Only a holder of the token can compute it for this `nonce`."""
     return hmac.new(token.encode(), side + nonce + said, hashlib.sha256).digest()
 
 
 def greet(sock: socket.socket, nonce: bytes, deadline_s: float) -> None:
-    """The aggregator's first words."""
+    """The aggregator's first message."""
     send_part(sock, GREETING + nonce, deadline_s)
 
 
 def introduce(sock: socket.socket, who: Introduction, token: str, nonce: bytes, deadline_s: float) -> dict[str, Any]:
-    """The worker's side of the handshake. Returns the aggregator's terms; raises `ProtocolError` when refused."""
+    """The worker's side of the handshake. Returns the aggregator's terms. Raises `ProtocolError` if refused."""
     greeting = receive_part(sock, deadline_s)
     if greeting == ONLY_TLS:
         raise ProtocolError("tls", f"the aggregator is reached by TLS only: {SPEAK_TLS}")
@@ -91,7 +91,7 @@ def introduce(sock: socket.socket, who: Introduction, token: str, nonce: bytes, 
 
 
 def require_plain(sock: socket.socket, deadline_s: float) -> None:
-    """The aggregator's check on a line without TLS. Raises `ProtocolError` if the worker speaks something else."""
+    """The aggregator's check of a connection without TLS. Raises `ProtocolError` if the worker sends anything else."""
     first = _exactly(sock, len(PLAIN), deadline_s)
     if first[0] == FIRST_BYTE:
         raise ProtocolError("tls", "the worker speaks TLS, and this aggregator has no certificate")
@@ -100,7 +100,7 @@ def require_plain(sock: socket.socket, deadline_s: float) -> None:
 
 
 def hear(sock: socket.socket, token: str, nonce: bytes, deadline_s: float) -> tuple[Introduction, bytes]:
-    """The aggregator's ear: who asks, and the nonce for the answer. Raises `ProtocolError`."""
+    """Receive a worker's introduction, and the nonce for the answer. Raises `ProtocolError`."""
     part = receive_part(sock, deadline_s)
     said = part[PROOF_BYTES:]
     if not hmac.compare_digest(part[:PROOF_BYTES], proof(token, b"worker", nonce, said)):
@@ -116,21 +116,21 @@ def hear(sock: socket.socket, token: str, nonce: bytes, deadline_s: float) -> tu
 
 
 def answer(sock: socket.socket, terms: dict[str, Any], token: str, nonce: bytes, deadline_s: float) -> None:
-    """Terms, or {"refused": why}."""
+    """Send the terms, or {"refused": reason}."""
     said = json.dumps(terms).encode()
     send_part(sock, proof(token, b"aggregator", nonce, said) + said, deadline_s)
 
 
 def flat_object(said: bytes) -> dict[str, Any]:
-    """A JSON object without containers inside, its numbers finite. Raises `ProtocolError` for everything else.
+    """Parse a JSON object without nested containers and with finite numbers. Raises `ProtocolError` otherwise.
 
     >>> flat_object(b'{"rank": 3}')
     {'rank': 3}
     """
     try:
-        text = said.decode()  # the parser itself would take UTF-16, too
+        text = said.decode()  # the parser itself would also accept UTF-16
         bare = _TEXTS.sub("", text)
-        if bare.count("{") != 1 or "[" in bare:  # known before a parser follows it inwards
+        if bare.count("{") != 1 or "[" in bare:  # first, because the parser would recurse into them
             raise ValueError("it is not one flat object")
         fields = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         if not isinstance(fields, dict):
@@ -152,7 +152,7 @@ def _finite(text: str) -> float:
 
 
 def _typed(fields: dict[str, Any], name: str, kind: type[Any]) -> Any:
-    """A field of the type that it must have; whole numbers of 64 bits pass as floats."""
+    """A field of the required type. Whole numbers of up to 64 bits are accepted as floats."""
     value: Any = fields.get(name)
     if kind is float and type(value) is int and abs(value) < 1 << 63:
         value = float(value)
@@ -162,13 +162,13 @@ def _typed(fields: dict[str, Any], name: str, kind: type[Any]) -> Any:
 
 
 def send_part(sock: socket.socket, part: bytes, deadline_s: float) -> None:
-    """One part of the handshake, before `deadline_s` of the monotonic clock; raises OSError."""
+    """Send one part of the handshake before `deadline_s` of the monotonic clock. Raises OSError."""
     sock.settimeout(seconds_left(deadline_s))
     sock.sendall(struct.pack("<I", len(part)) + part)
 
 
 def receive_part(sock: socket.socket, deadline_s: float) -> bytes:
-    """Raises OSError when it is late, `ProtocolError` for lengths that no handshake has and when the line ends."""
+    """Receive one part. Raises OSError if it is late, `ProtocolError` if its length is invalid or the peer closes."""
     (length,) = struct.unpack("<I", _exactly(sock, 4, deadline_s))
     if length > MAX_PART_BYTES:
         raise ProtocolError("introduction", "what was said is no handshake")
@@ -187,7 +187,7 @@ def _exactly(sock: socket.socket, length: int, deadline_s: float) -> bytes:
 
 
 def seconds_left(deadline_s: float) -> float:
-    """Until `deadline_s` of the monotonic clock; raises TimeoutError after it."""
+    """Seconds until `deadline_s` of the monotonic clock. Raises TimeoutError after it."""
     left = deadline_s - time.monotonic()
     if left <= 0:
         raise TimeoutError("the handshake took too long")

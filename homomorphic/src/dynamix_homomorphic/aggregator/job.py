@@ -1,11 +1,11 @@
-"""One job's rounds on the aggregator: chunks of all its workers are added or ORed as they arrive, and sent back whole.
+"""One job's rounds on the aggregator: chunks of all its workers are summed or ORed as they arrive, and sent back.
 
-The aggregator never decodes and never learns how long a gradient is: it holds chunks. A chunk that the first worker
-brings is kept as it is, the others' are combined into it, and when the last has come it goes back to all. A worker may
-be at most `window` chunks ahead of the last result it has taken; beyond that nothing is read from it, and TCP holds it.
+The aggregator never decodes, and needs no gradient's length: it holds chunks. The first worker's chunk is kept, the
+other workers' chunks are combined into it, and after the last one the result goes to all. A worker may be at most
+`window` chunks ahead of the last result that it has received. Beyond that the aggregator stops reading, and TCP waits.
 
-A result is sent only when every worker's chunk has come whole and undamaged. Anything else ends the job for all of its
-workers at once, and nobody else's.
+A result is sent only after every worker's chunk has arrived whole and undamaged. Any failure ends the job for all of
+its workers at once. Other jobs continue.
 """
 
 import contextlib
@@ -23,22 +23,22 @@ from dynamix_homomorphic.aggregator import protocol
 from dynamix_homomorphic.aggregator.protocol import ADD, HEADER, OR, Bytes, Head, ProtocolError
 from dynamix_homomorphic.aggregator.tls import WOULD_BLOCK, buffered, explained, shut
 
-_PAD = -HEADER.size % 64  # so that payloads begin where words do: their checksums take half the time then
+_PAD = -HEADER.size % 64  # aligns payloads to words, which halves the time of their checksums
 
 
 @dataclass(frozen=True)
 class AggregatorLimits:
-    """The limits of an aggregator. A job that asks for more is refused, or ended where it asks in a round.
+    """The limits of an aggregator. A job that asks for more is refused, or ended if it asks within a round.
 
-    chunk_bytes     of a message at most; a multiple of 4
-    window          chunks a worker may be ahead
-    memory_bytes    of all jobs' chunks together; a job may need `job_bytes`
-    round_bytes     of one buffer
-    timeout_s       the longest that a job may wait for one of its workers; jobs may ask for less
-    handshakes      under way at once, and of those of one address; beyond it the oldest ends
-    jobs_per_address   opened by workers of one address
-    connections_per_address   of its workers, in all jobs
-    address_share   the part of `memory_bytes` that workers of one address may take; one job alone may take all
+    chunk_bytes     the largest chunk; a multiple of 4
+    window          how many chunks a worker may be ahead
+    memory_bytes    for the chunks of all jobs together; one job may need `job_bytes`
+    round_bytes     the largest buffer
+    timeout_s       the longest time that a job may wait for one of its workers; jobs may ask for less
+    handshakes      unfinished handshakes, in all and of one address; beyond it the oldest is closed
+    jobs_per_address   jobs opened by workers of one address
+    connections_per_address   workers of one address, in all jobs
+    address_share   the part of `memory_bytes` that workers of one address may use; a job alone may use all
     """
 
     jobs: int = 16
@@ -62,13 +62,13 @@ class AggregatorLimits:
             raise ConfigError("limits.chunk_bytes", self.chunk_bytes, "multiples of 4", "chunks hold whole int32")
 
     def job_bytes(self, workers: int) -> int:
-        """The most a job of so many workers can hold: chunks half combined, chunks not sent yet, one being received
-        from each worker."""
+        """The most bytes that a job of so many workers can hold: chunks partly combined, chunks not sent yet, and one
+        chunk being received from each worker."""
         return (2 * self.window + workers) * (self.chunk_bytes + HEADER.size)
 
 
 class Failure(Exception):
-    """This job cannot go on. `kind` is a word for counting: left, stalled, damaged, order, mixed, limit."""
+    """This job cannot continue. `kind` is the category for counters: left, stalled, damaged, order, mixed, limit."""
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
@@ -76,7 +76,7 @@ class Failure(Exception):
 
 
 class _Block:
-    """Room for one message; `left` counts the workers that it still has to be sent to."""
+    """A buffer for one message. `left` counts the workers to which it has not been sent yet."""
 
     __slots__ = ("bytes", "head", "left", "present", "view")
 
@@ -92,26 +92,26 @@ class _Block:
 
 
 class _Worker:
-    """One rank's connection: what is being received, what waits to be sent, and how far it is."""
+    """One rank's connection: the message being received, the queue to send, and its progress."""
 
     def __init__(self, rank: int, sock: socket.socket, block: _Block, now_s: float) -> None:
         self.rank, self.sock, self.block = rank, sock, block
-        self.filled = 0  # of the message being received
+        self.filled = 0  # bytes of the message being received
         self.given = 0  # chunks contributed since the job began
-        self.due: Head | None = None  # the place of the next chunk within a round that has begun
+        self.due: Head | None = None  # the next chunk of a round that has begun
         self.rounds = 0
         self.queue: deque[_Block] = deque()
-        self.sent = 0  # of the first in the queue
+        self.sent = 0  # bytes of the first block in the queue
         self.heard_s = self.took_s = now_s
         self.events = 0
         self.gone = False
 
 
 class AggregatedJob:
-    """Combines the rounds of `workers`, connected sockets by rank, until they leave or something fails.
+    """Combines the rounds of `workers`, connected sockets by rank, until they leave or one fails.
 
-    `run` returns None when all left between rounds, else the failure. `workers`, `rounds`, `payload_bytes` and
-    `peak_bytes` (the most that its chunks took) can be read at any time.
+    `run` returns None if all left between rounds, else the failure. `workers`, `rounds`, `payload_bytes` and
+    `peak_bytes` (the most bytes that its chunks used) can be read at any time.
     """
 
     def __init__(self, workers: Mapping[int, socket.socket], limits: AggregatorLimits, timeout_s: float) -> None:
@@ -119,16 +119,16 @@ class AggregatedJob:
         self.limits, self.timeout_s = limits, min(timeout_s, limits.timeout_s)
         self.rounds = self.payload_bytes = self.peak_bytes = 0
         self._spare: list[_Block] = []
-        self._open: deque[_Block] = deque()  # chunks that some workers have still to bring
+        self._open: deque[_Block] = deque()  # chunks that some workers have not sent yet
         self._done = 0  # chunks combined since the job began
         self._opened_s = time.monotonic()  # when the first open chunk became the first
         self._selector = selectors.DefaultSelector()
-        self._buffered: set[_Worker] = set()  # whose next bytes TLS holds already, where no selector sees them
+        self._buffered: set[_Worker] = set()  # their next bytes are in TLS's buffer, where no selector sees them
         now = time.monotonic()
         self._workers = [_Worker(rank, sock, self._take(), now) for rank, sock in sorted(workers.items())]
 
     def run(self) -> Failure | None:
-        """Until the end; closes the sockets."""
+        """Serve until the job ends, and close the sockets."""
         failure: Failure | None = None
         try:
             for worker in self._workers:
@@ -148,12 +148,12 @@ class AggregatedJob:
         return failure
 
     def stop(self) -> None:
-        """End the job, from any thread: its workers see their connections close."""
+        """End the job. Safe from any thread: its workers see their connections close."""
         for worker in self._workers:
             shut(worker.sock)
 
     def _ready(self) -> list[tuple[_Worker, int]]:
-        """The workers that can be served, and for what; waits until there is one."""
+        """The workers that can be served, with their events. Waits until there is at least one."""
         inside = [worker for worker in self._buffered if worker.events & selectors.EVENT_READ]
         found = self._selector.select(0 if inside else self._patience_s())
         self._buffered.difference_update(inside)
@@ -163,7 +163,7 @@ class AggregatedJob:
         return list(ready.items())
 
     def _serve(self, worker: _Worker, events: int) -> None:
-        events &= worker.events  # serving another may have changed what is wanted of this one
+        events &= worker.events  # serving another worker may have changed which events this one waits for
         try:
             if events & selectors.EVENT_WRITE:
                 self._send(worker)
@@ -198,7 +198,7 @@ class AggregatedJob:
                 return
 
     def _expected(self, worker: _Worker, head: Head) -> Head:
-        """`head` itself, if it is what this worker must send next."""
+        """Return `head` if it is what this worker must send next. Raises `Failure` otherwise."""
         if head.kind != protocol.DATA or head.op not in (ADD, OR):
             raise Failure("damaged", f"rank {worker.rank} sent a message of an unknown kind")
         if head.total > self.limits.round_bytes:
@@ -213,7 +213,7 @@ class AggregatedJob:
     def _contribute(self, worker: _Worker) -> None:
         block, head, place = worker.block, worker.block.head, worker.given - self._done
         protocol.verify(block.view[: HEADER.size], block.payload)
-        # Known only now: headers may arrive side by side.
+        # Checked after the payload, because several workers may receive headers of the same place at once.
         if place < len(self._open) and self._open[place].head != head:
             raise Failure("mixed", f"rank {worker.rank} brought {head}, others {self._open[place].head}")
         if missing := [other.rank for other in self._workers if other.gone]:
@@ -237,7 +237,7 @@ class AggregatedJob:
         self._listen(worker)
 
     def _return(self) -> None:
-        """Send the first open chunk back to all."""
+        """Send the first open chunk back to all workers."""
         block = self._open.popleft()
         head = block.head
         block.view[: HEADER.size] = protocol.pack(head._replace(kind=protocol.RESULT), block.payload)
@@ -279,12 +279,12 @@ class AggregatedJob:
         self._listen(worker)
 
     def _tell_all(self, reason: str) -> None:
-        """Best effort: whoever does not get it sees the connection close."""
+        """Best effort: a worker that does not receive it sees the connection close."""
         text = np.frombuffer(reason.encode()[: protocol.MAX_REASON_BYTES], np.uint8)
         message = protocol.pack(Head(protocol.FAILED, 0, text.size, 0, 0, text.size), text) + text.tobytes()
         for worker in self._workers:
             with contextlib.suppress(OSError):
-                if worker.sent:  # a message that has begun must end before another
+                if worker.sent:  # a message that has begun must be completed first
                     rest = worker.queue[0].view[worker.sent : HEADER.size + worker.queue[0].head.length]
                     if worker.sock.send(rest) < len(rest):
                         continue
@@ -308,7 +308,7 @@ class AggregatedJob:
         worker.events = wanted
 
     def _patience_s(self) -> float | None:
-        """How long to wait for something to happen before looking for workers that stall; None between rounds."""
+        """How long to wait for events before checking for stalled workers. None between rounds."""
         waiting = self._open or any(worker.filled or worker.queue for worker in self._workers)
         return min(1.0, self.timeout_s / 4) if waiting else None
 
@@ -335,7 +335,7 @@ def _broken(worker: _Worker, error: OSError) -> Failure:
 
 
 def combine_(into: Bytes, other: Bytes, op: int) -> None:
-    """All that the aggregator computes: int32 sums that wrap around, or the union of bits.
+    """All computation of the aggregator: int32 sums that wrap around, or the OR of bits.
 
     >>> into = np.array([2**31 - 1, 5], dtype=np.int32).view(np.uint8)
     >>> combine_(into, np.array([1, -6], dtype=np.int32).view(np.uint8), ADD)

@@ -1,7 +1,7 @@
-"""A job's line to its aggregator: lost and left on all ranks alike, looked for while away, joined again by all.
+"""A job's connection to its aggregator. All ranks lose it, wait for it and join it again together.
 
-A rank never decides by what it alone sees: a loss is known to all by the vote on a bucket, and whether the aggregator
-answers is agreed over the process group at steps that all ranks count alike.
+A rank never decides on what it alone observes. The vote on a bucket tells all ranks of a loss. Whether the aggregator
+answers again is agreed over the process group, at steps that all ranks count alike.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dynamix_homomorphic.aggregator.client import Aggregator, AggregatorClient
 from dynamix_homomorphic.aggregator.protocol import parse_address
 from dynamix_homomorphic.aggregator.wire import AggregatorWire, join, report_loss
 
-ASK_EVERY = 32  # exchanges between agreements on whether all ranks see it
-MOST_BETWEEN = 4096  # exchanges: every loss and every failed attempt of the job doubles the wait up to this
-GOOD = 8  # waits without a loss after which the wait is halved again
-LOOK_S = 1.0  # how often a rank looks
+ASK_EVERY = 32  # exchanges between agreements on whether all ranks reach it
+MOST_BETWEEN = 4096  # exchanges: each loss and each failed attempt doubles the wait up to this
+GOOD = 8  # waits without a loss after which the wait is halved
+LOOK_S = 1.0  # how often a rank tries to connect
 KNOCK_S = 2.0  # how long it waits for an answer
 CANDIDATES = ("gather", "blocks", "compaction", f"{AGGREGATED}compaction", f"{AGGREGATED}lhc-one-phase")
 _log = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 class Backoff:
     """How many exchanges lie between two agreements on whether the aggregator is back.
 
-    Doubles with every loss and failed attempt, so that a line that keeps failing is asked for less and less; is halved
-    after `GOOD` times as many exchanges through the aggregator without a loss, so that one bad hour is forgotten.
+    Each loss and failed attempt doubles it, so that an unreliable connection is tried less often. After `GOOD` times as
+    many exchanges through the aggregator without a loss it is halved, so that a bad hour is forgotten.
 
     >>> waits = Backoff()
     >>> waits.longer(), waits.longer()
@@ -48,19 +48,19 @@ class Backoff:
         self.between, self._good = ASK_EVERY, 0
 
     def longer(self) -> int:
-        """A loss or a failed attempt; the new wait."""
+        """Record a loss or a failed attempt. Returns the new wait."""
         self.between, self._good = min(2 * self.between, MOST_BETWEEN), 0
         return self.between
 
     def went_well(self) -> None:
-        """One exchange through the aggregator."""
+        """Record one exchange through the aggregator."""
         self._good += 1
         if self._good >= GOOD * self.between:
             self.between, self._good = max(self.between // 2, ASK_EVERY), 0
 
 
 class AggregatorLink:
-    """One rank's line. Making it is a collective call, and so is `look`; `wire` and `lost` are called in step.
+    """One rank's connection. Making it and `look` are collective calls; all ranks call `wire` and `lost` in step.
 
     where   "host:port" or an `Aggregator`
     """
@@ -76,28 +76,28 @@ class AggregatorLink:
 
     @property
     def away(self) -> bool:
-        """Whether sums are formed by the process group at present."""
+        """Whether the process group forms the sums at present."""
         return self.client is None
 
     def wire(self, reserve: Wire) -> Wire:
-        """The wire that sums the next bucket: the aggregator with `reserve` behind it, or `reserve`."""
+        """The wire that sums the next bucket: the aggregator with `reserve` as fallback, or `reserve` alone."""
         if self.client is None:
             return reserve
-        self._backoff.went_well()  # a loss takes it back
+        self._backoff.went_well()  # `lost` undoes this
         return AggregatorWire(self.client, reserve)
 
     def lost(self) -> None:
-        """All ranks know that it is lost: leave, and begin to look for it."""
+        """Leave after a loss that all ranks have agreed on, and begin to look for the aggregator."""
         assert self.client is not None
         report_loss(self.client)
         self.client = None
-        agreed = torch.tensor([self._backoff.between], device=self._device)  # counted alike, and made sure of
+        agreed = torch.tensor([self._backoff.between], device=self._device)  # equal already; this ensures it
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
         self._backoff.between = int(agreed[0])
         self._wait_longer()
 
     def look(self) -> bool:
-        """Once an exchange while it is away: whether all ranks have just joined again."""
+        """Call once per exchange while it is away. Returns whether all ranks have just joined again."""
         self._waited += 1
         if self._waited < self._backoff.between:
             return False
@@ -126,7 +126,7 @@ class AggregatorLink:
 
 
 def _watch(address: str, seen: threading.Event, leave: threading.Event) -> None:
-    """Set `seen` when somebody listens at `address`; end then, and when `leave` is set."""
+    """Set `seen` when `address` accepts a connection. Return then, or when `leave` is set."""
     while not leave.wait(LOOK_S):
         try:
             socket.create_connection(parse_address(address), timeout=KNOCK_S).close()

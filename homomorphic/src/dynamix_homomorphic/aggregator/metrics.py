@@ -1,6 +1,6 @@
-"""Serves a monitor of an aggregator: /healthz and /metrics on a port of loopback, in Prometheus' text format.
+"""Serves monitoring of an aggregator: /healthz and /metrics in Prometheus' text format, on a port of loopback.
 
-Written without a client library, so a host that only aggregates needs no extra for it.
+It needs no client library, so a host that only aggregates needs no extra for it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from dynamix.errors import ConfigError
 from dynamix_homomorphic.aggregator.server import AggregatorServer
 
-LATE_S = 5.0  # without a look for workers: then it is not healthy
-REQUEST_S = 5.0  # for one request
+LATE_S = 5.0  # if it has not looked for workers for so long, it is not healthy
+REQUEST_S = 5.0  # time limit of one request
 GAUGES = {
     "dynamix_aggregator_jobs": "Jobs, by state: running, or gathering their workers.",
     "dynamix_aggregator_workers": "Workers of running jobs.",
@@ -39,9 +39,9 @@ _NAMES = {"workers": "workers", "handshakes": "handshakes", "held_bytes": "held_
 
 
 class MetricsServer:
-    """Answers for `server` while it is open. A context manager.
+    """Serves the statistics of `server` while it is open. A context manager.
 
-    port   of 127.0.0.1; 0 takes a free one, see `url`. Raises `ConfigError` if it is taken
+    port   on 127.0.0.1; 0 takes a free one, see `url`. Raises `ConfigError` if it is taken
     """
 
     def __init__(self, server: AggregatorServer, port: int) -> None:
@@ -71,7 +71,7 @@ class MetricsServer:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing: a monitor asks every few seconds."""
+                """Log nothing: a monitor asks every few seconds."""
 
         try:
             self._http = _Quiet(("127.0.0.1", port), Handler)
@@ -83,7 +83,7 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """The address of the figures."""
+        """The address of the metrics."""
         return f"http://127.0.0.1:{self._http.server_port}/metrics"
 
     def __enter__(self) -> MetricsServer:
@@ -100,11 +100,11 @@ class _Quiet(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A monitor that hangs up is no error."""
+        """Ignore: a monitor that disconnects is no error."""
 
 
 def exposition(statistics: Mapping[str, Any], memory_limit_bytes: int, uptime_s: float) -> str:
-    """Prometheus' text format of what `AggregatorServer.statistics` returns.
+    """The result of `AggregatorServer.statistics` in Prometheus' text format.
 
     >>> counted = {"jobs": {"running": 1, "gathering": 0, "done": 2}, "failed": {"left": 3}, "refused": {}}
     >>> text = exposition({**counted, "rounds": 4, "payload_bytes": 5, "workers": 8}, 1024, 9.5)

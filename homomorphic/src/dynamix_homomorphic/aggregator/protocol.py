@@ -1,8 +1,8 @@
-"""The messages between workers and the aggregator once a worker is let in: each of one chunk of a buffer.
+"""The messages between workers and the aggregator after the handshake. Each carries one chunk of a buffer.
 
-A round is one buffer of all workers. It travels in chunks, each under a header that says where it belongs and ends in a
-checksum over header and chunk. Checksums find damage, not malice. Numbers are little-endian, values as the machine
-holds them. How a worker is let in: `handshake`.
+A round is one buffer of all workers. It is sent in chunks. Each has a header with its place, which ends in a checksum
+over header and chunk. Checksums detect damage, not malice. Header fields are little-endian; values are in the machine's
+byte order. `handshake` describes how a worker joins.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ HEADER = struct.Struct("<2sBBIQQQ4xI")
 MAX_REASON_BYTES = 512
 LEAST_CHUNK = 1 << 15
 _MAGIC = b"DX"
-_LANES = 512  # eight bytes each: the width at which long payloads are folded before the CRC
+_LANES = 512  # columns of eight bytes: long payloads are folded to this width before the CRC
 
 
 class ProtocolError(Exception):
-    """The other side said something that cannot be right. `kind` is a word for counting."""
+    """The other side sent something invalid. `kind` is the category for counters."""
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
@@ -49,8 +49,8 @@ class Head(NamedTuple):
 
 
 def chunk_of(total: int, most: int) -> int:
-    """The length of a round's chunks: an eighth of it, so that sums are on their way back while the rest is on its way
-    in, but no more than `most` and no less than `LEAST_CHUNK` (each costs some 50 us of processor time).
+    """The length of a round's chunks: an eighth of it, so that sums return while the rest is still being sent, but at
+    most `most` and at least `LEAST_CHUNK` (each chunk costs about 50 us of processor time).
 
     >>> chunk_of(200_000, 1 << 19), chunk_of(1 << 20, 1 << 19), chunk_of(1 << 30, 1 << 19)
     (32768, 131072, 524288)
@@ -70,10 +70,10 @@ def chunks(op: int, number: int, total: int, most: int) -> Iterator[Head]:
 
 
 def folded(payload: Bytes) -> bytes | memoryview:
-    """The numbers of which a checksum is taken: the column sums if the payload is long, and what is left over.
+    """The bytes that the checksum is taken of: for a long payload its column sums, and the remainder.
 
-    Sums run at memory speed and change with every flipped bit; a shift or an exchange of whole rows of 4 KiB would be
-    missed, and shows in the header's numbers instead.
+    Sums run at memory speed, and every flipped bit changes them. They miss a shift or an exchange of whole rows of
+    4 KiB; the header's numbers detect those.
     """
     rows = payload.size // (8 * _LANES)
     if rows < 4:
@@ -84,7 +84,7 @@ def folded(payload: Bytes) -> bytes | memoryview:
 
 
 def pack(head: Head, payload: Bytes, *, fold: bytes | memoryview | None = None) -> bytes:
-    """The header of a message, HEADER.size bytes; `fold`: `folded(payload)`, where it is known."""
+    """The header of a message, HEADER.size bytes. `fold` is `folded(payload)` if it is already computed."""
     first = HEADER.pack(_MAGIC, *head, 0)[:-4]
     return first + struct.pack("<I", _checksum(first, folded(payload) if fold is None else fold))
 
@@ -94,7 +94,7 @@ def _checksum(first: bytes, fold: bytes | memoryview) -> int:
 
 
 def unpack(header: bytes | bytearray | memoryview) -> Head:
-    """The fields of a header; raises `ProtocolError`. Nothing is verified before the payload is there: see `verify`."""
+    """The fields of a header. Raises `ProtocolError`. The checksum needs the payload: see `verify`."""
     magic, *fields, _ = HEADER.unpack(header)
     if magic != _MAGIC:
         raise ProtocolError("damaged", "a message does not begin like one")
@@ -102,7 +102,7 @@ def unpack(header: bytes | bytearray | memoryview) -> Head:
 
 
 def verify(header: bytes | bytearray | memoryview, payload: Bytes) -> None:
-    """Raises `ProtocolError` if header and payload do not fit their checksum."""
+    """Raise `ProtocolError` if header and payload do not match their checksum."""
     if _checksum(bytes(header[:-4]), folded(payload)) != HEADER.unpack(header)[-1]:
         raise ProtocolError("damaged", "a message does not fit its checksum")
 

@@ -1,11 +1,11 @@
-"""A process in the network that adds and ORs gradients for many jobs: `dynamix aggregator`.
+"""A process in the network that sums and ORs gradients for many jobs: `dynamix aggregator`.
 
     dynamix aggregator --host 10.0.0.7 --port 5123 --token-file token --tls-cert ... --tls-key ... --tls-ca ...
     CompressionState("lhc-one-phase", aggregator=Aggregator("10.0.0.7:5123", token=..., tls_cert=..., ...))
 
-It stands in for a switch or a server that computes in the network (SwitchML, ATP; arXiv 2402.07529 section 4): all it
-can do is `combine_`. A thread accepts workers, each handshake has one, and one more per job moves its chunks; jobs
-share nothing but the table of who may join.
+It replaces a switch or a server that computes in the network (SwitchML, ATP; arXiv 2402.07529 section 4): all its
+computation is `combine_`. One thread accepts workers, each handshake has a thread, and each job has one that moves its
+chunks. Jobs share nothing but the table of who may join.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from dynamix_homomorphic.aggregator.tls import FIRST_BYTE, TlsFiles, explained, 
 
 _log = logging.getLogger(__name__)
 HANDSHAKE_S = 10.0
-GATHER_S = 10.0  # after that a job whose workers are not all here makes room for others
-SWEEP_S = 0.5  # between two looks at jobs whose workers are not all there
-_REMEMBERED = 4096  # ended sessions, which nobody can join again
+GATHER_S = 10.0  # after that an incomplete job makes room for others
+SWEEP_S = 0.5  # between two checks of incomplete jobs
+_REMEMBERED = 4096  # ended sessions, which no worker can join again
 MIN_TOKEN = 16
 
 
 class _Gathering:
-    """A job some of whose workers are still missing."""
+    """A job that still waits for some of its workers."""
 
     def __init__(self, who: Introduction) -> None:
         self.workers, self.timeout_s = who.workers, who.timeout_s
@@ -59,15 +59,15 @@ class _Gathering:
 
 
 class AggregatorServer:
-    """Listens from construction on, serves after `start()`, until `close()`. A context manager.
+    """Listens from construction on, and serves from `start()` until `close()`. A context manager.
 
     host, port   where to listen; port 0 takes a free one, see `address`
-    token        what workers must hold, at least 16 characters
+    token        the token that workers must hold, at least 16 characters
     tls          certificate, key and authority; workers must show a certificate of that authority
     limits       see `AggregatorLimits`
 
-    Both `token` and `tls` are needed unless `host` is this machine's loopback. Raises `ConfigError` if one of them
-    is missing, for files that cannot be read, and where it cannot listen.
+    Both `token` and `tls` are required unless `host` is this machine's loopback. Raises `ConfigError` if one of them is
+    missing, if a file cannot be read, and if it cannot listen.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class AggregatorServer:
         self._lock = threading.Lock()
         self._gathering: dict[tuple[str, str], _Gathering] = {}
         self._running: dict[tuple[str, str], AggregatedJob] = {}
-        self._addresses: dict[tuple[str, str], list[str]] = {}  # of every job's workers that came, in their order
+        self._addresses: dict[tuple[str, str], list[str]] = {}  # of every job's connected workers, in order of arrival
         self._ended: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
         self._counts, self._failed, self._refused = Counter[str](), Counter[str](), Counter[str]()
         self._greetings = Greetings(self.limits.handshakes, self.limits.handshakes_per_address)
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self.beat_s = time.monotonic()  # when it last looked for workers: it does every `SWEEP_S`
+        self.beat_s = time.monotonic()  # when it last looked for workers, every `SWEEP_S`
 
     @property
     def address(self) -> str:
@@ -124,7 +124,7 @@ class AggregatorServer:
                 sock, peer = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError:  # closed, or out of descriptors: then waiting may help
+            except OSError:  # closed, or out of descriptors, in which case waiting may help
                 time.sleep(0 if self._stopping else 0.05)
                 continue
             greeting = self._greetings.begin(sock, origin(str(peer[0])))
@@ -152,7 +152,7 @@ class AggregatorServer:
 
     def statistics(self) -> dict[str, Any]:
         """Jobs now and so far, failures and refusals by kind, rounds and bytes received, bytes held now, the largest
-        job's bytes; workers of running jobs and handshakes under way.
+        job's bytes, workers of running jobs, and unfinished handshakes.
         """
         with self._lock:
             jobs = list(self._running.values())
@@ -178,7 +178,7 @@ class AggregatorServer:
     # introductions
 
     def _introduce(self, greeting: Greeting) -> None:
-        """One handshake, on a thread of its own: a slow worker keeps nobody waiting."""
+        """Run one handshake on its own thread, so that a slow worker delays no other."""
         deadline = time.monotonic() + HANDSHAKE_S
         nonce = secrets.token_bytes(NONCE_BYTES)
         try:
@@ -195,14 +195,14 @@ class AggregatorServer:
             self._refuse(greeting.sock, error, nonce, deadline)
         except OSError as error:
             self._drop(greeting.sock, "tls" if isinstance(error, ssl.SSLError) else "introduction", explained(error))
-        except Exception as error:  # a defect of ours harms this connection alone
+        except Exception as error:  # a bug of ours affects only this connection
             _log.exception("a handshake")
             self._drop(greeting.sock, "defect", repr(error))
         finally:
             self._greetings.done(greeting)
 
     def _secure(self, greeting: Greeting, deadline_s: float) -> None:
-        """Put TLS on the connection. Raises OSError, and `ProtocolError` for workers that speak without."""
+        """Put TLS on the connection. Raises OSError, and `ProtocolError` for workers that do not use TLS."""
         assert self._tls is not None
         sock = greeting.sock
         sock.settimeout(seconds_left(deadline_s))
@@ -229,7 +229,7 @@ class AggregatorServer:
         sock.close()
 
     def _admit(self, who: Introduction, greeting: Greeting, nonce: bytes, deadline_s: float) -> ProtocolError | None:
-        """Let a worker in, or say why not. The last of a job starts it."""
+        """Admit a worker, or return why not. The last worker of a job starts it."""
         key, sock = (who.job, who.session), greeting.sock
         with self._lock:
             if (why := self._reason_against(who, key) or self._no_room(who, key, greeting.address)) is not None:
@@ -237,7 +237,7 @@ class AggregatorServer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             terms = {"chunk_bytes": self.limits.chunk_bytes, "timeout_s": min(who.timeout_s, self.limits.timeout_s)}
-            answer(sock, terms, self._token, nonce, deadline_s)  # short, so it never waits
+            answer(sock, terms, self._token, nonce, deadline_s)  # short enough never to block
             sock.setblocking(False)
             gathering = self._gathering.setdefault(key, _Gathering(who))
             self._addresses.setdefault(key, []).append(greeting.address)
@@ -263,15 +263,15 @@ class AggregatorServer:
         return None
 
     def _no_room(self, who: Introduction, key: tuple[str, str], address: str) -> ProtocolError | None:
-        """Why a worker is one too many. If it helps, jobs whose workers are not all here after `GATHER_S` make room.
+        """Why a worker exceeds a limit. If it helps, jobs still incomplete after `GATHER_S` are dropped for it.
 
-        Room is taken by workers that are here, not by those that a job says will come. A job that lacks it for one of
-        its workers makes room for others at once: its ranks join together or not at all.
+        Only connected workers use room, not those that a job announces. If a job lacks room for one of its workers, it
+        is dropped at once: its ranks join together or not at all.
         """
         old, here, making_room = time.monotonic() - GATHER_S, dict(self._addresses), []
         waiting = [other for other, job in self._gathering.items() if other != key and job.since_s < old]
         while (why := beyond(self.limits, here, key, who.workers, address)) is not None and waiting:
-            making_room.append(waiting.pop(0))  # the oldest first
+            making_room.append(waiting.pop(0))  # oldest first
             del here[making_room[-1]]
         if why is None:
             for other in making_room:
@@ -305,7 +305,7 @@ class AggregatorServer:
                 _log.warning("job %s: ended after %d rounds: %s", key[0], job.rounds, failure)
 
     def _sweep(self) -> None:
-        """Drop jobs whose workers do not all come, or leave before all have."""
+        """Drop jobs whose workers do not all connect, or leave before all have."""
         now = time.monotonic()
         with self._lock:
             for key, gathering in list(self._gathering.items()):
@@ -314,7 +314,7 @@ class AggregatorServer:
                     self._let_go(key, "stalled" if late else "left", "too late" if late else "one has left")
 
     def _let_go(self, key: tuple[str, str], kind: str, why: str) -> None:
-        """End a job whose workers are not all here."""
+        """End an incomplete job."""
         gathering, came = self._gathering.pop(key), len(self._addresses.pop(key))
         self._ended.append(key)
         self._failed[kind] += 1

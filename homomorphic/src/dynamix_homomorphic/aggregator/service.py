@@ -1,4 +1,4 @@
-"""The command `dynamix aggregator`: a server with its figures, until a service manager or ^C ends it."""
+"""The command `dynamix aggregator`: runs a server and its metrics until a service manager or ^C ends it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def serve(
     metrics_port: int | None = None,
     as_json: bool = False,
 ) -> None:
-    """Print the address, serve until interrupted (^C or SIGTERM), print what happened.
+    """Print the address, serve until interrupted (^C or SIGTERM), print the statistics.
 
-    metrics_port   of loopback, for /healthz and /metrics; 0 takes a free one. None: nothing listens
+    metrics_port   on loopback, for /healthz and /metrics; 0 takes a free one. None: no port is opened
     """
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     server = AggregatorServer(host, port, token=token, tls=tls, limits=limits)
@@ -34,13 +34,13 @@ def serve(
         said = {"address": server.address}
         if metrics_port is not None:
             said["metrics"] = stack.enter_context(MetricsServer(server, metrics_port)).url
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops a service ends it as ^C does
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's SIGTERM ends it as ^C does
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 print(json.dumps(said) if as_json else _in_words(said), flush=True)
                 server.serve()
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would cut the statistics off
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would cut off the statistics
             server.close()
             print(json.dumps(server.statistics()), flush=True)
 

@@ -1,6 +1,6 @@
 """TLS 1.3 between workers and aggregator: both sides show a certificate of the same authority.
 
-Also what sockets with and without TLS do differently, so that nothing else has to know which one it holds.
+Also the operations in which sockets with and without TLS differ, so that other modules need not distinguish them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from os import PathLike, fspath
 from dynamix.errors import ConfigError
 
 PathText = str | PathLike[str]
-FIRST_BYTE = 0x16  # of every TLS connection; no word of ours begins so
+FIRST_BYTE = 0x16  # of every TLS connection; no message of ours begins with it
 SPEAK_TLS = "pass tls_cert, tls_key and tls_ca to Aggregator(...)"
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_SELF_SIGNED = 18  # OpenSSL's number
-_RECORD_BYTES = 1 << 14  # what TLS encrypts at once
+_SELF_SIGNED = 18  # OpenSSL's error number
+_RECORD_BYTES = 1 << 14  # the largest record that TLS encrypts at once
 
 _PURPOSE = "the aggregator's must be made for serverAuth, a worker's for clientAuth"
-_WHY = {  # by OpenSSL's word for it
+_WHY = {  # explanations by OpenSSL's name of the error
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the worker showed no certificate",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": f"the aggregator asks for a certificate: {SPEAK_TLS}",
     "TLSV1_ALERT_UNKNOWN_CA": "the other side does not accept the certificate: it is not from its tls_ca",
@@ -46,7 +46,7 @@ class TlsFiles:
 
     @classmethod
     def of(cls, cert: PathText | None, key: PathText | None, ca: PathText | None) -> TlsFiles | None:
-        """None where nothing is given. Raises `ConfigError` if some of the three are missing."""
+        """The three files, or None if none is given. Raises `ConfigError` if only some are given."""
         given = {"tls_cert": cert, "tls_key": key, "tls_ca": ca}
         missing = [name for name, path in given.items() if not path]
         if len(missing) == 3:
@@ -58,14 +58,14 @@ class TlsFiles:
         return cls(fspath(cert), fspath(key), fspath(ca))
 
     def server(self) -> ssl.SSLContext:
-        """The aggregator's side: whoever connects must show a certificate of the authority. Raises `ConfigError`."""
+        """The aggregator's side: a client must show a certificate of the authority. Raises `ConfigError`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
-        context.num_tickets = 0  # no session is taken up again
+        context.num_tickets = 0  # sessions are never resumed
         return self._filled(context)
 
     def client(self) -> ssl.SSLContext:
-        """A worker's side: the aggregator must show a certificate of the authority for the host that was called."""
+        """A worker's side: the aggregator must show a certificate of the authority, for the host that was called."""
         return self._filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def _filled(self, context: ssl.SSLContext) -> ssl.SSLContext:
@@ -76,14 +76,14 @@ class TlsFiles:
         except (OSError, ValueError) as error:
             raise ConfigError("tls_ca", self.ca, allowed, str(error)) from error
         try:
-            context.load_cert_chain(self.cert, self.key, password="")  # with none it would ask on the terminal
+            context.load_cert_chain(self.cert, self.key, password="")  # without a password it would ask on the terminal
         except (OSError, ValueError) as error:
             raise ConfigError("tls_cert", f"{self.cert} with tls_key={self.key}", allowed, str(error)) from error
         return context
 
 
 def explained(error: Exception) -> str:
-    """The fault of a connection, in words that say what to do if that is known."""
+    """The fault of a connection, with advice if the cause is recognised."""
     if isinstance(error, ssl.SSLCertVerificationError):
         said = error.verify_message
         if "mismatch" in said:
@@ -101,25 +101,25 @@ def explained(error: Exception) -> str:
 
 
 def shut(sock: socket.socket) -> None:
-    """End a connection from any thread, whatever another one does with it: that one sees its end."""
+    """End a connection from any thread. A thread that uses it at the time sees it end."""
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket's own would fall back to plain text
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket's own shutdown would fall back to plain text
 
 
 def buffered(sock: socket.socket) -> int:
-    """Bytes that have left the kernel, so that no selector sees them, and wait to be received."""
+    """Bytes that TLS has already read from the kernel. No selector reports them."""
     return sock.pending() if isinstance(sock, ssl.SSLSocket) else 0
 
 
 def send_both(sock: socket.socket, first: bytes, rest: memoryview) -> int:
-    """As much of the two, one behind the other, as goes at once; at least one byte, or it raises."""
+    """Send as much of `first` and then `rest` as possible at once. Returns the bytes sent, at least one, or raises."""
     if isinstance(sock, ssl.SSLSocket):
         return sock.send(first + rest[: _RECORD_BYTES - len(first)])
     return sock.sendmsg([first, rest])
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Whether the other side of a connection has gone; nothing is read from it."""
+    """Whether the other side has closed the connection. Reads nothing from it."""
     try:
         return not socket.socket.recv(sock, 1, socket.MSG_PEEK)
     except BlockingIOError:

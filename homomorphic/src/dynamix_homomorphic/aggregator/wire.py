@@ -1,8 +1,7 @@
-"""A wire whose sums and unions are formed by an aggregator in the network, with a process group behind it.
+"""A wire whose sums and unions are formed by an aggregator in the network, with a process group as fallback.
 
-The process group carries what an aggregator cannot do (means in floating point), and the last word on each bucket:
-ranks may see the aggregator die at different points of a round, so only the group can say whether all of them have the
-sum.
+The process group carries what an aggregator cannot do (means in floating point), and decides on each bucket: ranks may
+see the aggregator die at different points of a round, so only the group can tell whether all of them have the sum.
 """
 
 import logging
@@ -20,7 +19,7 @@ from dynamix.errors import ConfigError
 from dynamix_homomorphic.aggregator.client import CONNECT_S, Aggregator, AggregatorClient
 from dynamix_homomorphic.aggregator.protocol import ADD, OR, Bytes
 
-ONE_ROUND = 512  # values up to which a second round trip would cost more than the bytes: 16 KiB
+ONE_ROUND = 512  # values; up to 16 KiB a second round trip costs more than the bytes
 _REASON_BYTES = 512
 _log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class AggregatorWire:
         self.client.reduce_((OR, bits))
 
     def _reduce(self, *parts: tuple[int, Tensor]) -> None:
-        hosts = [values.detach().cpu().contiguous() for _, values in parts]  # without a copy on the host
+        hosts = [values.detach().cpu().contiguous() for _, values in parts]  # a tensor on the host is not copied
         self.payload_bytes += sum(host.nbytes for host in hosts)
         sent = [host.view(torch.uint8).numpy() for host in hosts]
         self.client.reduce_(*((op, host) for (op, _), host in zip(parts, sent, strict=True)))
@@ -66,8 +65,8 @@ class AggregatorWire:
 def join(
     where: Aggregator, group: dist.ProcessGroup, device: torch.device, *, patience_s: float = CONNECT_S
 ) -> AggregatorClient:
-    """Connect all ranks of `group`, or none: a collective call. Raises `ConfigError` on every rank, with the reason of
-    the first rank that was not let in.
+    """Connect all ranks of `group`, or none: a collective call. If a rank is refused, every rank raises `ConfigError`
+    with the reason of the first such rank.
     """
     session = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8).to(device)
     dist.broadcast(session, dist.get_global_rank(group, 0), group=group)
@@ -93,7 +92,7 @@ def join(
 
 
 def _told_by(rank: int, text: str, group: dist.ProcessGroup, device: torch.device) -> str:
-    """The text of one rank, on all of them."""
+    """Broadcast the text of one rank to all."""
     brought = text.encode()[:_REASON_BYTES].ljust(_REASON_BYTES)
     told = torch.frombuffer(bytearray(brought), dtype=torch.uint8).to(device)
     dist.broadcast(told, dist.get_global_rank(group, rank), group=group)
@@ -101,18 +100,18 @@ def _told_by(rank: int, text: str, group: dist.ProcessGroup, device: torch.devic
 
 
 def report_loss(client: AggregatorClient) -> None:
-    """One line in the log of each rank, and an end of the connection."""
+    """Log the loss on each rank, and close the connection."""
     reason = client.reason or "another rank lost it"
     client.close(reason)
     _log.warning("the aggregator is lost (%s): the process group forms the sums until it is back", reason)
 
 
 def maximum_by_or(values: Bytes, union: Callable[[Bytes], None]) -> Bytes:
-    """The maximum over ranks of uint8 (n,). `union` ORs its argument in place over ranks.
+    """The maximum over ranks of uint8 (n,). `union` ORs its argument over ranks in place.
 
     An aggregator cannot take a maximum, so each value becomes one set bit, and the highest bit of the union wins. One
-    round over a byte's 256 places costs 32 bytes a value. Longer buffers go in two rounds of 16 places, first the upper
-    four bits and then the lower four of those ranks that hold the highest: 4 bytes a value in all.
+    round with 256 places per byte costs 32 bytes a value. Longer buffers take two rounds of 16 places: first the upper
+    four bits, then the lower four of those ranks that hold the highest. That is 4 bytes a value in all.
 
     >>> maximum_by_or(np.array([0, 7, 255], dtype=np.uint8), lambda bits: None).tolist()
     [0, 7, 255]

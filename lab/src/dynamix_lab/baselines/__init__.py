@@ -1,1 +1,1 @@
-"""Policies of others, written again from their papers: what dynamix is measured beside."""
+"""Other authors' policies, reimplemented from their papers: baselines for dynamix."""

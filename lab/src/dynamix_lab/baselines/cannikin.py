@@ -1,4 +1,4 @@
-"""Cannikin's rule: equal finishing times at the global batch of highest goodput."""
+"""Cannikin's rule: equal finishing times at the global batch with the highest goodput."""
 
 import dataclasses
 from typing import Any
@@ -16,13 +16,13 @@ from dynamix_lab.baselines.least_squares import LeastSquares
 
 
 class Cannikin:
-    """Per-worker costs fitted online, the split with equal finishing times, the global batch of highest goodput.
+    """Fits each worker's costs online, splits for equal finishing times, takes the global batch of highest goodput.
 
-    Cannikin (Nie et al., arXiv 2402.05302). The first window is measured as it comes (equal shares), the second with
-    shares by measured speed, because two different sizes tell alpha_i from beta_i; from then on optimal splits. Its
-    compute-bound case: a step is the slowest worker's computing plus the part of the exchange that nothing hides. A
-    worker whose size hardly moved counts as proportional. `forget` weighs older windows (ours: the paper's clusters do
-    not change). `docs/design/baselines.md` says what is exact and what had to be chosen.
+    Cannikin (Nie et al., arXiv 2402.05302). The first window has equal shares, the second has shares by measured speed,
+    because alpha_i and beta_i need two different sizes. All later splits are optimal. In its compute-bound case a step
+    takes the slowest worker's computing plus the part of the exchange that does not overlap. A worker whose size hardly
+    changed is taken as proportional. `forget` discounts older windows (ours: the paper's clusters do not change).
+    `docs/design/baselines.md` says what is exact and what had to be chosen.
 
     >>> policy, sizes = Cannikin(), np.array([64, 64])
     >>> for _ in range(3):
@@ -42,8 +42,8 @@ class Cannikin:
         self.computing = self.computing.update(window.worked, busy_seconds(window))
         alpha, beta, told = self.computing.solve()
         measured = np.asarray(np.isfinite(beta).any(-1))
-        # Like workers get like sizes, which tell nothing; then AdaptDL's prior, as in `Pollux`, gets another batch
-        # tried.
+        # Workers of equal speed get equal sizes, so no two sizes are seen. AdaptDL's prior, as in `Pollux`, then leads
+        # to another batch.
         alike = ~told.any(-1, keepdims=True)
         alpha, beta = np.where(alike, 0.5 * beta * window.batch_size, alpha), np.where(alike, 0.5 * beta, beta)
         alpha, beta = _filled(alpha, 0.0), _filled(beta, 1.0)
@@ -58,7 +58,7 @@ class Cannikin:
                 return log_goodput(total, np.log(finish_s + exposed[..., None]), np.log1p(total / phi[..., None]))
 
         q = bounds.quantum
-        base = np.minimum(np.ceil(base_total(window) / q) * q, bounds.total_high)  # where bounds allow as much
+        base = np.minimum(np.ceil(base_total(window) / q) * q, bounds.total_high)  # if bounds allow it
         above = dataclasses.replace(bounds, total_low=np.maximum(bounds.total_low, base).astype(np.int64))
         best = best_split(alpha, beta, above, of)
         best = np.where(np.isnan(phi)[..., None], split(now, alpha, beta, bounds), best)
@@ -74,6 +74,6 @@ class Cannikin:
 
 
 def _filled(cost: Floats, otherwise: float) -> Floats:
-    """Fill NaN: the mean of the measured workers' for the others, `otherwise` if nobody was measured."""
+    """Replace NaN by the mean of the measured workers, or by `otherwise` if no worker was measured."""
     usual = mean_of_known(cost)[..., None]
     return np.where(np.isnan(cost), np.where(np.isnan(usual), otherwise, usual), cost)

@@ -1,4 +1,4 @@
-"""Affine costs by least squares, as Pollux and Cannikin fit them."""
+"""Affine costs by least squares, as in Pollux and Cannikin."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from dynamix.model.state import nothing
 from dynamix.window import Floats
 
-LEAST_SPREAD = 4e-4  # of squared batches: 2 % apart, root mean square
-LEAST_GROWTH = 0.02  # of proportional growth: times that grow less with the batch are a disturbance, not a fit
+LEAST_SPREAD = 4e-4  # of squared batches: a root mean square difference of 2 %
+LEAST_GROWTH = 0.02  # of proportional growth: if times grow less with the batch, that is a disturbance and no fit
 
 
 @dataclass(frozen=True, eq=False)
 class LeastSquares:
-    """seconds = alpha + beta * b by least squares of relative errors, with forgetting; one fit per entity (...).
+    """seconds = alpha + beta * b by least squares of relative errors, with forgetting. One fit per entity (...).
 
-    forget    factor on older measurements of an entity, at each of its measurements
+    forget    factor on older measurements of an entity at each new one
     moments   (5, ...): sums of w, w b, w b^2, w y, w b y with w = 1/y^2
 
     >>> fit = LeastSquares()
@@ -34,7 +34,7 @@ class LeastSquares:
     FIELDS: ClassVar[tuple[str, ...]] = ("moments",)
 
     def update(self, batch: Floats, seconds: Floats) -> LeastSquares:
-        """Take in one measurement per entity, samples and seconds (...); NaN adds nothing."""
+        """Add one measurement per entity, samples and seconds (...). NaN is ignored."""
         known = np.isfinite(seconds) & (seconds > 0) & np.isfinite(batch) & (batch > 0)
         b, y = np.where(known, batch, 1.0), np.where(known, seconds, 1.0)
         new = np.where(known, np.stack([1 / y**2, b / y**2, b * b / y**2, 1 / y, b / y]), 0.0)
@@ -43,9 +43,9 @@ class LeastSquares:
         return dataclasses.replace(self, moments=new)
 
     def solve(self) -> tuple[Floats, Floats, np.ndarray]:
-        """alpha (s) and beta (s/sample), neither negative, and whether batches told them apart, (...).
+        """alpha (s) and beta (s/sample), neither negative, and whether the batches determine both, (...).
 
-        NaN where nothing was seen; alpha is 0 where the two could not be told apart.
+        NaN if nothing was measured; alpha is 0 if the batches do not determine both.
         """
         one, b, bb, y, by = self.moments
         seen = one > 0

@@ -12,10 +12,10 @@ from dynamix.window import Bounds, Ints, Window
 
 
 class NoiseScalePolicy:
-    """Equal shares of a global batch that follows the smoothed gradient noise scale, at most `step` times a decision.
+    """Equal shares of a global batch that follows the smoothed gradient noise scale, by at most `step` per decision.
 
-    The adaptive batch size of KungFu (Mai et al., OSDI 2020, no arXiv entry) on the noise scale of McCandlish et al.
-    (arXiv 1812.06162), where B = noise scale is the balance between few steps and few samples. Speeds play no part.
+    The adaptive batch size of KungFu (Mai et al., OSDI 2020, no arXiv entry), with the noise scale of McCandlish et al.
+    (arXiv 1812.06162). B = noise scale balances the number of steps and of samples. Speeds have no effect.
 
     >>> policy = NoiseScalePolicy()
     >>> policy.decide(Window.of([32, 32], noise=96.0, signal=1.0), Bounds.of(2)).tolist()

@@ -1,4 +1,4 @@
-"""Pollux's rule: the uniform batch of highest goodput."""
+"""Pollux's rule: the uniform batch with the highest goodput."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from dynamix_lab.baselines.least_squares import LeastSquares
 
 
 class Pollux:
-    """The uniform batch of highest goodput (Pollux, Qiao et al., OSDI 2021, arXiv 2008.12260).
+    """The uniform batch with the highest goodput (Pollux, Qiao et al., OSDI 2021, arXiv 2008.12260).
 
-    Step time ((alpha + beta b)^g + exchange^g)^(1/g) fitted to the windows seen, b samples for every worker; progress
-    per sample (phi + B0)/(phi + B). The best of 50 sizes, evenly spaced in log b, from the base batch up; taken only if
-    its goodput is `threshold` times the present one's. As long as one size was seen, half of its time counts as fixed.
-    `docs/design/baselines.md` says what is exact and what had to be chosen.
+    Step time ((alpha + beta b)^g + exchange^g)^(1/g) is fitted to the windows seen, with b samples for every worker.
+    Progress per sample is (phi + B0)/(phi + B). It takes the best of 50 sizes, evenly spaced in log b, from the base
+    batch up, if its goodput is `threshold` times the present one. Until it has seen two sizes, half of the time counts
+    as fixed. `docs/design/baselines.md` says what is exact and what had to be chosen.
 
     >>> policy, known = Pollux(), dict(compute=[0.1, 0.1], wait=0.0, communication=0.1, noise=1e4, signal=1.0)
     >>> policy.decide(Window.of([32, 32], **known), Bounds.of(2, 1, 64)).tolist()
@@ -37,7 +37,7 @@ class Pollux:
         self.computing = self.computing.update(_size_of_slowest(window), slowest)
         self.exchange = self.exchange.update(slowest, exposed_seconds(window))
         alpha, beta, told = self.computing.solve()
-        # One size seen: AdaptDL's prior, which makes larger batches look cheap and so gets them tried.
+        # Only one size seen: AdaptDL's prior makes larger batches look cheap, so that they are tried.
         alpha = np.where(told, alpha, 0.5 * beta * _size_of_slowest(window))
         beta = np.where(told, beta, 0.5 * beta)
         phi = noise_scale(window)
@@ -73,6 +73,6 @@ class Pollux:
 
 
 def _size_of_slowest(window: Window) -> Floats:
-    """Samples (...) of the worker that computes longest, of mean cost where costs are known."""
+    """Samples (...) of the worker that computes longest; weighted by mean cost if costs are known."""
     at = np.where(np.isnan(window.compute), -np.inf, window.compute).argmax(-1)
     return np.take_along_axis(window.worked, at[..., None], -1)[..., 0]

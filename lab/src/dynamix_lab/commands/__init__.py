@@ -1,6 +1,6 @@
 """Commands of the laboratory: `dynamix bench ...` and `dynamix demo`, found by entry point.
 
-Each module adds its commands to `bench` when it is imported. A command imports what it measures with when it runs.
+Each module adds its commands to `bench` when it is imported. A command imports its measurement code when it runs.
 """
 
 from dynamix_lab.commands import experiment, papers, peers, removed, results, suites

@@ -1,4 +1,4 @@
-"""The laboratory's rows of `dynamix doctor`: what it can emulate on this machine, and what of it is installed."""
+"""The laboratory's rows of `dynamix doctor`: what this machine can emulate, and which parts are installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dynamix_lab.installed import BENCH, how_to_install
 
 
 def emulation() -> list[tuple[str, bool, str]]:
-    """Mechanisms that hold hosts to their limits."""
+    """Mechanisms that limit emulated hosts."""
     from dynamix_lab.emulator import probe_mechanisms
 
     return [(name, *found) for name, found in probe_mechanisms().items()]

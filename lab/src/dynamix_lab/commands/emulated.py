@@ -1,4 +1,4 @@
-"""`dynamix emulate`: a run or a comparison on emulated hosts, and the page of it."""
+"""`dynamix emulate`: a run or a comparison on emulated hosts, and its report page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +52,7 @@ def _emulate(
 
 
 def run_once(scenario: str, command: Sequence[str], *, as_json: bool, **options: Any) -> dict[str, Any]:
-    """One run; returns its result."""
+    """Make one run and return its result."""
     from dynamix_lab.emulator.run import emulate, summary
 
     result = emulate(scenario, command, **options)
@@ -68,13 +68,13 @@ def run_once(scenario: str, command: Sequence[str], *, as_json: bool, **options:
 def run_compared(
     scenario: str, command: Sequence[str], compared: str, *, as_json: bool, **options: Any
 ) -> dict[str, Any]:
-    """A run under each policy; prints the table and names the page. Returns the comparison's result."""
+    """Make a run under each policy, print the table and the page's path. Returns the comparison's result."""
     from dynamix.policies import make_policy
     from dynamix_lab.emulator.compare import compare, rows_of
 
     rows = rows_of(compared)
     for row in rows:
-        make_policy(row.policy)  # a wrong name is said before any run
+        make_policy(row.policy)  # rejects a wrong name before any run
     result = compare(scenario, command, rows, tell=lambda name: typer.echo(f"--- {name}", err=True), **options)
     folder = Path(result["folder"])
     data = _page(folder)
@@ -94,7 +94,7 @@ def run_compared(
 
 
 def _page(folder: Path) -> dict[str, Any] | None:
-    """Write report.html of a run folder; its data, or None where there is no window, or no room for the page."""
+    """Write report.html of a run folder. Returns its data, or None if there is no window or no room for the page."""
     from dynamix.telemetry import find_sources, write_page
 
     if not any(folder.glob("events.jsonl")) and not any(folder.glob("*/events.jsonl")):
@@ -106,7 +106,7 @@ def _page(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         return write_page(sources, folder / "report.html")
-    except OSError as error:  # the page is a side matter: the run ended as it did
+    except OSError as error:  # a missing page must not change how the run ended
         typer.echo(f"note: {folder / 'report.html'} could not be written ({error.strerror or error})", err=True)
         return None
 

@@ -1,4 +1,4 @@
-"""`dynamix bench experiment NAME`: an experiment that the laboratory comes with, or one of yours, from a file."""
+"""`dynamix bench experiment NAME`: a shipped experiment, or one from your file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamix_lab.commands.group import EXPERIMENTS, Resume, bench, conducted, na
 
 
 def _begins(name: str) -> str:
-    """The comment that a file begins with."""
+    """The comment at the beginning of a file."""
     lines = EXPERIMENTS[name].read_text(encoding="utf-8").splitlines()
     return " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
 

@@ -1,5 +1,5 @@
-"""Shared by the commands under `dynamix bench`: the group, options, progress on stderr, the command line as results
-name it, lists as options.
+"""Shared by the commands under `dynamix bench`: the group, options, progress on stderr, lists as options, and the
+command line that results record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXPERIMENTS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "
 
 
 class Bench(TyperGroup):
-    """`bench NAME` runs an experiment that the laboratory comes with, as `bench experiment NAME` does."""
+    """`bench NAME` runs a shipped experiment, as `bench experiment NAME` does."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         return super().resolve_command(ctx, ["experiment", *args] if args and args[0] in EXPERIMENTS else args)
@@ -41,20 +41,20 @@ def _bench() -> None:
     need_bench("dynamix bench")
 
 
-# Where a result goes and how it is printed does not change it; a result's command leaves these out.
+# These options decide where a result goes and how it is printed, not what it is; its recorded command omits them.
 _NOT_OF_THE_RESULT = {"out", "as_json", "resume"}
 
 
 def command_line(context: typer.Context) -> str:
-    """The command that is running, with every option that was given: `command` of its result.
+    """The running command with all given options, recorded as its result's `command`.
 
-    --out, --resume and --json are left out.
+    It omits --out, --resume and --json.
     """
     words: list[str] = []
     above: Any = context
     while above.parent is not None:
         words, above = [str(above.info_name), *words], above.parent
-    words = ["dynamix", *words]  # the root is called by what starts it: a script, `python -m`, a test
+    words = ["dynamix", *words]  # the root's name varies with what started it: a script, `python -m`, a test
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
@@ -106,7 +106,7 @@ def floats_of(name: str, text: str | None) -> tuple[float, ...] | None:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on stderr, moved by `tell(what, fraction done)`."""
+    """A progress bar on stderr. Yields `tell(what, fraction done)`, which moves it."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -130,7 +130,7 @@ def conducted(
 
 
 def about(context: typer.Context, cluster: str) -> dict[str, Any]:
-    """The head of a result without a run folder: schema, command, commit, machine, versions, and `cluster` as given."""
+    """A result's head without a run folder: schema, command, commit, machine, versions, and the given `cluster`."""
     from dynamix.events.records import SCHEMA
     from dynamix.events.run_folder import commit, machine, versions
 

@@ -1,4 +1,4 @@
-"""Other measurements and fits: `dynamix bench excavation`, `calibration`."""
+"""Other measurements and fits: `dynamix bench excavation`, `dynamix bench calibration`."""
 
 from __future__ import annotations
 

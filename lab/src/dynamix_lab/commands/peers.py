@@ -1,4 +1,4 @@
-"""`dynamix bench peers`: other libraries beside dynamix."""
+"""`dynamix bench peers`: other libraries compared with dynamix."""
 
 from __future__ import annotations
 

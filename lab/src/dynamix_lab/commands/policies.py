@@ -16,7 +16,7 @@ QUICK_ROWS, QUICK_WINDOWS = 32, 20
 
 
 def _check_writable(out: Path) -> None:
-    """Raises `ConfigError` now rather than after minutes of work."""
+    """Raise `ConfigError` now instead of after minutes of work."""
     from dynamix.errors import ConfigError
 
     allowed = "a .safetensors file in an existing folder that can be written"
@@ -49,7 +49,7 @@ def policy_train(
     from dynamix.policies.files import add_facts
     from dynamix_lab.training.shipped import meanings_of, recipe_of, settings_of, train_shipped
 
-    recipe = recipe_of(name, settings or ())  # a wrong name or setting is said first
+    recipe = recipe_of(name, settings or ())  # rejects a wrong name or setting first
     if show:
         found = settings_of(recipe)
         meant = meanings_of(recipe)
@@ -84,7 +84,7 @@ def policy_evaluate(
     from dynamix_lab.training.evaluation import chosen_cells, evaluate_families
 
     need_bench("dynamix policy evaluate", ("scipy",))
-    make_policy(name)  # a wrong name or file is said before any work
+    make_policy(name)  # rejects a wrong name or file before any work
     names, counts = chosen_cells(families, workers)
     if quick:
         rows, windows, hedged = min(rows, QUICK_ROWS), min(windows, QUICK_WINDOWS), False

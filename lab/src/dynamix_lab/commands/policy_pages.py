@@ -67,7 +67,7 @@ def _print_medians(console: Console, summary: Mapping[str, Any], cells: int) -> 
 
 
 def _label(name: str) -> str:
-    """A name short enough for a column."""
+    """A name short enough for a table column."""
     parsed = parse_name(name) if ":" in name or name.endswith(".safetensors") else None
     if parsed is None or parsed.kind not in ("file", "class"):
         return name
@@ -75,6 +75,6 @@ def _label(name: str) -> str:
 
 
 def _mark(over_goodput: Sequence[float]) -> str:
-    """+ or - where the 95 % interval of the paired ratio to the goodput rule lies beside 1."""
+    """+ or - if the 95 % interval of the paired ratio to the goodput rule excludes 1."""
     _, low, high = over_goodput
     return " +" if low > 1 else " -" if high < 1 else "  "

@@ -1,4 +1,4 @@
-"""Commands of earlier versions that are gone: whoever still calls one is told what to write now."""
+"""Removed commands of earlier versions. Calling one prints its replacement."""
 
 from __future__ import annotations
 

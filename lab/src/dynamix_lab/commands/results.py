@@ -1,4 +1,4 @@
-"""Results as data: `dynamix bench record` keeps one, `dynamix bench tables` writes its page, and tables of docs."""
+"""Results as data: `dynamix bench record` stores one, `dynamix bench tables` writes its page and the docs' tables."""
 
 from __future__ import annotations
 

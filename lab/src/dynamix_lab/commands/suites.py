@@ -1,4 +1,4 @@
-"""The suites: `dynamix bench overhead`, `observe`, `compression`, `faults`, `fuzz`; in the simulator `stigmergy` and
+"""The suites `dynamix bench overhead`, `observe`, `compression`, `faults`, `fuzz`, and in the simulator `stigmergy` and
 `disturbance`.
 """
 
@@ -101,7 +101,7 @@ def bench_compression(
     ] = None,
     identity_steps: Annotated[
         int, typer.Option(max=0, hidden=True)
-    ] = 0,  # the recorded command leaves out what is gone
+    ] = 0,  # the recorded command omits these
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of turns.")] = 0,
     resume: Resume = False,
     out: Out = None,

@@ -1,4 +1,4 @@
-"""Real processes and real sockets on one machine, each rank on an emulated host of its own."""
+"""Real processes and real sockets on one machine, each rank on its own emulated host."""
 
 from dynamix_lab.emulator.cluster import Emulation
 from dynamix_lab.emulator.loading import load_scenario, scenario_schema, shipped_scenarios

@@ -1,12 +1,11 @@
-"""Keeps the machine's processors awake with work of the lowest kind, so that emulated hosts find them warm.
+"""Keeps the machine's processors awake with work of the lowest priority, so that emulated hosts find them warm.
 
-Hosts with a part of a core leave the machine idle between their slices. A virtual machine gives an idle processor
-back, and may get it again slower, with cold caches, a low clock or late, which changes by the minute
-(docs/design/emulator.md says more). So one process per processor turns for nothing, of the class that runs
-only when nobody else wants to.
+Hosts with a part of a core leave the machine idle between their slices. A virtual machine returns an idle processor,
+and may get it again slower (cold caches, a low clock) or late, which varies by the minute (docs/design/emulator.md
+explains more). So one process per processor spins, in the scheduling class that runs only if no other process wants to.
 
-Standard library only, run by path as a process of its own. Its argument is its owner's pid; it ends with it, at a byte
-or at end of file.
+It uses the standard library only and runs by path as a separate process. Its argument is its owner's pid. It ends with
+its owner, at a byte, or at end of file.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from pathlib import Path
 
 
 def is_virtual(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this machine is one of several on the real one. Elsewhere turning heats, and may slow a sibling core."""
+    """Whether this machine is virtual. On a real one spinning heats it, and may slow a sibling core."""
     try:
         return " hypervisor" in cpuinfo.read_text()
     except OSError:
@@ -36,7 +35,7 @@ def turn(processor: int, helper: int) -> None:
 
 
 def main(owner: int) -> None:
-    """One such child for every processor that this process may use."""
+    """Start one such child for every processor that this process may use."""
     helper, children = os.getpid(), []
     _weigh_least()
     for processor in sorted(os.sched_getaffinity(0)):
@@ -46,19 +45,19 @@ def main(owner: int) -> None:
                 turn(processor, helper)
             os._exit(0)
     while os.getppid() == owner and not select.select([0], [], [], 1.0)[0]:
-        pass  # a child that the owner forked may hold the pipe open for ever
+        pass  # no end of file comes if a child that the owner forked holds the pipe open
     for child in children:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
 def _weigh_least() -> None:
-    """If a session is scheduled as one (autogroup), its weight counts, not the class of its processes."""
+    """Lower the session's weight. With autogroup that weight counts, not the class of its processes."""
     for _ in range(20):
         try:
             Path("/proc/self/autogroup").write_text("19")
             return
-        except BlockingIOError:  # one change in 0.1 s, of all users together
+        except BlockingIOError:  # the kernel allows one change in 0.1 s, for all users together
             time.sleep(0.15)
         except OSError:
             return

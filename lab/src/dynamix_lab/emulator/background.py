@@ -1,4 +1,4 @@
-"""Background load of emulated hosts, all of it real: busy processes beside the job, and traffic on its link."""
+"""Background load of emulated hosts, all of it real: busy processes next to the job, and traffic on its link."""
 
 import contextlib
 import math
@@ -14,15 +14,15 @@ from dynamix_lab.emulator.scenario import Load, Scenario
 
 Start = Callable[[int, str, Sequence[str]], "subprocess.Popen[bytes]"]
 
-# One process can use one core at most, so that a larger host gets several, in one process group.
+# One process can use only one core, so a larger host gets several, in one process group.
 _SPIN = "import os, sys\nfor _ in range(int(sys.argv[1]) - 1):\n    if not os.fork(): break\nwhile True: pass"
 
 
 class Noise:
-    """Something busy on every host that a disturbance may visit, stopped while none does.
+    """A busy process on every host that a disturbance may visit. It is stopped while no disturbance is there.
 
-    It lives in a control group beside the job's, whose quota is cut by as much: in one group together the split would
-    follow the scheduler's slices, and no schedule could state it.
+    It has a control group of its own, and the job's quota is cut by the noise's cores. In one common group the split
+    would follow the scheduler's slices, which no schedule could state.
 
     start   starts a command on a host in a group (host, group, command) and returns it
     """
@@ -38,15 +38,15 @@ class Noise:
             signal_group(self.processes[host], signal.SIGSTOP)
 
     def calm(self, cores: Sequence[float]) -> None:
-        """Stops what has nothing to do. First this, then `set`: a host never uses more than its cores."""
+        """Stop hosts' noise that is no longer needed. Call it before `set`: a host never uses more than its cores."""
         for host in sorted(host for host in self._busy if not cores[host]):
-            # A duty cycle continues what it stopped, also after our signal; so it gets almost nothing.
+            # A duty cycle continues what it stopped, even after our signal, so the group gets almost nothing.
             self._limiter.limit(self._group(host), LEAST_CORES)
             signal_group(self.processes[host], signal.SIGSTOP)
             self._busy.discard(host)
 
     def set(self, cores: Sequence[float]) -> None:
-        """Keeps `cores[host]` of every host busy."""
+        """Keep `cores[host]` of every host busy."""
         for host, process in self.processes.items():
             if cores[host]:
                 self._limiter.limit(self._group(host), cores[host])
@@ -54,7 +54,7 @@ class Noise:
                 self._busy.add(host)
 
     def close(self) -> None:
-        """Kills all of it; without limits, as a throttled process dies slowly."""
+        """Kill all of it, without limits, because a throttled process dies slowly."""
         for host, process in self.processes.items():
             self._limiter.limit(self._group(host), None)
             signal_group(process, signal.SIGKILL)
@@ -65,7 +65,7 @@ class Noise:
 
 
 class Traffic:
-    """One helper process that sends and receives on all hosts' links, as fast as told."""
+    """One helper process that sends and receives on all hosts' links, at the rates that are set."""
 
     def __init__(self, switch: int, switch_address: str, hosts: Sequence[int], addresses: Sequence[str]) -> None:
         each = [text for pair in zip(map(str, hosts), addresses, strict=True) for text in pair]
@@ -81,7 +81,7 @@ class Traffic:
 
 
 def noisy_hosts(scenario: Scenario) -> list[int]:
-    """The hosts on which something may take CPU from the job; of device hosts none, whose speed it changes."""
+    """The hosts on which a disturbance may take CPU from the job. None with a device: there it changes the speed."""
     if scenario.device is not None:
         return []
     hosts = range(scenario.workers)
@@ -90,6 +90,6 @@ def noisy_hosts(scenario: Scenario) -> list[int]:
 
 
 def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the process group of `process`, which leads it."""
+    """Send a signal to the process group that `process` leads."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)

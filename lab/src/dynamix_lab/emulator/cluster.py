@@ -1,4 +1,4 @@
-"""An emulated cluster: hosts, limits and disturbances around real processes, from start to nothing left.
+"""An emulated cluster: hosts, limits and disturbances around real processes. It removes all of them at its end.
 
 with Emulation("demo", seed=3, run_dir="run") as cluster:
     cluster.launch([sys.executable, "train.py"])
@@ -37,13 +37,13 @@ Mechanism = Literal["auto", "privileged", "duty-cycle"]
 _Folder = str | Path | None
 _counts = itertools.count()
 _POLL_S = 0.02
-# glibc gives large blocks back to the kernel, or does not, by what a process did before; taken again they cost a page
-# fault per 4 KiB. Measured policies would differ by their place in the order (docs/design/emulator.md).
+# A process's history decides whether glibc returns large blocks to the kernel, and taking them again costs a page fault
+# per 4 KiB. Then measured policies would differ by their place in the order (docs/design/emulator.md).
 _HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_TOP_PAD_": str(2**26)}
 
 
 def load_permitted(scenario: Scenario | Mapping[str, Any] | str | Path, mechanism: str) -> Scenario:
-    """`load_scenario`, and everything that can be refused before anything is made. Errors are those of `Emulation`."""
+    """`load_scenario`, and all checks that can refuse it before anything is created. Raises as `Emulation`."""
     if mechanism not in get_args(Mechanism):
         raise ConfigError("mechanism", mechanism, ", ".join(get_args(Mechanism)), "use auto")
     loaded = load_scenario(scenario)
@@ -56,28 +56,28 @@ def load_permitted(scenario: Scenario | Mapping[str, Any] | str | Path, mechanis
 
 
 def _check_loopback(scenario: Scenario, why: str = "") -> None:
-    """Raises `EmulationError` if a scenario shapes links; `why` there is nothing but loopback."""
+    """Raise `EmulationError` if a scenario shapes links. `why`: the reason that only loopback is available."""
     if needs := ", ".join(scenario.needs.values()):
         fix = "run as root with pyroute2 installed, or remove it from the scenario"
         raise EmulationError(f"the scenario sets {needs}, and on loopback links cannot be shaped{why}: {fix}")
 
 
 class Emulation:
-    """A context manager: inside it the hosts exist, after it nothing of them does, whatever happened.
+    """A context manager: the hosts exist inside it, and none of them after it, whatever happened.
 
     scenario    a `Scenario`, shipped name, YAML file or mapping
-    seed        of the disturbances' schedule (`start_clock` may take another)
-    run_dir     where ranks' output goes; made if missing
-    mechanism   "auto": namespaces and control groups where permitted, else the unprivileged way for what is not;
+    seed        for the disturbances' schedule (`start_clock` may change it)
+    run_dir     where ranks' output goes; created if missing
+    mechanism   "auto": namespaces and control groups if permitted, else the unprivileged substitute;
                 "privileged": those or an error; "duty-cycle": loopback and signals, also as root
-    keep_awake  on virtual machines without a quota, work of the lowest kind keeps the processors from resting: for
-                measurements, as hosts that find them cold may be slower, differently by the minute
+    keep_awake  on virtual machines without a quota, work of the lowest priority keeps the processors from idling. It is
+                for measurements: on cold processors hosts may be slower, and this varies by the minute
 
-    Links are as the scenario says from the start, CPU limits begin with `throttle`, and what changes begins with
-    `start_clock`. `mechanisms` says what is in force.
+    Links have their limits from the start, CPU limits begin with `throttle`, and disturbances begin with `start_clock`.
+    `mechanisms` says which mechanisms are in force.
 
-    Raises `ScenarioError` (bad scenario, more cores than the machine has, or what its kernel lacks) and
-    `EmulationError` (the machine refuses, or the scenario shapes links and only loopback is to be had).
+    Raises `ScenarioError` (bad scenario, more cores than the machine has, or a feature that its kernel lacks) and
+    `EmulationError` (the machine refuses, or the scenario shapes links and only loopback is available).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Emulation:
         self.name = keeper.instance_name(next(_counts))
         self._mechanism, self._keep_awake = mechanism, keep_awake
         self._ranks: list[Popen[bytes]] = []
-        self._beside: list[Popen[bytes]] = []  # beside the ranks
+        self._beside: list[Popen[bytes]] = []  # processes other than ranks
         self._cleanup = contextlib.ExitStack()
         self._lock = threading.RLock()
         self._stop_clock = threading.Event()
@@ -142,20 +142,20 @@ class Emulation:
         return {"network": self._network.mechanism, "cpu": cpu, "link": self._network.link}
 
     def throttle(self) -> None:
-        """Puts the hosts' CPU limits in force (without disturbances until `start_clock`)."""
+        """Put the hosts' CPU limits in force. Disturbances begin only with `start_clock`."""
         with self._lock:
             self._throttled = True
             self._apply()
 
     def unthrottle(self) -> None:
-        """Lifts all limits and stops the disturbances."""
+        """Lift all limits and stop the disturbances."""
         self._halt_clock()
         with self._lock:
             self._throttled, self._clock_start = False, None
             self._apply()
 
     def start_clock(self, *, seed: int | None = None) -> None:
-        """Limits in force, and the disturbances' schedule (again) at 0 s; `seed` takes another schedule from now on."""
+        """Put limits in force and (re)start the disturbances' schedule at 0 s. `seed` changes the schedule."""
         self._halt_clock()
         with self._lock:
             self.seed = self.seed if seed is None else seed
@@ -173,12 +173,12 @@ class Emulation:
         return self._throttled
 
     def time_s(self) -> float | None:
-        """Seconds since `start_clock`; None while it does not run."""
+        """Seconds since `start_clock`; None if the clock is stopped."""
         start = self._clock_start
         return None if start is None else time.monotonic() - start
 
     def speeds(self) -> list[float] | None:
-        """Cores each host's job may use now, of device hosts their relative speed; None without limits."""
+        """Cores that each host's job may use now; the relative speed of device hosts. None without limits."""
         return self._speeds(self.time_s())
 
     def _speeds(self, now: float | None) -> list[float] | None:
@@ -191,11 +191,11 @@ class Emulation:
         return [] if self._devices is None else self._devices.steps()
 
     def links(self) -> list[Link]:
-        """State of every host's link now."""
+        """The present state of every host's link."""
         return host_links(self.scenario, self.time_s(), self.seed)
 
     def address(self, host: int) -> str:
-        """The address at which the others reach a host; 127.0.0.1 for all of them on loopback."""
+        """The address at which other hosts reach a host; on loopback always 127.0.0.1."""
         return self._network.address(host)
 
     def plug(self, host: int, *, plugged: bool) -> None:
@@ -203,11 +203,11 @@ class Emulation:
         self._network.plug(host, plugged=plugged)
 
     def partition(self, *parts: Sequence[int]) -> None:
-        """Cut the network: hosts of one part reach each other only. If no parts are given, the network is whole again.
+        """Cut the network: hosts of one part reach only each other. Without parts the network is whole again.
 
-        parts   numbers of hosts; together every host once
+        parts   numbers of hosts; every host in exactly one part
 
-        Raises `ConfigError` for parts that are not that, and `EmulationError` on loopback.
+        Raises `ConfigError` for other parts, and `EmulationError` on loopback.
         """
         every = list(range(self.scenario.workers))
         if parts and sorted(host for part in parts for host in part) != every:
@@ -218,10 +218,10 @@ class Emulation:
     def launch(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: _Folder = None, name: str = ""
     ) -> list[Popen[bytes]]:
-        """Starts `command` on every host, one rank each, with torchrun's environment; limits are as they are.
+        """Start `command` on every host, one rank each, with torchrun's environment. Limits do not change.
 
-        Output goes to `<run_dir>/<name.>rank<r>.out` and `.err`. `env` adds to this process's environment and wins
-        over what is set here. Raises `UsageError` while ranks of an earlier launch still run.
+        Output goes to `<run_dir>/<name.>rank<r>.out` and `.err`. `env` adds to this process's environment and overrides
+        what is set here. Raises `UsageError` while ranks of an earlier launch still run.
         """
         if not command:
             raise ConfigError("command", list(command), "a program and its arguments", "give the command after --")
@@ -238,8 +238,8 @@ class Emulation:
         return list(self._ranks)
 
     def launch_beside(self, command: Sequence[str], *, name: str = "beside", host: int | None = None) -> Popen[bytes]:
-        """Start `command` beside the ranks: between the hosts, at `switch_address`, to compute in the network, with no
-        link of its own; or on `host`, behind its link. No quota.
+        """Start `command` without a quota, in addition to the ranks. By default it runs between the hosts, at
+        `switch_address`, to compute in the network, and has no link of its own. With `host` it is behind its link.
 
         It ends with the emulation at the latest. Output goes to `<run_dir>/<name>.out` and `.err`.
         """
@@ -250,23 +250,23 @@ class Emulation:
 
     @property
     def switch_address(self) -> str:
-        """The address at which hosts reach what `launch_beside` started there."""
+        """The address at which hosts reach a process that `launch_beside` started between them."""
         return self._network.switch()[1]
 
     def poll(self) -> list[int | None]:
-        """Exit code of every rank, None for one that runs; negative is a signal's number, as in subprocess.
+        """Exit code of every rank, None while it runs. A negative code is a signal's number, as in subprocess.
 
-        Raises `EmulationError` when the schedule could not be followed: what runs is then no longer the scenario.
+        Raises `EmulationError` if the schedule could not be followed, because the run then differs from the scenario.
         """
         if self._failure is not None:
             raise EmulationError(f"the schedule could not be followed: {self._failure}") from self._failure
         return [rank.poll() for rank in self._ranks]
 
     def wait(self, timeout_s: float | None = None, *, grace_s: float = 75.0) -> list[int]:
-        """Waits until every rank has ended and returns their exit codes; never longer than `timeout_s`.
+        """Wait until every rank has ended, at most `timeout_s`. Returns their exit codes.
 
-        When a rank fails, the others get `grace_s` to end by their process group's own timeout (so that it must be
-        shorter), then are terminated. A process that a timeout ends has a negative code.
+        If a rank fails, the others have `grace_s` to end by the timeout of their process group (which must be shorter).
+        Then they are terminated. A process that a timeout ends has a negative code.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while None in (codes := self.poll()):
@@ -280,8 +280,8 @@ class Emulation:
         return [rank.wait() for rank in self._ranks]
 
     def terminate(self, *, patience_s: float = 5.0) -> None:
-        """Ends all ranks and their children: SIGTERM, and SIGKILL after `patience_s`. Lifts the limits."""
-        self.unthrottle()  # or a rank at a sixth of a core would still be dying when its patience is over
+        """End all ranks and their children: SIGTERM, and SIGKILL after `patience_s`. Lifts the limits."""
+        self.unthrottle()  # a rank with a sixth of a core could not end within `patience_s`
         for rank in self._ranks:
             signal_group(rank, signal.SIGTERM)
         deadline = time.monotonic() + patience_s
@@ -313,7 +313,7 @@ class Emulation:
         stem: str,
         cwd: _Folder = None,
     ) -> Popen[bytes]:
-        """Output goes to `<run_dir>/<stem>.out` and `.err`, or nowhere without a stem."""
+        """Start a process. Output goes to `<run_dir>/<stem>.out` and `.err`, or nowhere without a stem."""
         env, nowhere = {**environment, keeper.MARK: self.name}, Path(os.devnull)
         files = (self.run_dir / f"{stem}.out", self.run_dir / f"{stem}.err") if stem else (nowhere, nowhere)
         with files[0].open("wb") as out, files[1].open("wb") as err, contextlib.ExitStack() as stack:
@@ -402,7 +402,7 @@ class Emulation:
             process.wait()
 
     def _catch_signals(self) -> None:
-        """SIGTERM and SIGHUP become SystemExit, so that they clean up as Ctrl-C does."""
+        """Turn SIGTERM and SIGHUP into SystemExit, so that they clean up as Ctrl-C does."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""`dynamix emulate SCENARIO --compare ROWS -- COMMAND`: one script under several policies, told by its environment."""
+"""`dynamix emulate SCENARIO --compare ROWS -- COMMAND`: one script under several policies, set by its environment."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dynamix.events.run_folder import RunFolder, row_folder
 from dynamix.runtime.config import OUTSIDE
 from dynamix_lab.emulator.run import emulate, worst
 
-ROW_VARIABLE = "DYNAMIX_ROW"  # the folder of the row that a script runs under, for what it writes
+ROW_VARIABLE = "DYNAMIX_ROW"  # the folder of a script's row, for its files
 ROW_MARK = "{row}"  # the same in a command's arguments
-LOCAL = "local"  # steps apart, models averaged: shares by speed, meeting over parameters
-_AT_A_MEETING = "controller.met"  # what the error of a loop names that calls collectives between meetings
+LOCAL = "local"  # local steps: shares by speed, models are averaged
+_AT_A_MEETING = "controller.met"  # named by the error of a loop that calls collectives between averagings
 _TAIL_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A run of the comparison: its name, and what the script's `Controller` is told instead of what it says.
+    """A run of the comparison: its name, and the arguments of `Controller` that it overrides in the script.
 
     >>> ComparedRow.of("local").environment
     {'DYNAMIX_POLICY': 'lb_bsp', 'DYNAMIX_MEET': 'parameters'}
@@ -32,12 +32,12 @@ class ComparedRow:
 
     name: str
     policy: str
-    meet: str | None = None  # None: as the script says
+    meet: str | None = None  # None: as in the script
     global_batch: str | None = None
 
     @classmethod
     def of(cls, name: str) -> ComparedRow:
-        """`local`, or the name of a policy, with `:adaptive`, `:auto` or both behind it."""
+        """`local`, or the name of a policy, optionally followed by `:adaptive`, `:auto` or both."""
         if name == LOCAL:
             return cls(name, "lb_bsp", "parameters")
         rest = name.removesuffix(":auto")
@@ -46,18 +46,18 @@ class ComparedRow:
 
     @property
     def told(self) -> dict[str, str]:
-        """Arguments of `Controller` that are not the script's."""
+        """The overridden arguments of `Controller`."""
         known = {"policy": self.policy, "meet": self.meet, "global_batch": self.global_batch}
         return {name: value for name, value in known.items() if value is not None}
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for the ranks."""
+        """Environment variables for the ranks."""
         return {OUTSIDE[name]: value for name, value in self.told.items()}
 
 
 def rows_of(text: str) -> list[ComparedRow]:
-    """Rows by their names, comma-separated. Raises `ConfigError` for none, and for two of one folder.
+    """Parse comma-separated names of rows. Raises `ConfigError` for none, and for two with the same folder.
 
     >>> [row.policy for row in rows_of("static,local,dynamix")]
     ['static', 'lb_bsp', 'dynamix']
@@ -79,12 +79,12 @@ def compare(
     tell: Callable[[str], None] = lambda said: None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Run `command` once under each row, one after another on fresh hosts; returns what result.json holds.
+    """Run `command` once for each row, one after another on fresh hosts. Returns the contents of result.json.
 
-    Each row has a run folder of its own inside `out`. The script gets its path in place of `{row}` in the command, and
-    as DYNAMIX_ROW: of checkpoints that rows share, one row would go on from another's. `options` are those of
-    `emulate`. A row that the script cannot do is not a failure: its `available` says why. `exit_code` is the worst of
-    the others. If the script fails at the first row before its first window, the others are not run.
+    Each row has its own run folder inside `out`. The script gets its path in place of `{row}` in the command, and as
+    DYNAMIX_ROW. If rows shared checkpoints, one row would resume from another's. `options` are those of `emulate`. If
+    the script cannot run a row, that is not a failure: its `available` says why. `exit_code` is the worst of the other
+    rows. If the script fails in the first row before its first window, the other rows are not run.
     """
     with RunFolder("emulate", out) as folder:
         found: dict[str, dict[str, Any]] = {}
@@ -116,7 +116,7 @@ def compare(
 
 
 def _began(done: Mapping[str, Any]) -> bool:
-    """Whether a run has closed a window; a short one, of the steps before it failed, is none."""
+    """Whether a run has closed a full window. A short one, of the steps before it failed, does not count."""
     events = _events_of(done)
     return events.exists() and any(not event.get("short") for event in each_event(events))
 
@@ -126,7 +126,7 @@ def _events_of(done: Mapping[str, Any]) -> Path:
 
 
 def availability(done: Mapping[str, Any], row: ComparedRow) -> bool | str:
-    """True, or why the script could not do this row."""
+    """True, or the reason why the script could not run this row."""
     folder = Path(done["folder"])
     if row.meet == "parameters" and done["exit_code"] and _names_meetings(folder):
         return "not available: the loop has to save, evaluate and call collectives at meetings, `if controller.met:`"

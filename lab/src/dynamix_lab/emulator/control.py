@@ -1,7 +1,7 @@
-"""How a job tells the emulation around it that its measured part begins.
+"""Lets a job tell the surrounding emulation that its measured part begins.
 
-Processes start without limits, because importing torch at a sixth of a core takes longer than many a job. A job that
-knows when its own set-up is over says so through a Unix socket, which no network namespace hides:
+Processes start without limits, because importing torch on a sixth of a core takes longer than many jobs. A job that
+knows when its own set-up ends announces it over a Unix socket, which works across network namespaces:
 
     from dynamix_lab.emulator import control
     control.request("throttle")       # limits on
@@ -26,7 +26,7 @@ COMMANDS = ("throttle", "unthrottle", "start-clock")
 
 
 def request(command: str, *, timeout_s: float = 10.0) -> bool:
-    """Asks the surrounding emulation; True when it is done, False outside any. Raises `EmulationError` if refused.
+    """Ask the surrounding emulation. True when done, False outside an emulation. Raises `EmulationError` if refused.
 
     >>> request("throttle")
     False
@@ -50,7 +50,7 @@ def request(command: str, *, timeout_s: float = 10.0) -> bool:
 
 
 class ControlServer:
-    """Listens on a Unix socket in a private folder and carries requests out, one after the other."""
+    """Listens on a Unix socket in a private folder and executes requests one after another."""
 
     def __init__(self, folder: Path, actions: Mapping[str, Callable[[], object]]) -> None:
         self._actions, self._folder = dict(actions), folder
@@ -63,9 +63,9 @@ class ControlServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening and removes the socket."""
+        """Stop listening and remove the socket."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that is blocked in accept
+            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread blocked in accept
         self._thread.join(timeout=5.0)
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)

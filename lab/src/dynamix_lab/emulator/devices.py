@@ -1,7 +1,7 @@
-"""Hosts whose computing takes a device's time: what the emulation shares with the ranks' pacing, and their counts.
+"""Hosts that compute at the speed of a given device: the file that emulation and ranks share, and step counts.
 
-The owner writes the speed of the moment of each host into a mapped file, and ranks (`pacing`) write there how many
-passes they made and how many ended late. So counts outlive a rank, however it ends.
+The owner writes the present speed of each host into a mapped file. Ranks (`pacing`) write there how many passes they
+made and how many ended late. So the counts survive a rank, however it ends.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class DeviceSteps:
     """The steps of one rank's device.
 
     steps      passes (a forward and its backward) with pacing in force
-    overruns   those of them whose real work ended late, by more than 1 ms and 2 %
-    overrun_s  by how many seconds, together
+    overruns   how many of them ended late, by more than 1 ms and 2 %, because of their real work
+    overrun_s  the seconds by which they were late, summed
     """
 
     steps: int = 0
@@ -35,7 +35,7 @@ class DeviceSteps:
 
 
 def too_many_overruns(ranks: Sequence[DeviceSteps], *, most: float = MOST_OVERRUNS) -> bool:
-    """Whether the machine was too slow for the devices: on some rank more than `most` of the steps overran.
+    """Whether the machine was too slow for the devices: on some rank a larger part than `most` of the steps overran.
 
     >>> too_many_overruns([DeviceSteps(100, 1, 0.01), DeviceSteps(100)])
     False
@@ -46,10 +46,10 @@ def too_many_overruns(ranks: Sequence[DeviceSteps], *, most: float = MOST_OVERRU
 
 
 def batch_cost(cost: float) -> None:
-    """Say what the next batch costs, in units of the device's `per_cost_ms`, before every forward.
+    """Set the cost of the next batch, in units of the device's `per_cost_ms`. Call it before every forward.
 
-    If it is not called, a batch costs as many units as the model's first input of integers has elements (tokens). Does
-    nothing outside an emulation of device hosts. Raises `ConfigError` unless `cost` is a finite number, 0 or more.
+    Without a call, a batch costs as many units as the model's first integer input has elements (tokens). Does nothing
+    outside an emulation of device hosts. Raises `ConfigError` unless `cost` is finite and at least 0.
 
     >>> batch_cost(812.0)
     """
@@ -61,7 +61,7 @@ def batch_cost(cost: float) -> None:
 
 
 class SharedDevices:
-    """The mapped file, from the owner's side. It must be removed by the owner; counts stay readable after that."""
+    """The owner's side of the mapped file. The owner must remove it; counts stay readable after that."""
 
     def __init__(self, path: Path, hosts: int, device: Device) -> None:
         self._path, self._hosts, self._device = path, hosts, device
@@ -71,21 +71,21 @@ class SharedDevices:
         self._before = self._counts()
 
     def environment(self, host: int, given: Mapping[str, str]) -> dict[str, str]:
-        """The environment that makes Python pace a rank on `host`; `given` is what it has, and is kept.
+        """The environment with which Python paces a rank on `host`. The rank's own variables, `given`, are kept.
 
-        The pacer is named by path: the rank's interpreter may have no dynamix.
+        It names the pacer by path, because the rank's interpreter may not have dynamix.
         """
         device = self._device
         parts = [self._path, host, device.fixed_ms, device.per_sample_ms, device.per_cost_ms]
         return called_environment({**given, pacer.VARIABLE: "\n".join(map(str, parts))}, f"{pacer.__file__}:start")
 
     def set_speeds(self, speeds: Sequence[float] | None) -> None:
-        """Relative speed of every host from now on; None: no pacing."""
+        """Set the relative speed of every host. None: no pacing."""
         for host in range(self._hosts):
             self._numbers[host * pacer.SLOTS + pacer.SPEED] = speeds[host] if speeds else 0.0
 
     def count_from_now(self) -> None:
-        """`steps` begins again at 0."""
+        """Restart `steps` at 0."""
         self._before = self._counts()
 
     def steps(self) -> list[DeviceSteps]:

@@ -1,13 +1,13 @@
-"""Limits processes to a share of the CPU without any privilege, by SIGSTOP and SIGCONT.
+"""Limits processes to a share of the CPU without privileges, by SIGSTOP and SIGCONT.
 
-Every group of processes has a bucket of CPU time that fills at its share and never beyond one period. The CPU time
-it used is taken out (measured by the CPU clock of each process, so waiting costs nothing, as under a real quota);
-below zero the group is stopped, and goes on when the bucket is no longer empty. Overshoot is debt, so the share
-holds on average however late a signal is.
+Every group of processes has a bucket of CPU time. It fills at the group's share, up to one period. The group's CPU time
+is taken out (measured by each process's CPU clock, so waiting costs nothing, as under a real quota). Below zero the
+group is stopped, and it continues once the bucket is no longer empty. Overshoot is debt, so the share holds on average
+even if signals are late.
 
-Standard library only, run by path as a process of its own: the owner's interpreter lock must not delay it. Reads
-lines `GROUP_PID CORES` (CORES 0 lifts the limit) and ends, letting everything run, at end of file or with its owner,
-whose pid is its argument.
+It uses the standard library only and runs by path as a separate process, so that the owner's interpreter lock does not
+delay it. It reads lines `GROUP_PID CORES` (CORES 0 lifts the limit). At end of file, or with its owner, whose pid is
+its argument, it lets everything run and ends.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class ThrottledGroup:
     used_s: dict[int, float] = field(default_factory=dict)
 
     def tick(self, elapsed_s: float) -> None:
-        """Accounts for `elapsed_s` seconds and stops or continues the group."""
+        """Account for `elapsed_s` seconds, and stop or continue the group."""
         spent = 0.0
         for pid, before in list(self.used_s.items()):
             now = _cpu_time_s(pid)
@@ -46,10 +46,10 @@ class ThrottledGroup:
                 self.used_s[pid] = now
         self.bucket_s = min(self.bucket_s + self.cores * elapsed_s, self.cores * PERIOD_S) - spent
         if self.bucket_s < 0 or self.stopped:
-            self.signal(stop=self.bucket_s < 0)  # stop it every time: somebody else may have continued it
+            self.signal(stop=self.bucket_s < 0)  # stop it every time: another process may have continued it
 
     def signal(self, *, stop: bool) -> None:
-        """Stops the group or lets it go on."""
+        """Stop or continue the group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGSTOP if stop else signal.SIGCONT)
         self.stopped = stop
@@ -64,7 +64,7 @@ def _cpu_time_s(pid: int) -> float | None:
 
 
 def look_for_members(groups: dict[int, ThrottledGroup]) -> None:
-    """Finds the processes that joined a group since the last look (workers of a data loader)."""
+    """Find the processes that joined a group since the last look (workers of a data loader)."""
     for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError, IndexError):
             group = groups.get(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[2]))
@@ -73,7 +73,7 @@ def look_for_members(groups: dict[int, ThrottledGroup]) -> None:
 
 
 def obey(line: str, groups: dict[int, ThrottledGroup]) -> None:
-    """Carries out one line of the owner."""
+    """Execute one line of the owner."""
     first, second = line.split()
     pid, cores = int(first), float(second)
     if cores > 0:
@@ -83,14 +83,14 @@ def obey(line: str, groups: dict[int, ThrottledGroup]) -> None:
 
 
 def main(owner: int) -> None:
-    """Runs until standard input ends, or the owner does."""
+    """Run until standard input or the owner ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(-10)
     groups: dict[int, ThrottledGroup] = {}
     pending, looked, last = b"", 0.0, time.monotonic()
-    while os.getppid() == owner:  # a child that the owner forked may hold the pipe open for ever
+    while os.getppid() == owner:  # no end of file comes if a child that the owner forked holds the pipe open
         if select.select([0], [], [], TICK_S if groups else 1.0)[0]:
             chunk = os.read(0, 65536)
             if not chunk:

@@ -1,6 +1,6 @@
-"""Started as a rank: waits until it is in its control group, enters its network namespace, becomes the command.
+"""Starts a rank: waits until it is in its control group, enters its network namespace, and becomes the command.
 
-Standard library only and started by path: a rank must not pay for importing torch twice.
+It uses the standard library only and is started by path, so that a rank need not import torch twice.
 Arguments: GO_FD NETWORK_FD COMMAND...; NETWORK_FD -1 stays in the namespace of the parent.
 """
 
@@ -13,7 +13,7 @@ _CLONE_NEWNET = 0x40000000
 
 def main(go_fd: int, network_fd: int, command: list[str]) -> None:
     """Does not return: becomes `command`, or exits with 127 if there is no such program."""
-    # The owner writes a byte once this process is limited; a closed pipe means that the owner is gone.
+    # The owner writes a byte once this process is limited. A closed pipe means that the owner has ended.
     if not os.read(go_fd, 1):
         sys.exit(1)
     os.close(go_fd)

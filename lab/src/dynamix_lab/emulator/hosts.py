@@ -1,8 +1,7 @@
-"""The network of an emulated cluster: one network namespace a host, joined by a bridge in a namespace of its own.
+"""The network of an emulated cluster: one network namespace per host, joined by a bridge in its own namespace.
 
-Nothing is ever added to the namespace the caller lives in. Namespaces are held by file descriptors alone, so the
-kernel removes them, links, queues and programs included, when the owner and its ranks are gone: there is nothing to
-leave behind.
+Nothing is ever added to the caller's namespace. Only file descriptors hold the namespaces. When the owner and its ranks
+have ended, the kernel removes them with all links, queues and programs, so nothing is left behind.
 """
 
 import ctypes
@@ -20,16 +19,16 @@ from dynamix_lab.emulator.background import Traffic
 from dynamix_lab.emulator.scenario import Scenario
 from dynamix_lab.emulator.schedule import Link, host_links
 
-_SWITCH_ADDRESS = "198.19.255.254"  # of 198.18.0.0/15 (RFC 2544): set aside for tests between hosts, never routed
+_SWITCH_ADDRESS = "198.19.255.254"  # in 198.18.0.0/15 (RFC 2544): reserved for tests between hosts, never routed
 _PREFIX_LENGTH = 15
 _CLONE_NEWNET = 0x40000000
 _T = TypeVar("_T")
 
 
 class Network(Protocol):
-    """A rank's network: `fd` of the namespace that it enters (-1: none), its address and interface; states of links.
+    """A rank's network: the `fd` of its namespace (-1: none), its address and interface, and the states of links.
 
-    `switch` is the place between the hosts: namespace and address, behind no link of its own.
+    `switch` is the namespace and address between the hosts, without a link of its own.
     """
 
     mechanism: str
@@ -46,7 +45,7 @@ class Network(Protocol):
 
 
 class Loopback:
-    """All ranks on 127.0.0.1 of the caller's own namespace: no privilege, and links that cannot be limited."""
+    """All ranks on 127.0.0.1 in the caller's namespace: needs no privilege, but cannot limit links."""
 
     mechanism, link = "loopback", "none"
 
@@ -63,7 +62,7 @@ class Loopback:
         return "lo"
 
     def set_links(self, states: Sequence[Link]) -> None:
-        """Scenarios that ask anything of links are refused before."""
+        """Do nothing: scenarios that shape links have been refused."""
 
     def plug(self, host: int, *, plugged: bool) -> None:
         raise EmulationError("hosts on loopback have no cable: run as root with pyroute2 installed")
@@ -72,14 +71,14 @@ class Loopback:
         raise EmulationError("loopback cannot be parted: run as root with pyroute2 installed")
 
     def close(self) -> None:
-        """Nothing was made."""
+        """Do nothing: nothing was created."""
 
 
 class Namespaces:
     """A namespace, an address and a link per host. Needs CAP_NET_ADMIN and CAP_SYS_ADMIN.
 
-    Traffic that a host sends is shaped at its own card and lost at the switch's port, traffic that it receives shaped
-    at the port and lost at the card. Raises `EmulationError` when the kernel refuses; nothing is left then.
+    Traffic that a host sends is shaped at its own card and lost at the switch's port. Traffic that it receives is
+    shaped at the port and lost at the card. Raises `EmulationError`, and leaves nothing, if the kernel refuses.
     """
 
     mechanism = "netns+veth"
@@ -111,7 +110,7 @@ class Namespaces:
         return self._fds[host]
 
     def switch(self) -> tuple[int, str]:
-        """The switch gets an address when somebody asks: without one nothing of it answers to the hosts."""
+        """Gives the switch an address on first use. Without one it does not answer to the hosts."""
 
         def give_address() -> None:
             with netlink() as ip:
@@ -128,7 +127,7 @@ class Namespaces:
         return f"dynamix{host}"
 
     def set_links(self, states: Sequence[Link]) -> None:
-        """Brings every link that is in another state into this one."""
+        """Change every link whose state differs."""
         before, self._states = self._states, list(states)
         changed = [(i, *pair) for i, pair in enumerate(zip(before, states, strict=True)) if pair[0] != pair[1]]
         shaped = [(i, old, new) for i, old, new in changed if _shape(old) != _shape(new)]
@@ -143,7 +142,7 @@ class Namespaces:
                 self._traffic.set_rate(i, new.background_mbit_s)
 
     def plug(self, host: int, *, plugged: bool) -> None:
-        """Pulls the host's cable out of the switch, or puts it back."""
+        """Disconnect the host from the switch, or connect it again."""
 
         def switch_port() -> None:
             with netlink() as ip:
@@ -152,7 +151,7 @@ class Namespaces:
         inside(self._switch, switch_port)
 
     def part(self, parts: Sequence[Sequence[int]]) -> None:
-        """A bridge for every part; the first part keeps the one that is there, and the switch's address with it."""
+        """Make a bridge for each part. The first part keeps the existing one, and with it the switch's address."""
 
         def move_ports() -> None:
             with netlink() as ip:
@@ -169,7 +168,7 @@ class Namespaces:
         inside(self._switch, move_ports)
 
     def close(self) -> None:
-        """Lets go of the namespaces; the kernel removes each when its last process is gone."""
+        """Release the namespaces; the kernel removes each when its last process ends."""
         if self._traffic is not None:
             self._traffic.close()
         for fd in (*self._fds, self._switch):
@@ -211,7 +210,7 @@ class Namespaces:
             links.set_latency(ip, index, 0)
 
     def _set(self, interfaces: Sequence[tuple[int, float | None, float | None, Link, Link]]) -> None:
-        """Each interface (index, old rate, new rate, old state, new state): what of its exit and entrance changes."""
+        """Update exit and entrance of interfaces (index, old rate, new rate, old state, new state) if they changed."""
         with netlink() as ip:
             for index, old_rate, rate, old, new in interfaces:
                 if old.latency_ms != new.latency_ms:
@@ -223,22 +222,22 @@ class Namespaces:
 
 
 def _shape(state: Link) -> Link:
-    """The queues and programs that make the shape."""
+    """The part of a link's state that needs queues and programs."""
     return dataclasses.replace(state, background_mbit_s=0.0)
 
 
 def netlink() -> Any:
-    """A netlink socket of the namespace this thread is in; pyroute2 is optional and has no types."""
+    """A netlink socket of this thread's namespace. pyroute2 is optional and has no types."""
     return importlib.import_module("pyroute2").IPRoute()
 
 
 def inside(fd: int, action: Callable[[], _T]) -> _T:
-    """Runs `action` in the network namespace `fd`, in a thread made for it: the caller never leaves its own."""
+    """Run `action` in the network namespace `fd`, in a thread of its own, so that the caller never leaves its own."""
     return _in_thread(action, "setns", fd, _CLONE_NEWNET)
 
 
 def new_namespace() -> int:
-    """A file descriptor of a new, empty network namespace, which lives as long as the descriptor."""
+    """A file descriptor of a new, empty network namespace, which exists as long as the descriptor."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     return _in_thread(lambda: os.open("/proc/thread-self/ns/net", flags), "unshare", _CLONE_NEWNET)
 

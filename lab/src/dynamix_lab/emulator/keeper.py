@@ -1,11 +1,11 @@
-"""Leaves nothing behind: finds and removes what an emulation made, however it ended.
+"""Leaves nothing behind: finds and removes what an emulation created, however it ended.
 
-Every emulation has a name, `dynamix-<pid namespace>-<owner pid>-<owner start time>-<count>`. It names its control
-groups, and each of its processes carries it in the environment. So anyone can prove from a name alone that its
-owner is gone: nobody in this pid namespace has that pid and that start time any more.
+Every emulation has a name, `dynamix-<pid namespace>-<owner pid>-<owner start time>-<count>`. Its control groups have
+that name, and its processes have it in their environment. So the name alone proves that the owner has ended: no process
+of this pid namespace has that pid and start time.
 
-Run as a script this is the keeper: it outlives its owner (kill -9 included) just long enough to clean up. It uses
-the standard library only and is started by path, so that it needs neither torch nor a second to start.
+Run as a script this is the keeper: it outlives its owner (even kill -9) just long enough to clean up. It uses the
+standard library only and is started by path, so that it starts at once and without torch.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _NAME = re.compile(r"^dynamix-(\d+)-(\d+)-(\d+)-(\d+)$")
 def start_time(pid: int) -> int | None:
     """Clock ticks from boot to the start of process `pid`; None if there is none or it is a zombie."""
     try:
-        # The command in parentheses may hold anything, also spaces and parentheses.
+        # The command in parentheses may itself contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
         return None
@@ -41,7 +41,7 @@ def instance_name(count: int) -> str:
 
 
 def is_abandoned(name: str) -> bool:
-    """True only if `name` is an emulation of this pid namespace and its owner is provably gone."""
+    """True only if `name` is an emulation of this pid namespace and its owner has provably ended."""
     match = _NAME.match(name)
     if match is None or int(match[1]) != os.stat("/proc/self/ns/pid").st_ino:
         return False
@@ -49,13 +49,13 @@ def is_abandoned(name: str) -> bool:
 
 
 def private_folder(name: str) -> Path:
-    """The folder of the socket of emulation `name`: a path in the run folder may exceed a socket's 107 characters."""
+    """The folder for the socket of emulation `name`. In the run folder its path could exceed 107 characters."""
     folder = Path(tempfile.gettempdir()) / name
     return folder if len(str(folder)) < 96 else Path("/tmp") / name
 
 
 def marked_processes() -> dict[str, list[int]]:
-    """Emulation name -> pids that carry it, of all processes this user may look at."""
+    """Maps emulations' names to the pids that carry them, for all processes that this user may inspect."""
     found: dict[str, list[int]] = {}
     for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ def marked_processes() -> dict[str, list[int]]:
 
 
 def remove(name: str, roots: Sequence[Path], *, timeout_s: float = 10.0) -> bool:
-    """Kills every process of emulation `name` and removes its control groups below `roots`. True when all is gone."""
+    """Kill the processes of emulation `name` and remove its control groups under `roots`. True if all are gone."""
     deadline = time.monotonic() + timeout_s
     while True:
         groups = [root / name for root in roots if (root / name).is_dir()]
@@ -78,7 +78,7 @@ def remove(name: str, roots: Sequence[Path], *, timeout_s: float = 10.0) -> bool
                 with contextlib.suppress(OSError):
                     inside.update(map(int, procs.read_text().split()))
             for pid in inside:
-                # Out first: throttled they die slowly, and a zombie that init has not reaped yet holds its group.
+                # First out of the group: throttled they die slowly, and an unreaped zombie keeps its group busy.
                 with contextlib.suppress(OSError):
                     (group.parent / "cgroup.procs").write_text(str(pid))
             pids |= inside
@@ -99,7 +99,7 @@ def remove(name: str, roots: Sequence[Path], *, timeout_s: float = 10.0) -> bool
 
 
 def sweep(roots: Sequence[Path]) -> list[str]:
-    """Removes what emulations left whose owner is provably gone; returns their names. Leaves living ones alone."""
+    """Remove what emulations left whose owner has provably ended. Returns their names. Skips running ones."""
     names = set(marked_processes())
     for root in (*roots, private_folder("").parent):
         with contextlib.suppress(OSError):
@@ -111,11 +111,11 @@ def sweep(roots: Sequence[Path]) -> list[str]:
 
 
 def main(name: str, roots: list[str]) -> None:
-    """Waits until the owner of `name` says goodbye (a byte), closes its pipe or dies; then removes what is left."""
+    """Wait until the owner of `name` sends a byte, closes its pipe or dies. Then remove what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while not is_abandoned(name):
-        # A forked child of the owner may hold the pipe open for ever, so the owner itself is looked at, too.
+        # A forked child of the owner may hold the pipe open for ever, so the owner is checked as well.
         if select.select([0], [], [], 1.0)[0]:
             if os.read(0, 1):
                 return

@@ -1,7 +1,7 @@
-"""CPU limits per host: control groups where permitted, a duty cycle of signals elsewhere.
+"""CPU limits per host: control groups if permitted, else a duty cycle of signals.
 
-A `Limiter` holds named groups of processes, each with a number of cores or no limit. The three ways behave alike up
-to accuracy.
+A `Limiter` has named groups of processes, each with a number of cores or no limit. All implementations behave alike,
+but differ in accuracy.
 """
 
 import contextlib
@@ -18,30 +18,30 @@ from dynamix_lab.emulator import duty, keeper
 
 PERIOD_S = 0.010
 _LEAST_QUOTA_S = 0.001  # the kernel refuses less
-LEAST_CORES = 0.001  # so that a period is at most one second, the kernel's longest
+LEAST_CORES = 0.001  # so that a period is at most one second, the kernel's maximum
 _WEIGHT = 16
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class Limiter(Protocol):
-    """Named groups of processes and how many cores each may use."""
+    """Named groups of processes, and how many cores each may use."""
 
     mechanism: str
 
     def attach(self, group: str, pid: int) -> None:
-        """Puts process `pid` and its later children into `group`, out of any other."""
+        """Move process `pid` and its later children into `group`."""
 
     def limit(self, group: str, cores: float | None) -> None:
-        """Give `group` so many `cores` from now on; infinity: all it wants, before other jobs. None lifts the limit."""
+        """Limit `group` to `cores`. Infinity: as much as it wants, before other jobs. None lifts the limit."""
 
     def close(self) -> None:
-        """Lifts every limit and removes what was made. Processes must have ended."""
+        """Lift every limit and remove what was created. Processes must have ended."""
 
 
 def quota_and_period_us(cores: float) -> tuple[int, int]:
-    """Microseconds of CPU per period. The period is 10 ms, longer only where the quota would fall below 1 ms.
+    """Microseconds of CPU per period. The period is 10 ms, longer only if the quota would fall below 1 ms.
 
-    Nothing gets less than 0.001 core.
+    The minimum is 0.001 core.
 
     >>> quota_and_period_us(0.17), quota_and_period_us(0.05)
     ((1700, 10000), (1000, 20000))
@@ -73,8 +73,8 @@ class Cgroup:
 
     def limit(self, group: str, cores: float | None) -> None:
         folder = self._folder(group)
-        # The whole emulation competes as one group: with a single process's weight, another job would slow all hosts.
-        # Without limits it must not: its ranks would then starve their own owner.
+        # The whole emulation competes as one group, because with one process's weight another job would slow all hosts.
+        # Without limits it must not, because its ranks would starve their own owner.
         weight, usual = ("cpu.weight", 100) if self._version == 2 else ("cpu.shares", 1024)
         (self._top / weight).write_text(str(usual if cores is None else usual * _WEIGHT))
         quota, period = ("max", None) if cores in (None, math.inf) else quota_and_period_us(cores)
@@ -100,7 +100,7 @@ class Cgroup:
 
 
 class DutyCycle:
-    """CPU shares by SIGSTOP and SIGCONT from a helper process; needs no privilege. A group holds process groups."""
+    """CPU shares by SIGSTOP and SIGCONT from a helper process, without privileges. A group holds process groups."""
 
     mechanism = "duty-cycle"
 
@@ -129,7 +129,7 @@ class DutyCycle:
 
 
 def start_helper(script: str, *arguments: str, pass_fds: Sequence[int] = ()) -> Popen[bytes]:
-    """A process of the standard library alone that ends by itself when its standard input closes."""
+    """Start a process that uses only the standard library and ends when its standard input closes."""
     env = {k: v for k, v in os.environ.items() if k != keeper.MARK}
     line = [sys.executable, "-I", "-S", script, *arguments]
     return Popen(
@@ -138,7 +138,7 @@ def start_helper(script: str, *arguments: str, pass_fds: Sequence[int] = ()) -> 
 
 
 def tell_helper(process: Popen[bytes], line: str, name: str) -> None:
-    """Writes a line to its standard input; raises `EmulationError` if it has ended."""
+    """Write a line to its standard input. Raises `EmulationError` if it has ended."""
     if process.stdin is None or process.poll() is not None:
         raise EmulationError(f"the {name} has ended; start the emulation again")
     process.stdin.write(f"{line}\n".encode())
@@ -146,7 +146,7 @@ def tell_helper(process: Popen[bytes], line: str, name: str) -> None:
 
 
 def stop_helper(process: Popen[bytes], goodbye: bytes = b"") -> None:
-    """Closes its standard input, after a last word, and waits for its end."""
+    """Close its standard input, after a last message, and wait for its end."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.write(goodbye)
@@ -155,7 +155,7 @@ def stop_helper(process: Popen[bytes], goodbye: bytes = b"") -> None:
 
 
 def find_cgroup(mount: Path = CGROUP_ROOT, membership: str | None = None) -> tuple[Path, int] | str:
-    """(folder in which control groups with a CPU quota can be made, version), or why there is none.
+    """(folder in which control groups with a CPU quota can be created, version), or why there is none.
 
     `membership` is the text of /proc/self/cgroup. Nothing is made or changed.
     """
@@ -178,7 +178,7 @@ def _find_v1(mount: Path, controllers: str, path: str) -> tuple[Path, int] | str
 
 
 def _find_v2(mount: Path, path: str) -> tuple[Path, int] | str:
-    """The nearest group above the caller's that passes the cpu controller on; nothing but this can hold siblings."""
+    """The nearest group above the caller's that delegates the cpu controller: siblings need one."""
     if not (mount / "cgroup.controllers").exists():
         return f"no control groups are mounted at {mount}"
     folder = mount / path.lstrip("/")

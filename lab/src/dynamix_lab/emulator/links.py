@@ -1,19 +1,19 @@
-"""The exit of one interface: a rate by tbf and a latency by netem, changed while packets are on their way.
+"""The exit of one interface: a rate by tbf and a latency by netem, which can change while packets are in flight.
 
-A queue that exists is changed, never replaced: replacing would drop what waits in it.
+An existing queue is changed, never replaced: replacing would drop its packets.
 """
 
 from typing import Any
 
-UNLIMITED_MBIT_S = 30_000.0  # what the kernel's 32 bits of bytes a second can nearly say
+UNLIMITED_MBIT_S = 30_000.0  # about the maximum of the kernel's 32 bits of bytes a second
 _QUEUE_MS = 50
 _NETEM_PACKETS = 10_000
 
 
 def set_rate(ip: Any, index: int, rate_mbit_s: float | None, *, delayed: bool) -> None:
-    """A token bucket for what leaves `index`, under netem if `delayed`.
+    """Limit traffic that leaves `index` by a token bucket, below netem if `delayed`.
 
-    Its depth is 4 ms of the rate, at least what one segment of TCP needs; its queue 50 ms, a small router's.
+    Its depth is 4 ms of the rate, at least one segment of TCP. Its queue is 50 ms, as in a small router.
     """
     bytes_per_s = int((UNLIMITED_MBIT_S if rate_mbit_s is None else rate_mbit_s) * 1e6 / 8)
     burst = max(16 * 1024, bytes_per_s // 250)
@@ -22,11 +22,11 @@ def set_rate(ip: Any, index: int, rate_mbit_s: float | None, *, delayed: bool) -
 
 
 def set_latency(ip: Any, index: int, latency_ms: float) -> None:
-    """Everything that leaves `index` leaves it `latency_ms` later. Before `set_rate(delayed=True)`."""
+    """Delay all traffic that leaves `index` by `latency_ms`. Call it before `set_rate(delayed=True)`."""
     ip.tc("replace", "netem", index, "1:", delay=round(latency_ms * 1000), limit=_NETEM_PACKETS, root=True)
 
 
 def send_single_packets(ip: Any, index: int) -> None:
-    """Traffic that leaves `index` is packets of the wire's size: a loss must not take a segment of 64 KB as if it were
-    one."""
+    """Send traffic that leaves `index` in packets of the wire's size. Otherwise one loss would drop a whole segment of
+    64 KB."""
     ip.link("set", index=index, gso_max_segs=1)

@@ -1,4 +1,4 @@
-"""Scenarios from files: shipped ones, the user's YAML, the traces they name, and errors in words for people."""
+"""Scenarios from files: shipped ones, the user's YAML, and their traces, with readable errors."""
 
 from collections.abc import Mapping
 from importlib import resources
@@ -13,14 +13,14 @@ from dynamix_lab.emulator.traces import read_trace
 from dynamix_lab.installed import how_to_install
 
 MOST_TEXT = 2**22  # characters of a scenario
-DEEPEST = 16  # levels of a scenario; ours have 4
-MOST_ALIASES = 8  # each can double a scenario once more: up to 256 times its text
+DEEPEST = 16  # nesting levels of a scenario; the shipped ones have 4
+MOST_ALIASES = 8  # each can double a scenario: up to 256 times its text
 _FIXED = "change it in the scenario"
 _SHIPPED = Path(str(resources.files("dynamix_lab.emulator") / "scenarios"))
 
 
 def shipped_scenarios() -> tuple[str, ...]:
-    """Names that `load_scenario` knows without a file.
+    """Names that `load_scenario` accepts without a file.
 
     >>> "demo" in shipped_scenarios()
     True
@@ -29,7 +29,7 @@ def shipped_scenarios() -> tuple[str, ...]:
 
 
 def scenario_schema() -> dict[str, Any]:
-    """JSON schema of a scenario's file; also shipped as scenario.schema.json beside this module.
+    """The JSON schema of a scenario's file; also shipped as scenario.schema.json in this folder.
 
     >>> scenario_schema()["required"]
     ['hosts']
@@ -40,7 +40,7 @@ def scenario_schema() -> dict[str, Any]:
 def load_scenario(source: Scenario | Mapping[str, Any] | str | Path) -> Scenario:
     """A scenario from a shipped name, a YAML file, or a mapping. Raises `ScenarioError` naming value, range and fix.
 
-    A trace's file is looked for beside the scenario's file; of a mapping, in the working directory.
+    The path of a trace's file is relative to the scenario's file, or for a mapping to the working directory.
 
     >>> load_scenario("demo").workers
     4
@@ -95,7 +95,7 @@ def _read(source: str | Path) -> Any:
     try:
         return _loaded(yaml, text)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        # What PyYAML lets through: dates that do not exist, numbers of too many digits, too many brackets.
+        # PyYAML lets these through: dates that do not exist, numbers with too many digits, too many brackets.
         raise ScenarioError("scenario", str(source), "valid YAML", f"correct it ({error})") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -104,7 +104,7 @@ def _read(source: str | Path) -> Any:
 
 
 def _loaded(yaml: Any, text: str) -> Any:
-    """`yaml.safe_load` of a text of reasonable size, without aliases that stand for aliases."""
+    """`yaml.safe_load` for a text of limited size, without aliases of aliases."""
     if len(text) > MOST_TEXT:
         raise ValueError(f"{len(text)} characters, at most {MOST_TEXT} are read")
     loader, depth, aliases = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0, 0
@@ -135,12 +135,12 @@ _BOUNDS = {
 
 
 def _explain(error: ValidationError) -> NoReturn:
-    """The first complaint of pydantic in the words of the other errors."""
+    """Raise pydantic's first complaint in the wording of the other errors."""
     first = error.errors(include_url=False)[0]
     limits, value, kind = first.get("ctx", {}), first["input"], first["type"]
     if isinstance(limits.get("error"), ScenarioError):  # one of ours, from a model's own check
         raise limits["error"] from None
-    parts = [part for part in first["loc"] if part not in _KINDS]  # a union's tag is no place
+    parts = [part for part in first["loc"] if part not in _KINDS]  # a union's tag is no place in the file
     if kind.startswith("union_tag"):
         parts.append("kind")
         value = value.get("kind") if isinstance(value, Mapping) else value

@@ -1,8 +1,8 @@
 """Random packet loss by a program in the kernel: nine instructions of BPF at an interface's entrance.
 
-Dropped on arrival, a packet is lost for good and its sender does not know, as on a real link; at an exit the kernel
-would tell TCP at once. It needs neither netem nor an iptables program, which many kernels and machines lack. Only IP
-packets are dropped: a lost ARP answer would stop everything for a second, which is no property of a link.
+A packet dropped on arrival is lost and its sender does not notice, as on a real link. At an exit the kernel would tell
+TCP at once. It needs neither netem nor an iptables program, which many kernels and machines lack. It drops only IP
+packets: a lost ARP answer would stop all traffic for a second, which is not a link's behaviour.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def add_entrance(ip: Any, index: int) -> None:
 
 
 def set_loss(ip: Any, index: int, loss: float) -> None:
-    """Drop the part `loss` of all IP packets that arrive at `index` from now on, each by itself."""
+    """Drop the fraction `loss` of all IP packets that arrive at `index`, independently of each other."""
     how = {"name": "dynamix-loss", "parent": _INGRESS, "prio": 1, "direct_action": True}
     with _loaded(loss) as fd:
         ip.tc("replace-filter", "bpf", index, 1, fd=fd, **how)
@@ -41,10 +41,10 @@ def program(loss: float) -> bytes:
     """The instructions for a loss of 0 to 0.5."""
     instructions = (  # code, destination, source, offset, value
         (0x61, 2, 1, _PROTOCOL_OFFSET, 0),  # r2 = skb->protocol
-        (0x55, 2, 0, 5, socket.htons(0x0800)),  # not IP: to the last two
+        (0x55, 2, 0, 5, socket.htons(0x0800)),  # not IP: jump to the last two
         (0x85, 0, 0, 0, _GET_PRANDOM_U32),
-        (0xB4, 1, 0, 0, round(loss * 2**32)),  # 32 bits, the upper half becomes 0
-        (0x3D, 0, 1, 2, 0),  # random >= threshold: to the last two
+        (0xB4, 1, 0, 0, round(loss * 2**32)),  # 32 bits, clears the upper half
+        (0x3D, 0, 1, 2, 0),  # random >= threshold: jump to the last two
         (0xB4, 0, 0, 0, _DROP),
         (0x95, 0, 0, 0, 0),
         (0xB4, 0, 0, 0, _PASS),
@@ -59,7 +59,7 @@ def program(loss: float) -> bytes:
 
 @contextlib.contextmanager
 def _loaded(loss: float) -> Iterator[int]:
-    """A descriptor of the loaded program; a filter that took it keeps the program after this."""
+    """A descriptor of the loaded program. A filter that uses the program keeps it after this."""
     number = _SYSTEM_CALL.get(platform.machine())
     if number is None:
         why = "its number of the bpf system call is not known here"

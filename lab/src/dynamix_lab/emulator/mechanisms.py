@@ -1,4 +1,4 @@
-"""The parts of the emulation that this machine permits, and how to enable the rest."""
+"""Which parts of the emulation this machine permits, and how to enable the others."""
 
 import importlib.util
 import itertools
@@ -23,9 +23,9 @@ _ENABLE = {
 
 
 def probe_mechanisms() -> dict[str, tuple[bool, str]]:
-    """Name -> (available, what it is or how to enable it). Each is tried, in namespaces of its own, and removed.
+    """Name -> (available, what it is or how to enable it). Each is tried in its own namespaces and removed.
 
-    network   a host of its own (network namespace, veth) for every rank
+    network   a host (network namespace, veth) for every rank
     cpu       CPU quotas by control groups
     duty-cycle   the unprivileged substitute
     rate, loss, latency   of links: by tbf, by a BPF program at the entrance, by netem
@@ -43,9 +43,9 @@ def probe_mechanisms() -> dict[str, tuple[bool, str]]:
 
 
 def check_kernel(scenario: Scenario) -> None:
-    """Raises `ScenarioError` when the scenario asks links for what this kernel lacks, and names what there is.
+    """Raise `ScenarioError` if this kernel lacks a link feature that the scenario needs. It names the available ones.
 
-    If no network of its own can be made at all, it says nothing: without the privilege nothing can be told.
+    Without the privilege to create a network this cannot be tested, and it does nothing.
     """
     needs = scenario.needs
     if not needs.keys() & {"loss", "latency"}:
@@ -102,7 +102,7 @@ def _add_loss(ip: Any, index: int) -> None:
 
 
 def _probe_net(kind: str = "", add: Callable[[Any, int], None] | None = None) -> None:
-    """Makes a veth in a namespace of its own, and adds to it what `kind` names."""
+    """Make a veth in its own namespace, and add to it the feature that `kind` names."""
     if importlib.util.find_spec("pyroute2") is None:
         raise EmulationError(f"pyroute2 is missing: {how_to_install()}")
     try:

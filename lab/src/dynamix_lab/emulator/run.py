@@ -1,4 +1,4 @@
-"""`dynamix emulate SCENARIO -- COMMAND`: anybody's training script on emulated hosts, one rank each."""
+"""`dynamix emulate SCENARIO -- COMMAND`: any training script on emulated hosts, one rank each."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ def emulate(
     env: Mapping[str, str] | None = None,
     described: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Run `command` once per host with torchrun's environment, to its end; returns what result.json holds.
+    """Run `command` once per host with torchrun's environment, to its end. Returns the contents of result.json.
 
-    The run folder then holds run.json, result.json, the ranks' output under ranks/SEED/ and, where the job makes a
+    The run folder then has run.json, result.json, the ranks' output under ranks/SEED/ and, if the job makes a
     `Controller`, events.jsonl.
 
     throttle_after_s   seconds after which limits and disturbances begin. None: when the job asks for it
-                       (`dynamix_lab.emulator.control`), or as soon as every rank holds a connection to another, that is
-                       once the process group is up; 120 s after the start in any case
-    timeout_s          ends the job then; None for no limit
-    grace_s            what other ranks get to end by themselves after one has failed
-    echo               where rank 0's output goes while it runs, besides its file
+                       (`dynamix_lab.emulator.control`), or once every rank is connected to another, which means that
+                       the process group exists; at the latest 120 s after the start
+    timeout_s          ends the job after this time; None for no limit
+    grace_s            time that other ranks have to end after one has failed
+    echo               where rank 0's output is copied while it runs, in addition to its file
     env                added to the ranks' environment
     described          further facts for run.json and result.json
 
-    `exit_code` is the worst rank's (128 + n for signal n). Ctrl-C ends the ranks, removes the hosts and is raised on.
+    `exit_code` is the worst rank's (128 + n for signal n). Ctrl-C ends the ranks, removes the hosts and is re-raised.
     """
     if not command:
         raise ConfigError("command", "", "a program and its arguments", "dynamix emulate demo -- python train.py")
     if throttle_after_s is not None and not 0 <= throttle_after_s < float("inf"):
         raise ConfigError("throttle_after_s", throttle_after_s, "0 or more", "use 0 to limit ranks from birth")
-    loaded = load_permitted(scenario, mechanism)  # before there is a folder
+    loaded = load_permitted(scenario, mechanism)  # fails before a folder is created
     with RunFolder("emulate", out) as folder:
         ranks = folder.path / "ranks" / str(seed)
         with Emulation(loaded, seed=seed, run_dir=ranks, mechanism=mechanism) as cluster:
@@ -84,7 +84,7 @@ def emulate(
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """One line about an emulation that has ended: exit codes, seconds, and what its folder holds."""
+    """One line about a finished emulation: exit codes, seconds, and the contents of its folder."""
     folder, codes, limits = Path(result["folder"]), result["exit_codes"], result["limited_after_s"]
     alike = len(set(codes)) == 1
     ended = f"{len(codes)} ranks ended with {codes[0]}" if alike else f"ranks ended with {', '.join(map(str, codes))}"
@@ -99,7 +99,7 @@ def summary(result: Mapping[str, Any]) -> str:
 
 
 def _devices(result: Mapping[str, Any]) -> str:
-    """Whether devices were paced and kept their times; nothing where hosts have none."""
+    """Whether devices were paced and on time; empty if hosts have none."""
     ranks = [DeviceSteps(**steps) for steps in result.get("device_steps") or ()]
     if not ranks or result["limited_after_s"] is None:
         return ""
@@ -112,7 +112,7 @@ def _devices(result: Mapping[str, Any]) -> str:
 
 
 def _facts(scenario: Scenario, cluster: Emulation, command: Sequence[str], seed: int) -> dict[str, Any]:
-    """The facts that run.json says and result.json repeats."""
+    """The facts that run.json and result.json have in common."""
     described = scenario.model_dump(mode="json")
     return {
         **{"schema": SCHEMA, "command": "emulate", "job": list(command), "cluster": "emulator"},
@@ -122,7 +122,7 @@ def _facts(scenario: Scenario, cluster: Emulation, command: Sequence[str], seed:
 
 
 def worst(codes: Sequence[int]) -> int:
-    """One exit code for many ranks: the largest, a signal n counting as 128 + n as in a shell.
+    """One exit code for many ranks: the largest. Signal n counts as 128 + n, as in a shell.
 
     >>> worst([0, 1, -9])
     137
@@ -133,7 +133,7 @@ def worst(codes: Sequence[int]) -> int:
 def _run(
     cluster: Emulation, launch: Callable[[], _Ranks], follow: _Echo, after_s: float | None, end_s: float, grace_s: float
 ) -> float | None:
-    """To the end of the job; returns after how many seconds limits began, None if it ended before."""
+    """Run to the end of the job. Returns after how many seconds limits began, None if it ended before."""
     limited_after_s = 0.0 if after_s == 0 else None
     if limited_after_s is not None:
         cluster.start_clock()
@@ -159,7 +159,7 @@ def _run(
 
 
 def _limited(cluster: Emulation, ranks: _Ranks, elapsed_s: float, after_s: float | None) -> float | None:
-    """Start limits where they are due; returns `elapsed_s` once they hold."""
+    """Start limits if they are due. Returns `elapsed_s` once they are in force."""
     due = elapsed_s >= (LATEST_START_S if after_s is None else after_s)
     if not cluster.throttled and (due or (after_s is None and _connected(cluster, ranks))):
         cluster.start_clock()
@@ -172,11 +172,11 @@ def _connected(cluster: Emulation, ranks: _Ranks) -> bool:
 
 
 def is_connected(pid: int, *, own_host: bool) -> bool:
-    """Whether process `pid` holds an established TCP connection; with `own_host`, whether anything on its host does."""
+    """Whether process `pid` has an established TCP connection; with `own_host`, whether any process of its host has."""
     sockets = set()
     with contextlib.suppress(OSError):
         if own_host and os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat("/proc/self/ns/net").st_ino:
-            return False  # not there yet
+            return False  # does not exist yet
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
@@ -192,14 +192,14 @@ def is_connected(pid: int, *, own_host: bool) -> bool:
 
 
 class _Echo:
-    """Copies what rank 0 writes, as it comes."""
+    """Copies rank 0's output while it is written."""
 
     def __init__(self, folder: Path, to: TextIO | None) -> None:
         self._folder, self._to = folder, to
         self._files: list[BinaryIO] = []
 
     def open(self) -> None:
-        """Begin to follow, once the files are there."""
+        """Begin to follow once the files exist."""
         if self._to is not None:
             self._files = [(self._folder / name).open("rb") for name in ("rank0.out", "rank0.err")]
 
@@ -217,7 +217,7 @@ class _Echo:
 
 
 def _show_failures(codes: Sequence[int], folder: Path, to: TextIO) -> None:
-    """Say which ranks failed, and once what those that failed alike wrote last."""
+    """Print which ranks failed, and their last output, once for ranks that failed alike."""
     alike: dict[tuple[int, str], list[int]] = {}
     ends: dict[int, list[str]] = {}
     for rank, code in enumerate(codes):
@@ -227,7 +227,7 @@ def _show_failures(codes: Sequence[int], folder: Path, to: TextIO) -> None:
             alike.setdefault((code, last), []).append(rank)
     for (code, _), ranks in alike.items():
         whose = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        if ranks[0] == 0:  # what it wrote has been shown
+        if ranks[0] == 0:  # its output has already been copied
             to.write(f"{whose} ended with {code}; their output is in {folder}\n")
             continue
         to.write(f"{whose} ended with {code}; the end of {folder / f'rank{ranks[0]}.err'}:\n")

@@ -1,4 +1,4 @@
-"""An emulated cluster and its disturbances, as data. Its course over time is in `schedule`."""
+"""An emulated cluster and its disturbances, as data. `schedule` has its course over time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamix.errors import ScenarioError
 from dynamix_lab.emulator.traces import MAX_ROWS, check_rows
 
 MAX_HOSTS = 64
-MOST_TRAFFIC = 0.9  # of a link: with more than this the job behind it would hardly move
+MOST_TRAFFIC = 0.9  # of a link: with more the job's traffic would nearly stop
 
 _Cores = Annotated[float, Field(strict=True, ge=0.02, le=1024, allow_inf_nan=False)]
 _Rate = Annotated[float, Field(strict=True, ge=0.1, le=30_000, allow_inf_nan=False)]
@@ -31,8 +31,8 @@ _Work = Annotated[float, Field(strict=True, ge=0, le=60_000, allow_inf_nan=False
 _Fixed = Annotated[float, Field(strict=True, gt=0, le=60_000, allow_inf_nan=False)]
 _Index = Annotated[int, Field(strict=True, ge=0, lt=MAX_HOSTS)]
 
-# The first version's hash held all fields, these; a later field counts only where it differs from its default, so
-# that a scenario which does not use it keeps its hash.
+# The first version's hash held all fields, which are these. A later field counts only if it differs from its default,
+# so that a scenario without it keeps its hash.
 _ALWAYS_HASHED = {"hosts", "cpu", "rate_mbit_s", "disturbances", "kind", "every_s", "factor", "seed"}
 _NEVER_HASHED = {"name", "description", "file"}
 
@@ -105,7 +105,7 @@ class Load(_Model):
     seed: _Seed = 0
 
     def on_hosts(self, workers: int) -> tuple[int, ...]:
-        """The hosts it may be on."""
+        """The hosts on which it may be."""
         return tuple(range(workers)) if self.hosts is None else self.hosts
 
 
@@ -125,9 +125,9 @@ class Change(_Model):
     latency_ms: _Latency | None = None
 
     def applied(self, host: Host) -> Host:
-        """`host` as it is after this change."""
+        """`host` after this change."""
         new = {n: v for n in Host.model_fields if (v := getattr(self, n)) is not None}
-        if "rate_mbit_s" in new:  # both directions, whatever they had of their own
+        if "rate_mbit_s" in new:  # for both directions, overriding their own rates
             new = {"rate_up_mbit_s": None, "rate_down_mbit_s": None, **new}
         return host.model_copy(update=new)
 
@@ -196,7 +196,7 @@ class Scenario(_Model):
 
     @property
     def total_cores(self) -> float:
-        """The most cores (of device hosts: relative speed) that all hosts together ever have, noise's part included."""
+        """The largest sum of all hosts' cores (of device hosts: relative speed) at any time, including noise."""
         return max(sum(host.cpu for host in hosts) for _, hosts in self.stages())
 
     @property
@@ -216,12 +216,12 @@ class Scenario(_Model):
 
     @property
     def sha256(self) -> str:
-        """Hash of what is emulated. Names, the description, a trace's file name and the order of keys do not count."""
+        """Hash of what is emulated. It ignores names, the description, a trace's file name and the order of keys."""
         canonical = json.dumps(_hashed(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def stages(self) -> Iterator[tuple[float, list[Host]]]:
-        """(time, hosts from then on) at 0 s and at every time of the schedule; trace and disturbances left out."""
+        """(time, hosts from then on) at 0 s and at every time of the schedule, without trace and disturbances."""
         hosts = list(self.hosts)
         yield 0.0, list(hosts)
         for at_s, changes in itertools.groupby(self.schedule, key=lambda change: change.at_s):
@@ -270,7 +270,7 @@ class Scenario(_Model):
         return found + [(f"schedule[{i}].cpu", change.cpu) for i, change in enumerate(self.schedule) if change.cpu]
 
     def _check_links(self) -> None:
-        """A traced rate must exist; background traffic must leave the job a part of the link."""
+        """Check that a traced rate exists, and that background traffic leaves the job a part of the link."""
         least, traced = [1.0] * self.workers, self.trace is not None and self.trace.scales == "rate"
         if self.trace is not None and traced:
             least = [min(column) for column in zip(*self.trace.factors, strict=True)]
@@ -298,9 +298,9 @@ class Scenario(_Model):
 
 
 def check_machine(scenario: Scenario, cores: float) -> None:
-    """Raises `ScenarioError` when this machine has fewer cores than the scenario's hosts need together.
+    """Raise `ScenarioError` if this machine has fewer cores than the scenario's hosts need together.
 
-    It asks nothing of device hosts: their `cpu` is no number of cores.
+    Device hosts need none: their `cpu` is no number of cores.
     """
     if scenario.device is not None:
         return

@@ -1,7 +1,7 @@
-"""The exact course of a scenario over time, without emulating anything: what every host's job has, and when it changes.
+"""The exact course of a scenario over time, without emulating it: what every host's job has, and when it changes.
 
-The emulation applies these numbers, and a reference policy may read them. Everything drawn at random is a hash of
-(seed, disturbance, slot), so that no library's generator can change a frozen scenario.
+The emulation applies these numbers, and a reference policy may read them. All random draws are a hash of (seed,
+disturbance, slot), so that no library's generator can change a frozen scenario.
 """
 
 import bisect
@@ -11,17 +11,17 @@ from functools import lru_cache
 
 from dynamix_lab.emulator.scenario import Host, Load, Scenario, Trace
 
-_EARLY_S = 1e-6  # everything begins so much early, or rounding could put the time of a change before the change
+_EARLY_S = 1e-6  # changes begin this early, or rounding could put a change's time before the change
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """State of one host's link.
 
-    up_mbit_s, down_mbit_s   what it sends and receives at most; None for no limit
-    loss                     part of the packets lost, in each direction
+    up_mbit_s, down_mbit_s   the most that it sends and receives; None for no limit
+    loss                     fraction of packets lost, in each direction
     latency_ms               added to every packet, in each direction
-    background_mbit_s        of the rates, what others send and receive
+    background_mbit_s        part of the rates that other traffic uses
     """
 
     up_mbit_s: float | None = None
@@ -32,9 +32,9 @@ class Link:
 
 
 def host_speeds(scenario: Scenario, t_s: float, seed: int = 0) -> list[float]:
-    """Cores each host's job has `t_s` seconds after the clock's start: exact, and a function of its arguments alone.
+    """Cores that each host's job has `t_s` seconds after the clock's start: exact, and depends only on the arguments.
 
-    The relative speed of each host with a device.
+    For hosts with a device, the relative speed.
 
     >>> from dynamix_lab.emulator import load_scenario
     >>> host_speeds(load_scenario("even"), 3.0)
@@ -48,7 +48,7 @@ def host_speeds(scenario: Scenario, t_s: float, seed: int = 0) -> list[float]:
 
 
 def noise_cores(scenario: Scenario, t_s: float, seed: int = 0) -> list[float]:
-    """Cores that disturbances use on each host at `t_s`; with `host_speeds` they sum to what the host has then."""
+    """Cores that disturbances use on each host at `t_s`; with `host_speeds` they sum to the host's present cores."""
     whole = [h.cpu * f for h, f in zip(_hosts(scenario, t_s), _factors(scenario, t_s, "cpu"), strict=True)]
     left = _disturbed(scenario, whole, t_s, seed)
     return [a - b for a, b in zip(whole, left, strict=True)]
@@ -84,7 +84,7 @@ def host_links(scenario: Scenario, t_s: float | None, seed: int = 0) -> list[Lin
 
 
 def disturbed_hosts(scenario: Scenario, disturbance: int, t_s: float, seed: int = 0) -> tuple[int, ...]:
-    """The hosts that disturbance number `disturbance` is on at `t_s` (0 or more)."""
+    """The hosts on which disturbance number `disturbance` is at `t_s` (0 or more)."""
     noise = scenario.disturbances[disturbance]
     key = f"{seed}/{disturbance}/{noise.seed}"
     t_s += _EARLY_S
@@ -98,7 +98,7 @@ def disturbed_hosts(scenario: Scenario, disturbance: int, t_s: float, seed: int 
 
 
 def next_change_s(scenario: Scenario, t_s: float) -> float | None:
-    """The first time after `t_s` at which anything may change; None if nothing ever does again."""
+    """The first time after `t_s` at which anything may change; None if nothing changes any more."""
     times = [change.at_s for change in scenario.schedule]
     for noise in scenario.disturbances:
         if isinstance(noise, Load):
@@ -128,7 +128,7 @@ def _factors(scenario: Scenario, t_s: float, what: str) -> tuple[float, ...]:
 
 
 def _phase(trace: Trace, t_s: float) -> tuple[int, float]:
-    """(round, seconds into it)."""
+    """(repetition, seconds into it)."""
     t_s += _EARLY_S
     turn = 0 if trace.repeat_s is None else int(t_s // trace.repeat_s)
     return turn, max(0.0, t_s - turn * (trace.repeat_s or 0.0))

@@ -1,11 +1,11 @@
-"""Recorded slowdowns as CSV: a time and, for every host, the part of its full speed that it had from then on.
+"""Recorded slowdowns as CSV: a time and, for every host, the fraction of its full speed from then on.
 
     # any line that begins with a hash is a comment
     time_s,host0,host1
     0,1.0,0.8
     12.5,1.0,0.35
 
-Values hold until the next line. Nothing is filled in or guessed: what is missing is refused, with its line.
+Values hold until the next line. No gap is filled: a missing value is refused, with its line.
 """
 
 import csv
@@ -22,7 +22,7 @@ Rows = tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]
 
 
 def parse_trace(text: str, name: str) -> Rows:
-    """(times, factors by row and host) of a CSV text; `name` is what errors call it.
+    """(times, factors by row and host) of a CSV text; `name` is its name in errors.
 
     Raises `ScenarioError` naming line and column for a missing cell, an empty line inside, text, NaN, infinity,
     negative or unsorted times, a first time other than 0, and factors outside 0.05 to 1.
@@ -48,7 +48,7 @@ def parse_trace(text: str, name: str) -> Rows:
 
 
 def read_trace(path: Path) -> Rows:
-    """`parse_trace` of a file. Raises `ScenarioError` also when it cannot be read."""
+    """`parse_trace` of a file. Raises `ScenarioError` also if it cannot be read."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

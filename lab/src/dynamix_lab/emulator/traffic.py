@@ -1,11 +1,11 @@
-"""Sends and receives UDP over the links of emulated hosts, at a rate each: other people's traffic.
+"""Sends and receives UDP over the links of emulated hosts, at a rate for each: other users' traffic.
 
-One process for all hosts: a socket stays in the network namespace in which it was made, so it visits every host once.
-Nobody reads what arrives; the kernel drops it once it has crossed the link. A packet that a full link refuses is not
-sent again: this traffic does not give way, as a video or a flood does not.
+One process serves all hosts. A socket stays in the network namespace in which it was made, so the process enters each
+host once. No process reads the arriving packets: the kernel drops them after the link. A packet that a full link
+refuses is not sent again: like a video or a flood, this traffic does not slow down.
 
-Standard library only, run by path. Arguments: OWNER_PID SWITCH_FD SWITCH_ADDRESS, then FD ADDRESS of every host. Reads
-lines `HOST MBIT_S` (0 stops) and ends at end of file or with its owner.
+It uses the standard library only and runs by path. Arguments: OWNER_PID SWITCH_FD SWITCH_ADDRESS, then FD ADDRESS of
+every host. It reads lines `HOST MBIT_S` (0 stops) and ends at end of file or with its owner.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ import time
 
 PORT = 9  # discard
 PAYLOAD = bytes(1400)
-PACKET_BITS = 8 * (len(PAYLOAD) + 42)  # with the headers of UDP, IP and Ethernet
+PACKET_BITS = 8 * (len(PAYLOAD) + 42)  # including the headers of UDP, IP and Ethernet
 TICK_S = 0.005
-LATE_S = 0.1  # what a busy machine delays is caught up with, up to here
+LATE_S = 0.1  # delays by a busy machine are made up for, up to this
 _CLONE_NEWNET = 0x40000000
 
 
@@ -30,21 +30,21 @@ def open_socket(namespace: int, address: str) -> socket.socket:
     if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
         sys.exit(f"cannot enter the emulated host: {os.strerror(ctypes.get_errno())}")
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # as little as there is
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the smallest possible
     made.bind((address, PORT))
     made.setblocking(False)
     return made
 
 
 def send(source: socket.socket, address: str, packets: int) -> None:
-    """Up to the first that does not fit."""
+    """Send packets until one does not fit."""
     with contextlib.suppress(OSError):
         for _ in range(packets):
             source.sendto(PAYLOAD, (address, PORT))
 
 
 def main(owner: int, switch_fd: int, switch_address: str, hosts: list[tuple[int, str]]) -> None:
-    """Runs until standard input ends, or the owner does."""
+    """Run until standard input or the owner ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ def main(owner: int, switch_fd: int, switch_address: str, hosts: list[tuple[int,
     rates = [0.0] * len(hosts)  # bit/s
     due = [0.0] * len(hosts)  # bits
     pending, last = b"", time.monotonic()
-    while os.getppid() == owner:  # a child that the owner forked may hold the pipe open for ever
+    while os.getppid() == owner:  # no end of file comes if a child that the owner forked holds the pipe open
         if select.select([0], [], [], TICK_S if any(rates) else 1.0)[0]:
             chunk = os.read(0, 65536)
             if not chunk:

@@ -1,4 +1,4 @@
-"""Turns a trial into a run: on the virtual clock, or by real processes on emulated devices."""
+"""Runs trials on a cluster: on the virtual clock, or as real processes on emulated devices."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.virtual import fastest_worker, run_virtual
 from dynamix_lab.tasks import make_workload
 
-REPEATS = 3  # of a run whose devices overran
+REPEATS = 3  # repetitions of a run whose devices overran
 
 
 class Cluster(Protocol):
-    """Runs trials at places; closed when it is left.
+    """Runs trials at places. A context manager, which closes it.
 
-    mechanisms   what its hosts are made of; empty if they are computed
+    mechanisms   the mechanisms of its hosts; empty if they are simulated
     """
 
     mechanisms: dict[str, str]
 
     def run(self, trial: Trial, place: Place, seed: int, limits: RunLimits) -> TrialRun:
-        """One run. The same seed means the same data, weights, order of samples and disturbances."""
+        """Make one run. The same seed means the same data, weights, order of samples and disturbances."""
 
     def __enter__(self) -> Self: ...
 
@@ -44,13 +44,13 @@ class Cluster(Protocol):
 
 
 class VirtualClock:
-    """Real training in this process; time from a simulated world. Runs come out alike to the last digit."""
+    """Real training in this process, with time from a simulated cluster. Runs repeat to the last digit."""
 
     def __init__(self) -> None:
         self.mechanisms = dict[str, str]()
 
     def run(self, trial: Trial, place: Place, seed: int, limits: RunLimits) -> TrialRun:
-        torch.set_num_threads(1)  # these nets are small: threads would wait for each other
+        torch.set_num_threads(1)  # for such small nets threads would only wait for each other
         workload = make_workload(place.workload)
         world = place.world(seed, trial.batch_size)
         return run_virtual(trial, workload, workload.make_data(seed), world, seed=seed, limits=limits)
@@ -63,14 +63,14 @@ class VirtualClock:
 
 
 class EmulatedDevices:
-    """Real processes, sockets and links; each computes as long as its device would.
+    """Real processes, sockets and links. Each process computes as long as its device would.
 
-    Ranks are started once for a place and a seed, and go on to the next trial as long as both stay. A run in which too
-    many steps overran their device is made again, at most `repeats` times; one that overruns to the end says so.
+    Ranks are started once for a place and a seed, and are reused for the next trial if both stay the same. If too many
+    steps of a run overran their device, it is repeated, at most `repeats` times; if the last one overran, it says so.
 
-    folder      for what ranks write; decisions of all runs go to its events.jsonl
+    folder      where ranks write; decisions of all runs go to its events.jsonl
     mechanism   of the emulation: "auto", "privileged" or "duty-cycle" (no root)
-    mechanisms  what the hosts of the last run are made of
+    mechanisms  the mechanisms of the last run's hosts
     """
 
     def __init__(self, folder: RunFolder, *, mechanism: Mechanism = "auto", repeats: int = REPEATS) -> None:
@@ -81,7 +81,7 @@ class EmulatedDevices:
 
     def run(self, trial: Trial, place: Place, seed: int, limits: RunLimits) -> TrialRun:
         ranks, name = self._ranks(place, seed, limits), trial.row
-        # Ranks work in folders of their own.
+        # Ranks work in folders of their own, so a policy's path must be absolute.
         found = trial.policy and str(parse_name(trial.policy, others=POLICIES).absolute())
 
         def make(attempt: int) -> LiveRun:
@@ -121,7 +121,7 @@ class EmulatedDevices:
 
 
 def cluster_of(name: str, folder: RunFolder, *, mechanism: Mechanism = "auto", repeats: int = REPEATS) -> Cluster:
-    """A cluster by the name that files have; `folder` is for what real processes write."""
+    """The cluster with this name in an experiment's file. Real processes write to `folder`."""
     if name == "virtual":
         return VirtualClock()
     return EmulatedDevices(folder, mechanism=mechanism, repeats=repeats)

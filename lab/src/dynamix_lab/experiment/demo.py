@@ -1,4 +1,4 @@
-"""The demo beside its experiment, `experiments/demo.toml`: a person's choices, and what is said."""
+"""The demo, based on the experiment `experiments/demo.toml`: a user's choices, and progress messages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dynamix_lab.experiment.suite import ExperimentSuite, read
 from dynamix_lab.experiment.table import how_fast
 from dynamix_lab.harness.suite import Cell, Context
 
-OURS = "dynamix"  # the policy that another one may stand in for
-QUICK = 1_280  # samples of a smoke run: seconds a row
-OVER_LEAST = 1.6  # what a row takes over the least time that its devices need, in the mean of the demo's rows
+OURS = "dynamix"  # the policy that the user may replace
+QUICK = 1_280  # samples of a smoke run, which takes seconds a row
+OVER_LEAST = 1.6  # a row's time over the least time that its devices need, mean over the demo's rows
 
 
 def demo_plan(
@@ -30,13 +30,13 @@ def demo_plan(
     seed: int = 0,
     quick: bool = False,
 ) -> Experiment:
-    """The demo's experiment with what a person chose; None: as it is.
+    """The demo's experiment with the user's choices. None: no change.
 
     scenario   of device hosts, a shipped one or a file
-    policy     in place of dynamix
+    policy     replaces dynamix
     quick      a smoke run
 
-    Raises `ConfigError` for what cannot be run.
+    Raises `ConfigError` for an impossible choice.
     """
     plan = load("demo")
     place = Place.of(plan.places[0])
@@ -53,7 +53,7 @@ def demo_plan(
 
 @dataclass(frozen=True)
 class DemoSuite(ExperimentSuite):
-    """The demo's experiment, which tells how long it takes, and what became of each row when it ends."""
+    """The demo's experiment. It prints how long it will take, and the result of each row when it ends."""
 
     say: Callable[[str], None] = print
 
@@ -83,7 +83,7 @@ class DemoSuite(ExperimentSuite):
 
 
 def about_hosts(mechanisms: Mapping[str, str]) -> str:
-    """A sentence on what hosts are made of here.
+    """A sentence on the mechanisms of the hosts on this machine.
 
     >>> about_hosts({"network": "loopback", "cpu": "device"})
     'hosts: paced devices, meeting over loopback: no root is needed'

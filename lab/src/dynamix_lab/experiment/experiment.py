@@ -25,23 +25,23 @@ from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 CLUSTERS = ("virtual", "emulator")
 FACTORS: dict[str, Callable[[int], float]] = {"r0": lambda workers: 1.0, "sqrt(W) r0": math.sqrt, "W r0": float}
 """The factor on r0 for W workers."""
-USUAL = "usual"  # W r0; the root with Adam and others that divide by the size of the gradient (docs/adaptive.md)
-POLICIES = {"profiled": lambda _: Profiled(), **references("device-even")}  # known only here; to check a name
-SCHEDULE = dict.fromkeys(OF_BUDGET, "cosine")  # of a recipe, by setting; a constant rate elsewhere
+USUAL = "usual"  # W r0; sqrt(W) r0 for Adam and others that divide by the gradient's size (docs/adaptive.md)
+POLICIES = {"profiled": lambda _: Profiled(), **references("device-even")}  # defined only here; to check a name
+SCHEDULE = dict.fromkeys(OF_BUDGET, "cosine")  # of a recipe, by setting; all other settings have a constant rate
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row: how it uses a recipe for one worker, of b0 samples a step at rate r0.
+    """A row: how it uses a recipe for one worker with b0 samples a step at rate r0.
 
     name          in tables; "single" is one worker alone
     policy, lr_rule, global_batch, local, count    as in `Trial`; without `policy` and `local` it is one worker alone
-    rate          "r0", "sqrt(W) r0", "W r0", "usual" (W r0 for SGD, sqrt(W) r0 for Adam and its kin), or a number
-                  that r0 is multiplied by
+    rate          "r0", "sqrt(W) r0", "W r0", "usual" (W r0 for SGD, sqrt(W) r0 for Adam and the like), or a number
+                  that multiplies r0
     schedule      of the rate; None: the setting's
-    rate_for      the product is told that the rate is meant for b0 samples
-    rounds        with `local`: so many meetings in a budget, in place of a number of steps between them
-    workloads, settings    that the row is for; empty: all
+    rate_for      `Controller` is told that the rate is meant for b0 samples
+    rounds        with `local`: the number of averagings in a budget, instead of the number of steps between them
+    workloads, settings    the only ones in which the row runs; empty: all
 
     Every worker begins with b0 samples a step.
     """
@@ -66,7 +66,7 @@ class Row:
             raise ConfigError(f"rounds of {self.name}", self.rounds, "1 or more, with local steps", "say how they meet")
 
     def trial(self, job: JobNumbers, setting: str, batch: int, workers: int) -> Trial:
-        """The row at a job's recipe for `batch` samples. Raises `ConfigError` for impossible settings."""
+        """The row's trial, with a job's recipe for `batch` samples. Raises `ConfigError` for impossible settings."""
         usual = SCHEDULE.get(setting, "constant")
         known = "constant" if self.schedule == "constant" else usual
         factors = {**FACTORS, USUAL: job.usual_factor}
@@ -86,7 +86,7 @@ class Row:
         )
 
     def _local(self, steps: float) -> LocalSettings | None:
-        """How workers meet in a run of so many steps of each."""
+        """How workers average in a run of so many steps each."""
         if self.local is None:
             return None
         often = {} if self.rounds is None else {"steps": max(round(steps / self.rounds), 1)}
@@ -95,11 +95,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How rows are tuned, all alike (`dynamix_lab.opponents.tuning`).
+    """How rows are tuned, all in the same way (`dynamix_lab.opponents.tuning`).
 
-    seeds      on which; none: each row takes the first of its grid (a smoke run)
-    schedules  of the rate that every row tries, each with its length in budgets
-    climbs     so often the search goes on to neighbours of the best
+    seeds      of the tuning runs; none: each row takes the first trial of its grid (a smoke run)
+    schedules  of the rate, which every row tries, each with its length in budgets
+    climbs     how often the search continues from the best trial to its neighbours
     """
 
     seeds: tuple[int, ...]
@@ -109,21 +109,21 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Rows at places with seeds; everything else is derived.
+    """Rows at places with seeds. Everything else is derived.
 
     name, title   of the command, and for its help and page
-    cluster     whose seconds: "virtual", the virtual clock, or "emulator", real processes on emulated devices
-    settings    of `SETTINGS`: how a run ends and what is read from it
-    rows        what each does with a recipe, or names of rows that are tuned
-    places      of `Place.of`
-    seeds       how many pairs; `first_seed`, `first_seed` + 1, ...
-    against     rows that times are over
-    beside      rows of which the best score at a place is the one that scores stand beside; empty: none
-    ours        rows that stand beside the best of all others
+    cluster     whose seconds count: "virtual", the virtual clock, or "emulator", real processes on emulated devices
+    settings    names in `SETTINGS`: how a run ends and what is read from it
+    rows        how each uses a recipe, or names of rows that are tuned
+    places      as in `Place.of`
+    seeds       the number of pairs; `first_seed`, `first_seed` + 1, ...
+    against     rows whose times divide the other rows' times
+    beside      reference rows for scores: the best of them at a place is used; empty: none
+    ours        rows that are compared with the best of all others
     batches     b0 of the recipes
-    budget      samples of a run, in place of the jobs' own
-    tuning      None: rows do what they say
-    about       what a reader should know, for the page
+    budget      samples of a run, instead of the jobs' own
+    tuning      None: rows run as they are
+    about       notes for the reader of the page
 
     `check` raises `ConfigError` before anything runs.
     """
@@ -150,7 +150,7 @@ class Experiment:
         return list(range(self.first_seed, self.first_seed + self.seeds))
 
     def check(self) -> None:
-        """Raises `ConfigError` for what cannot be run."""
+        """Raise `ConfigError` for what cannot be run."""
         _known("cluster", (self.cluster,), CLUSTERS)
         _known("settings", self.settings, tuple(SETTINGS))
         names = [row.name for row in self.rows]
@@ -198,13 +198,13 @@ class Experiment:
         ]
 
     def only(self, **chosen: Sequence[str] | None) -> Experiment:
-        """The same with these rows, places, settings or batches alone; None: all that it has.
+        """The same experiment with only these rows, places, settings or batches. None: all.
 
-        `against`, `beside` and `ours` lose what is left out. Raises `ConfigError` for names that it has not.
+        Names left out disappear from `against`, `beside` and `ours`. Raises `ConfigError` for unknown names.
         """
         changes: dict[str, Any] = {}
         for name, wanted in chosen.items():
-            if wanted is not None and name != "places":  # a place is a job on any cluster
+            if wanted is not None and name != "places":  # a place can be any job on any cluster
                 known = [row.name if isinstance(row, Row) else str(row) for row in getattr(self, name)]
                 _known(name, wanted, known)
                 changes[name] = tuple(
@@ -219,7 +219,7 @@ class Experiment:
         return dataclasses.replace(self, **changes)
 
     def smoke(self) -> Experiment:
-        """The smallest part that goes through everything: one place and batch, three rows, one seed, nothing tuned."""
+        """The smallest part that covers everything: one place and batch, three rows, one seed, no tuning."""
         rows = [row.name for row in self.rows[:3]]
         part = self.only(rows=rows, settings=self.settings[:1], places=self.places[:1])
         tuning = self.tuning and dataclasses.replace(self.tuning, seeds=())
@@ -227,7 +227,7 @@ class Experiment:
 
 
 def file_key(name: str) -> str:
-    """A row's name as a part of a file's.
+    """A row's name as part of a file name.
 
     >>> file_key("static, sqrt(W) r0")
     'static-sqrt-W-r0'
@@ -236,15 +236,15 @@ def file_key(name: str) -> str:
 
 
 def shipped() -> list[str]:
-    """Names of the experiments that come with the laboratory."""
+    """Names of the shipped experiments."""
     folder = resources.files("dynamix_lab.experiments")
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def load(name: str) -> Experiment:
-    """An experiment by name, or from a TOML file. `like = NAME` in a file takes what it does not say from another one.
+    """An experiment by name, or from a TOML file. A file with `like = NAME` inherits the rest from another one.
 
-    Raises `ConfigError` for an unknown name and a wrong file.
+    Raises `ConfigError` for an unknown name and an invalid file.
     """
     plain = _plain(name)
     plain.setdefault("name", Path(name).name.removesuffix(".toml"))
@@ -257,7 +257,7 @@ def load(name: str) -> Experiment:
 
 
 def _plain(name: str) -> dict[str, Any]:
-    """A file as TOML has it, with what it takes from another one; rows by name."""
+    """A file as TOML, with what it inherits; rows by name."""
     if name in shipped():
         text = (resources.files("dynamix_lab.experiments") / f"{name}.toml").read_text(encoding="utf-8")
     elif name.endswith(".toml") and Path(name).is_file():
@@ -280,7 +280,7 @@ Plain = TypeVar("Plain", Row, Tuning, Experiment)
 
 
 def _made(cls: type[Plain], plain: Mapping[str, Any], what: str) -> Plain:
-    """A dataclass of a table of TOML, lists as tuples."""
+    """Make a dataclass from a TOML table, with lists as tuples."""
     names = [entry.name for entry in fields(cls)]
     _known(f"fields of {what}", tuple(plain), names)
     values = {name: _tuples(value) for name, value in plain.items()}

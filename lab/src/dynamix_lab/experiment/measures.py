@@ -1,4 +1,4 @@
-"""How a run ends, and what is read from it."""
+"""How a run ends, and which figure is read from it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Protocol
 from dynamix_lab.experiment.places import Place
 from dynamix_lab.opponents.runs import MEAN_OF, RunLimits, TrialRun
 
-PARTS = 40  # of a budget: how often a run is scored on its way
-LONGEST = 3  # budgets of samples after which a run whose score has to stay is ended
-MATCHES = 0.003  # of the metric: how far below another's a score may end if its time is to count
+PARTS = 40  # scores per budget during a run
+LONGEST = 3  # budgets of samples; ends a run whose score does not stay
+MATCHES = 0.003  # of the metric: a score may be lower than the other row's by this much for its time to count
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A figure that is read from a run.
+    """The figure read from a run.
 
-    seconds    of its clock; if it did not arrive, those until it was ended
-    arrived    whether it came where the setting asks it to
+    seconds    on its clock; if it did not arrive, until it was ended
+    arrived    whether it reached the setting's end
     score      mean over the last eighth of a budget
     """
 
@@ -30,7 +30,7 @@ class Arrival:
 
 
 class Setting(Protocol):
-    """One way of ending runs and reading them."""
+    """One way to end runs and to read them."""
 
     def limits(self, place: Place, limit_s: float = math.inf) -> RunLimits:
         """When a run ends; `limit_s` ends it earlier."""
@@ -40,7 +40,7 @@ class Setting(Protocol):
 
 
 class Finish:
-    """A budget of samples with a cosine over it: seconds to its end, and the held-out score there."""
+    """A budget of samples with a cosine schedule: seconds to its end, and the held-out score there."""
 
     def limits(self, place: Place, limit_s: float = math.inf) -> RunLimits:
         budget, ends_s = place.job.budget, None if math.isinf(limit_s) else limit_s
@@ -51,7 +51,7 @@ class Finish:
 
 
 class Match(Finish):
-    """A budget that each row spends by its own means: a row that counts progress trains on more samples."""
+    """A budget that each row counts in its own way: a row that counts progress trains on more samples."""
 
     def limits(self, place: Place, limit_s: float = math.inf) -> RunLimits:
         finish = super().limits(place, limit_s)
@@ -62,8 +62,8 @@ class Match(Finish):
 class ToTarget:
     """Seconds until the job's target.
 
-    stays   the mean score has to be there, and to stay (`TrialRun.time_to_stay`); False: two scores in a row, however
-            noisy, as in tables before 0.3
+    stays   the mean score must reach the target and stay there (`TrialRun.time_to_stay`). False: two scores in a row
+            suffice, however noisy, as in tables before 0.3
     """
 
     stays: bool

@@ -1,4 +1,4 @@
-"""Places of runs: a job, with its numbers and recipes, on a cluster. All of it is fixed before rows are run."""
+"""Where runs take place: a job, with its numbers and recipes, on a cluster. All is fixed before rows run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dynamix_lab.opponents.world import DeviceWorld, Outage
 from dynamix_lab.tasks import make_workload
 from dynamix_lab.tasks.claim_jobs import CLAIM_JOBS
 
-DISTURBANCE = 1000  # apart from the seed of model and data; all rows of one seed share both
-REGIME_LONGER = 4  # links may be slow there, so runs get longer
+DISTURBANCE = 1000  # offset from the seed of model and data; all rows of one seed share both
+REGIME_LONGER = 4  # links may be slow there, so runs may take longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class JobNumbers:
     """A job's numbers, the same for every row.
 
     workload       its name
-    target         metric at which a run has arrived; 1, which none reaches, if runs end with their budget alone
-    budget         samples that runs are planned for
+    target         the metric at which a run has arrived; 1, which is never reached, if only budgets end runs
+    budget         samples for which runs are planned
     every_samples  between scores of a run to the target
     limit_s        clock time at which a run to the target is ended
-    recipes        schedule -> batch of one worker -> the rate that is best there, alone (`dynamix bench recipes`)
-    rates          global batch -> best constant rate there, about which tuning begins
+    recipes        schedule -> batch of a worker -> the best rate for one worker alone (`dynamix bench recipes`)
+    rates          global batch -> its best constant rate, from which tuning begins
     batch_sizes    small, middle and large batch of a worker, for tuning
-    periods        few and many local steps between meetings, for tuning
+    periods        few and many local steps between averagings, for tuning
     """
 
     workload: str
@@ -56,12 +56,12 @@ class JobNumbers:
         return 6 * self.budget
 
     def usual_factor(self, workers: int) -> float:
-        """W for W workers; the root with an optimizer that divides by the size of its gradients."""
+        """W for W workers; its root with an optimizer that divides by the size of its gradients."""
         optimizer = make_workload(self.workload).make_optimizer([nn.Parameter(torch.zeros(1))])
         return math.sqrt(workers) if rule_of(AUTO, optimizer) is root_of_gain else float(workers)
 
     def recipe(self, schedule: str, batch: int) -> float:
-        """The rate of one worker's recipe. Raises `ConfigError` if none was found for that batch."""
+        """The rate of one worker's recipe. Raises `ConfigError` if none is recorded for that batch."""
         known = self.recipes.get(schedule, {})
         if batch not in known:
             allowed = ", ".join(map(str, known)) or "none yet"
@@ -82,17 +82,17 @@ def _recipes(cosine: tuple[float, float], constant: tuple[float, float]) -> dict
 
 
 def _fresh(workload: str, target: float, budget: int, recipes: Mapping[str, Mapping[int, float]]) -> JobNumbers:
-    """A job of the first run. Tuning begins at the rates of its recipes."""
+    """A job of the first run. Tuning begins at its recipes' rates."""
     return JobNumbers(workload, target, budget, budget // 40, recipes, recipes["constant"])
 
 
 def _of_rates(workload: str, budget: int, rate: float) -> JobNumbers:
-    """A job on which rules of the rate are compared: a budget under a cosine, and one worker's best rate for 32."""
+    """A job for comparing rules for the rate: a budget with a cosine, and one worker's best rate for 32 samples."""
     return JobNumbers(workload, 1.0, budget, budget // 40, {"cosine": {32: rate}})
 
 
 def _of_paper(workload: str, cosine: float, constant: float) -> JobNumbers:
-    """A job on the DYNAMIX paper's terms: 24 epochs, and one worker's best rates for 32."""
+    """A job with the DYNAMIX paper's settings: 24 epochs, and one worker's best rates for 32 samples."""
     return JobNumbers(workload, 1.0, 192_000, 192_000 // 40, {"cosine": {32: cosine}, "constant": {32: constant}})
 
 
@@ -123,14 +123,14 @@ OUTAGES = {
 }
 """Hosts that a scenario loses for a time, on the virtual clock."""
 
-_TIMES = re.compile(r"(.+)-x([1-9]\d*)")  # a scenario whose hosts are there several times
+_TIMES = re.compile(r"(.+)-x([1-9]\d*)")  # a scenario with all its hosts several times
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """A job on a cluster of device hosts: a scenario and a workload. As text "device-even/teacher".
 
-    budget   samples of a run in place of the job's own
+    budget   samples of a run, instead of the job's own
 
     >>> Place.of("device-even/teacher").key
     'device-even-teacher'
@@ -142,7 +142,7 @@ class Place:
 
     @classmethod
     def of(cls, text: str, budget: int | None = None) -> Place:
-        """Raises `ConfigError` for a text that names none, and for hosts without a device."""
+        """Parse a place. Raises `ConfigError` if the text is no place, and if its hosts have no device."""
         scenario, slash, workload = text.rpartition("/")
         if not slash:
             raise ConfigError("place", text, "a scenario and a workload, as in device-even/teacher", "name both")
@@ -155,7 +155,7 @@ class Place:
         return place
 
     def load(self) -> Scenario:
-        """The scenario: shipped, a file, or a regime's; "device-paper-like-x4" has all hosts of that one four times.
+        """The scenario: shipped, a file, or a regime's. "device-paper-like-x4" has each device-paper-like host 4 times.
 
         >>> Place.of("device-paper-like-x2/teacher").load().workers
         16
@@ -169,12 +169,12 @@ class Place:
 
     @property
     def key(self) -> str:
-        """For names of files."""
+        """The place as part of file names."""
         return f"{self.scenario.rpartition('/')[2].removesuffix('.yaml')}-{self.workload}"
 
     @property
     def job(self) -> JobNumbers:
-        """Its numbers."""
+        """The job's numbers."""
         known = JOBS[self.workload]
         return known if self.budget is None else replace(known, budget=self.budget)
 
@@ -184,7 +184,7 @@ class Place:
         return self.job.limit_s * (REGIME_LONGER if is_regime(self.scenario) else 1)
 
     def world(self, seed: int, batch_size: int) -> DeviceWorld:
-        """The virtual cluster that a run with this seed meets, beginning with so many samples a worker."""
+        """The virtual cluster of a run with this seed. Each worker begins with `batch_size` samples."""
         return DeviceWorld(
             self.load(),
             seed=DISTURBANCE + seed,
@@ -197,17 +197,17 @@ class Place:
 
     @property
     def outages(self) -> tuple[Outage, ...]:
-        """Hosts that are lost for a time, on the virtual clock."""
+        """Times in which hosts are lost, on the virtual clock."""
         return OUTAGES.get(self.scenario, ())
 
     def least_s(self, seed: int, batch_size: int, outages: Sequence[Outage] = ()) -> float:
-        """The least time, s, in which these devices could compute the job's budget: exact shares, free exchange.
+        """A lower bound, s, on the time in which these devices compute the job's budget, with exact shares.
 
-        batch_size   samples a worker and step, in the mean: every device has the fixed time of each step
+        batch_size   mean samples per worker and step: every device needs the fixed time of each step
 
-        outages      in which devices compute nothing until they are replaced
+        outages      times in which devices compute nothing until they are replaced
 
-        An exchange, the update and waiting take no time.
+        Exchange, update and waiting count as 0 s.
         """
         scenario, job = self.load(), self.job
         device = scenario.device
@@ -246,7 +246,7 @@ class Place:
 
 
 def places_named(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Places by name; "regimes" stands for the 24 of the map of regimes. Raises `ConfigError` for one that is none."""
+    """Parse names of places. "regimes" stands for all 24 of the map of regimes. Raises `ConfigError` for others."""
     found = [text for name in names for text in (regime_places() if name == "regimes" else (name,))]
     keys = [Place.of(text).key for text in found]
     if not keys or len(set(keys)) < len(keys):

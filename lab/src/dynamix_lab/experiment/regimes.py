@@ -1,7 +1,7 @@
-"""Clusters made for "who wins where": device hosts by number, spread of speed, and exchange time over computing time.
+"""Clusters for "who wins where": device hosts by number, spread of speeds, and exchange time over computing time.
 
-A regime's name says all of it, as in `regime-w4-s4-r0.3`: four workers, the fastest four times as fast as the slowest,
-an exchange of gradients that takes 0.3 of the fastest worker's computing on `AT` samples.
+A regime's name contains all three. `regime-w4-s4-r0.3` has four workers, the fastest is four times as fast as the
+slowest, and exchanging gradients takes 0.3 of the time in which the fastest worker computes `AT` samples.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dynamix_lab.opponents.world import LiveExtras
 from dynamix_lab.tasks import make_workload
 
 FIXED_MS, PER_SAMPLE_MS = 20.0, 1.25
-AT = 64  # samples of a worker
-EXTRAS = LiveExtras(step_s=0.0, stage_s=0.0, jitter_sd=0.005)  # nothing but what the regime says
+AT = 64  # samples per worker
+EXTRAS = LiveExtras(step_s=0.0, stage_s=0.0, jitter_sd=0.005)  # no other effects than the regime's
 RATIOS, SPREADS = (0.03, 0.3, 1.0, 3.0), (1, 4)
 _NAME = re.compile(r"regime-w(\d+)-s(\d+)-r([0-9.]+)")
 
@@ -29,9 +29,9 @@ def is_regime(name: str) -> bool:
 
 
 def regime(name: str, workload: str) -> Scenario:
-    """The scenario of a regime for a workload, whose gradients decide the links' rate.
+    """The scenario of a regime for a workload. The size of its gradients determines the links' rate.
 
-    Speeds fall evenly from 1 to 1/spread. Raises `ConfigError` for a name that is none, and rates that no link has.
+    Speeds fall evenly from 1 to 1/spread. Raises `ConfigError` for other names, and for rates that no link can have.
 
     >>> [host.cpu for host in regime("regime-w4-s4-r1", "teacher").hosts]
     [1.0, 0.75, 0.5, 0.25]

@@ -1,4 +1,4 @@
-"""Runs an experiment: its cells, and what they come to. The harness keeps, resumes and records (`harness.suite`)."""
+"""Runs an experiment: its cells, and their conclusions. The harness stores, resumes and records (`harness.suite`)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.tuning import TriedTrial, TuningSpace, grid, neighbours, tune
 from dynamix_lab.statistics import balanced_order
 
-SHOWN = ("title", "about", "against", "beside", "ours")  # what changes tables alone
-GIVE_UP = 2.0  # a run of the tuning ends at so many times the best one of its row and seed
+SHOWN = ("title", "about", "against", "beside", "ours")  # fields that change only tables
+GIVE_UP = 2.0  # a tuning run ends at this many times the best time of its row and seed
 
 
 @dataclass(frozen=True, slots=True)
 class TableCase:
-    """A case of a table: a setting at a place, with a recipe for `batch` samples if rows have one."""
+    """A case of a table: a setting at a place, with a recipe for `batch` samples if rows have recipes."""
 
     setting: str
     place: Place
@@ -37,15 +37,15 @@ class TableCase:
 
     @property
     def key(self) -> str:
-        """For names of files."""
+        """The case as part of file names."""
         return f"{self.setting}-{self.place.key}" + ("" if self.batch is None else f"-b{self.batch}")
 
 
 @dataclass(frozen=True)
 class ExperimentSuite(Suite):
-    """A cell is a row of a case with all its seeds, or, if runs share a machine, with one of them.
+    """A cell is a row of a case with all its seeds, or with one of them if runs share a machine.
 
-    mechanism   of emulated devices
+    mechanism   for emulated devices
     """
 
     plan: Experiment
@@ -58,7 +58,7 @@ class ExperimentSuite(Suite):
 
     @property
     def shares_a_machine(self) -> bool:
-        """Whether a run may find the machine as the one before left it, so that rows take turns."""
+        """Whether one run may influence the next through the machine, so that rows take turns."""
         return self.plan.cluster != "virtual"
 
     def facts(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class ExperimentSuite(Suite):
         }
 
     def cases(self) -> list[TableCase]:
-        """Place by place."""
+        """All cases, place by place."""
         plan = self.plan
         batches: Sequence[int | None] = plan.batches or (None,)
         places = [Place.of(text, plan.budget) for text in plan.places]
@@ -101,12 +101,12 @@ class ExperimentSuite(Suite):
         return [Cell(f"{case.key}-{seed}-{file_key(name)}", (case, rows[name], [seed])) for seed, name in turns]
 
     def means(self, folder: RunFolder) -> contextlib.AbstractContextManager[Cluster]:
-        """The cluster. One seed is a look and no measurement, so no run of it is made again."""
+        """The cluster. With a single seed, which is only a look, no run is repeated."""
         repeats = REPEATS if self.plan.seeds > 1 else 0
         return cluster_of(self.plan.cluster, folder, mechanism=self.mechanism, repeats=repeats)
 
     def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Rows are compared in pairs: of a place's seeds those that all rows have, or what there is of the first."""
+        """Keep the seeds that all rows of a case have, as rows are compared in pairs. Keep all of the first seed."""
         if not self.shares_a_machine:
             return found
         kept: dict[str, Any] = {}
@@ -124,7 +124,7 @@ class ExperimentSuite(Suite):
         return row.trial(case.place.job, case.setting, case.batch, case.place.load().workers)
 
     def row_of(self, cluster: Cluster, case: TableCase, row: Row, seeds: Sequence[int]) -> dict[str, Any]:
-        """A row of a case: its trial, how it was tuned, and its runs."""
+        """Run a row of a case. Returns its trial, how it was tuned, and its runs."""
         said: dict[str, Any] = {}
         if self.plan.tuning is None:
             trial = self._trial(case, row)
@@ -135,7 +135,7 @@ class ExperimentSuite(Suite):
         return {"rows": {row.name: {"trial": trial.to_dict(), **said, "runs": runs}}, "mechanisms": cluster.mechanisms}
 
     def _made(self, cluster: Cluster, case: TableCase, trial: Trial, seed: int) -> dict[str, Any]:
-        """A run as a cell keeps it: all but when each step ended."""
+        """Make a run and return what its cell stores: all but the end of each step."""
         run = cluster.run(trial, case.place, seed, SETTINGS[case.setting].limits(case.place))
         seen = {"waiting": run.waiting, "sizes": run.sizes} if self.shares_a_machine else {}
         return {**run.to_dict(), "meetings_s": [round(run.time_s, 6)], "overrun": run.overrun, **seen}
@@ -146,7 +146,7 @@ class ExperimentSuite(Suite):
         return {"mechanisms": mechanisms, "cases": found}
 
     def _concluded(self, case: TableCase, cells: Mapping[str, Any]) -> dict[str, Any]:
-        """A case: what was read from each row's runs, as columns by seed."""
+        """A case's result: the figures of each row's runs, as columns by seed."""
         rows: dict[str, dict[str, Any]] = {}
         for part in self._of(case, cells):
             for name, row in part["rows"].items():
@@ -157,7 +157,7 @@ class ExperimentSuite(Suite):
         place, batch, job = case.place, case.batch, case.place.job
         least_s = None
         if batch is not None and case.setting in OF_BUDGET:
-            lost = () if self.shares_a_machine else place.outages  # emulated hosts are not lost
+            lost = () if self.shares_a_machine else place.outages  # emulated hosts are never lost
             least_s = {seed: place.least_s(seed, batch, lost) for seed in self.plan.all_seeds}
         return {
             **{"setting": case.setting, "place": f"{place.scenario}/{place.workload}", "batch": batch},
@@ -166,7 +166,7 @@ class ExperimentSuite(Suite):
         }
 
     def _of(self, case: TableCase, cells: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """The cells of a case that are there."""
+        """The finished cells of the case."""
         for cell in self.cells():
             if cell.what[0] == case and cell.key in cells:
                 yield cells[cell.key]
@@ -179,7 +179,7 @@ class ExperimentSuite(Suite):
 
 
 def read(case: TableCase, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a run that a cell keeps."""
+    """The figures of a run that its cell stores."""
     run = TrialRun.from_dict(kept)
     found = SETTINGS[case.setting].read(run, case.place)
     seen = {name: kept[name] for name in ("waiting", "sizes") if name in kept}
@@ -204,7 +204,7 @@ def _space(place: Place, schedules: tuple[tuple[str, float], ...]) -> TuningSpac
 
 
 def tuned(cluster: Cluster, case: TableCase, row: str, tuning: Tuning) -> tuple[Trial, list[TriedTrial]]:
-    """A row's winner at a place, and all that was tried for it; without seeds the first of its grid."""
+    """A row's best trial at a place, and all that were tried. Without seeds, the first of its grid."""
     space = _space(case.place, tuning.schedules)
     trials = grid(row, space)
     if not tuning.seeds:
@@ -216,7 +216,7 @@ def tuned(cluster: Cluster, case: TableCase, row: str, tuning: Tuning) -> tuple[
 
 @dataclass
 class _Impatient:
-    """Runs trials of one row for `tune`. A run ends at twice the best time so far: it cannot win any more."""
+    """Runs trials of one row for `tune`. Ends a run at twice the best time so far, because it cannot win any more."""
 
     cluster: Cluster
     case: TableCase
@@ -236,10 +236,10 @@ class _Impatient:
 
 
 def at_edge(trial: Trial, trials: Sequence[Trial]) -> list[str]:
-    """The dimensions in which a winner is at an end of what was tried, so that a better one may lie beyond.
+    """The dimensions in which the best trial is at an edge of the grid, so that a better one may lie outside.
 
-    Gives some of learning_rate, batch_size, budget (of a rate that falls) and steps (between meetings). An end is one
-    among the trials of the same schedule; two values have no inside, so they do not count.
+    They are some of learning_rate, batch_size, budget (of a falling rate) and steps (between averagings). Only trials
+    with the same schedule are compared. A dimension with two values has no inside, so it does not count.
     """
     alike = [one for one in trials if one.schedule == trial.schedule]
     read: dict[str, Callable[[Trial], float]] = {

@@ -38,17 +38,17 @@ LEADS = {
     "crossing": "Seconds until two scores in a row are at the job's target. A run that did not arrive counts with the "
     "time at which it was ended.",
 }
-BEYOND = 0.02  # of the budget: who trains more is named
+BEYOND = 0.02  # of the budget: a row that trains more than this is named
 RATIO = "A ratio is a time over another row's, below 1 is faster, with its 95 % interval"
 TUNED = "Every row was tuned alike, on seeds of their own: rates and what the row has besides."
 
 Case = Mapping[str, Any]
-Readings = Mapping[str, Any]  # of a row: columns by seed
+Readings = Mapping[str, Any]  # a row: columns by seed
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """The sections by setting and batch: all places together, the jobs of each cluster that has several but not all of
-    them, ours beside the best of the others, then each place."""
+    """The sections by setting and batch: all places together, the jobs of each cluster that has several but not all,
+    our rows compared with the best of the others, then each place."""
     plan, groups = result["plan"], dict[str, list[Case]]()
     for case in result["cases"]:
         batch = "" if case["batch"] is None else f", b0 = {case['batch']}"
@@ -67,12 +67,12 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """table.md."""
+    """The text of table.md."""
     return sections_markdown(sections(result))
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """report.html."""
+    """The text of report.html."""
     plan = result["plan"]
     shown = [*_figures(result), *sections(result)]
     lead = [*plan["about"], *([TUNED] if plan["tuning"] else []), provenance(result)]
@@ -80,7 +80,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def points(case: Case, row: str, beside: Sequence[str]) -> list[float] | None:
-    """The points by which a row's score is above that of the best of `beside`, by seed; None if none of them ran."""
+    """By how many points a row's score exceeds that of the best of `beside`, by seed. None if none of them ran."""
     known = [name for name in beside if name in case["rows"]]
     if not known:
         return None
@@ -90,7 +90,7 @@ def points(case: Case, row: str, beside: Sequence[str]) -> list[float] | None:
 
 
 def arrived(case: Case, row: str) -> bool:
-    """Whether all runs of a row came to their end, on devices that kept their time."""
+    """Whether all runs of a row ended as planned, on devices that kept their time."""
     return all(case["rows"][row]["arrived"]) and not any(case["rows"][row]["overrun"])
 
 
@@ -101,10 +101,10 @@ def counts(case: Case, row: str, beside: Sequence[str]) -> bool:
 
 
 def over(case: Case, row: str, other: str) -> tuple[str, Interval] | None:
-    """A row's time over another's, with "≥ " or "≤ " if it is a bound; None if nothing can be said.
+    """A row's time over another's, with "≥ " or "≤ " if it is only a bound. None if there is no ratio.
 
-    A run that did not arrive at a target bounds the ratio. One that diverged, ended before its budget or ran on devices
-    that came late says nothing.
+    A run that did not reach its target bounds the ratio. A run that diverged, ended before its budget or had late
+    devices gives none.
     """
     rows = case["rows"]
     if row not in rows or other not in rows:
@@ -120,12 +120,12 @@ def over(case: Case, row: str, other: str) -> tuple[str, Interval] | None:
 
 
 def cell(found: tuple[str, Interval] | None) -> str:
-    """As text."""
+    """The ratio as text."""
     return "–" if found is None else found[0] + with_interval(found[1].to_dict(), 2)
 
 
 def _over_places(cases: Sequence[Case], row: str, other: str) -> str:
-    """Time over another row's, its interval over places, and how many places these are if not all."""
+    """Time over another row's, its interval over places, and the number of places if not all."""
     if row == other:
         return "1"
     there = [case for case in cases if {row, other} <= set(case["rows"])]
@@ -143,13 +143,13 @@ def _over_places(cases: Sequence[Case], row: str, other: str) -> str:
 
 
 def _points_over_places(cases: Sequence[Case], row: str, beside: Sequence[str]) -> str:
-    """How far a row's score is above that of the best of `beside`, with its interval over places."""
+    """By how much a row's score exceeds that of the best of `beside`, with its interval over places."""
     means = [fmean(above) for case in cases if (above := points(case, row, beside)) is not None]
     return signed(mean_interval(means).to_dict()) if means else "–"
 
 
 def _together(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> Section:
-    """Every row over all places, each of which weighs the same."""
+    """Every row over all places, with equal weights."""
     names = list(dict.fromkeys(row for case in cases for row in case["rows"]))
     against = [name for name in plan["against"] if name in names]
     beside = plan["beside"]
@@ -181,7 +181,7 @@ def _together(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> S
 
 
 def _beside_the_best(heading: str, cases: Sequence[Case], plan: Mapping[str, Any]) -> list[Section]:
-    """Our rows beside the best of the others at each place, which is known only afterwards."""
+    """Our rows compared with the best of the others at each place, which is chosen afterwards."""
     there = {name for case in cases for name in case["rows"]}
     ours = [name for name in plan["ours"] if name in there]
     rows, ratios = [], {name: list[float]() for name in ours}
@@ -210,7 +210,7 @@ def _beside_the_best(heading: str, cases: Sequence[Case], plan: Mapping[str, Any
 
 
 def _section(heading: str, case: Case, plan: Mapping[str, Any]) -> Section:
-    """One place."""
+    """The section of one place."""
     against = [] if once(case) else [name for name in plan["against"] if name in case["rows"]]
     finish, tuned, live = case["setting"] in OF_BUDGET, plan["tuning"] is not None, is_live(case)
     head = ["row", *(["tuned to"] if tuned else []), "seconds"]
@@ -238,19 +238,19 @@ def is_live(case: Case) -> bool:
 
 
 def once(case: Case) -> bool:
-    """Whether its rows ran live with one seed: nothing says how far a second run would be from the first."""
+    """Whether its rows ran live with one seed, so that the difference between runs is unknown."""
     return is_live(case) and max(len(row["seed"]) for row in case["rows"].values()) == 1
 
 
 def how_fast(row: Readings) -> list[str]:
-    """Samples a second, and the part of their time in which workers waited, means over seeds; of live runs."""
+    """Samples a second, and the fraction of time in which workers waited, means over seeds. For live runs."""
     rates = [samples / seconds for samples, seconds in zip(row["samples"], row["seconds"], strict=True)]
     waiting = [part for part in row["waiting"] if part is not None]
     return [number(fmean(rates), 0), percent(fmean(waiting) if waiting else None)]
 
 
 def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
-    """The notes on a place beside its table."""
+    """The notes on a place, next to its table."""
     rows: Mapping[str, Readings] = case["rows"]
     able = {name: row["seconds"] for name, row in rows.items() if counts(case, name, plan["beside"])}
     kinds = {name: Trial.from_dict(row["trial"]) for name, row in rows.items()}
@@ -282,7 +282,7 @@ def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
 
 
 def _scatter(rows: Mapping[str, Readings], kinds: Mapping[str, Trial]) -> list[str]:
-    """How far scores differ between synchronous rows that train the same batches, in another order of summation."""
+    """How far scores differ between synchronous rows with the same batches, which differ only in rounding."""
     fixed = [name for name, trial in kinds.items() if trial.policy in OPPONENTS and trial.kind == "policy"]
     said = []
     for at, mine in enumerate(fixed):
@@ -295,11 +295,11 @@ def _scatter(rows: Mapping[str, Readings], kinds: Mapping[str, Trial]) -> list[s
 
 
 def of_physics(case: Case, row: str) -> float | None:
-    """The least time that the devices need as a part of a row's."""
+    """The devices' least time as a fraction of a row's time."""
     found = case["rows"][row]
     if case["least_s"] is None or not arrived(case, row):
         return None
-    least = {int(seed): seconds for seed, seconds in case["least_s"].items()}  # a name in JSON is text
+    least = {int(seed): seconds for seed, seconds in case["least_s"].items()}  # JSON turned these keys into text
     return paired_ratio([least[seed] for seed in found["seed"]], found["seconds"]).median
 
 
@@ -315,7 +315,7 @@ def signed(interval: Mapping[str, float | None]) -> str:
 
 
 def described(trial: Trial) -> str:
-    """A trial's numbers, short.
+    """A short description of a trial's numbers.
 
     >>> described(Trial("static", "static", 32, 0.1))
     'rate 0.1, 32 a worker'
@@ -332,7 +332,7 @@ def described(trial: Trial) -> str:
 
 
 def _figures(result: Mapping[str, Any]) -> list[Section]:
-    """Of budgets time against score beside others, a dot for each row: mean over places. Of others speed by place."""
+    """Plots, a dot for each row. Budgets: time against score difference, mean over places. Others: speed by place."""
     plan, made = result["plan"], _speeds([case for case in result["cases"] if case["setting"] not in OF_BUDGET])
     if not plan["against"] or not plan["beside"]:
         return made
@@ -359,14 +359,14 @@ def _figures(result: Mapping[str, Any]) -> list[Section]:
 
 
 def _speeds(some: Sequence[Case]) -> list[Section]:
-    """The speed over one worker alone of every row that arrived, at each place."""
+    """Every row's speed over one worker alone at each place, for rows that arrived."""
     cases = [case for case in some if SINGLE in case["rows"] and arrived(case, SINGLE)]
     if not cases:
         return []
     names = list(dict.fromkeys(row for case in cases for row in case["rows"]))
     figure, (axes,) = new_figure(height=1.5 + (0.15 + 0.06 * len(names)) * len(cases))
     for i, row in enumerate(names):
-        below = 0.7 * ((i + 0.5) / len(names) - 0.5)  # so that rows of one speed do not hide each other
+        below = 0.7 * ((i + 0.5) / len(names) - 0.5)  # so that rows of equal speed do not overlap
         there = [
             (at + below, case["rows"]) for at, case in enumerate(cases) if row in case["rows"] and arrived(case, row)
         ]

@@ -1,4 +1,4 @@
-"""The verdict of the times of one job on one cluster: does distributing pay?"""
+"""Does distributing pay? The verdict from the times of one job on one cluster."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Times = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict of opponents alone on a job on a cluster, before any policy of ours is looked at.
+    """The verdict of the opponents on a job on a cluster, before any policy of ours is considered.
 
     best_synchronous      the fastest synchronous opponent, by the geometric mean of its seconds
     over_single           its speed over the fastest worker alone
-    best_rarely           the fastest of those whose workers meet over parameters; None if none was run
+    best_rarely           the fastest opponent that averages parameters; None if none was run
     rarely_over_single    its speed over the fastest worker alone; None likewise
     """
 
@@ -36,12 +36,12 @@ class Verdict:
 
     @property
     def pays(self) -> bool:
-        """Whether a claim about shares of synchronous steps means something here."""
+        """Whether shares of synchronous steps can help here at all."""
         return self.over_single >= PAYS
 
     @property
     def sentence(self) -> str:
-        """For a page."""
+        """The verdict as a sentence for a page."""
         best = f"{self.best_synchronous} is {self.over_single:.2f} times as fast as the fastest worker alone"
         if self.pays:
             return f"Distributing pays: {best}."
@@ -51,7 +51,7 @@ class Verdict:
         return f"Do not distribute this job: {best}."
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The verdict as JSON."""
         return {
             "best_synchronous": self.best_synchronous,
             "over_single": self.over_single,
@@ -63,10 +63,10 @@ class Verdict:
 
 
 def verdict(times: Times, synchronous: Sequence[str] = OPPONENTS, rarely: Sequence[str] = LOCAL) -> Verdict:
-    """Read the opponents' times.
+    """Derive the verdict from the opponents' times.
 
-    synchronous   opponents whose workers meet after every step
-    rarely        opponents whose workers meet over parameters
+    synchronous   opponents that average gradients after every step
+    rarely        opponents that average parameters
 
     >>> found = verdict({"single": [9.0, 9.0], "static": [4.0, 4.5], "local": [6.0, 6.0], "dynamix": [1.0, 1.0]})
     >>> found.pays, found.best_synchronous, round(found.over_single, 2), found.best_rarely

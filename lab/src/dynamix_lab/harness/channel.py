@@ -1,4 +1,4 @@
-"""JSON messages, one a line, over a Unix socket: between a job's parent and its ranks, across network namespaces."""
+"""JSON messages, one per line, over a Unix socket between a job's parent and its ranks, across network namespaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Message = dict[str, Any]
 
 
 class JobChannel:
-    """One end of the line. `send` may be called from any thread, `receive` from one."""
+    """One end of the connection. Any thread may call `send`, but only one `receive`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -25,18 +25,18 @@ class JobChannel:
 
     @classmethod
     def connect(cls, path: str | Path) -> JobChannel:
-        """The worker's end."""
+        """Connect the worker's end."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(str(path))
         return cls(connection)
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send one message. Keep them small: a full socket buffer blocks."""
+        """Send one message. Keep it small: a full socket buffer blocks."""
         with self._lock:
             self._socket.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """The next message, or None after `timeout_s`. Raises `WorkerLostError` when the other end is gone."""
+        """The next message, or None after `timeout_s`. Raises `WorkerLostError` if the other end is closed."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             left = None if end is None else max(0.0, end - time.monotonic())
@@ -55,7 +55,7 @@ class JobChannel:
 
     @property
     def buffered(self) -> bool:
-        """Whether a whole message has arrived already, which no `select` would show."""
+        """Whether a whole message has already been read from the socket, so that no `select` reports it."""
         return b"\n" in self._buffer
 
     def fileno(self) -> int:
@@ -67,9 +67,9 @@ class JobChannel:
 
 
 class Listener:
-    """The parent's end before ranks have called.
+    """The parent's end, before ranks have connected.
 
-    backlog   how many may call at once
+    backlog   how many may connect at once
     """
 
     def __init__(self, path: str | Path, *, backlog: int = 1) -> None:
@@ -79,7 +79,7 @@ class Listener:
         self._socket.listen(backlog)
 
     def accept(self, timeout_s: float) -> JobChannel | None:
-        """The link to whoever calls, or None after `timeout_s`."""
+        """The channel of the next rank that connects, or None after `timeout_s`."""
         if not select.select([self._socket], [], [], timeout_s)[0]:
             return None
         return JobChannel(self._socket.accept()[0])

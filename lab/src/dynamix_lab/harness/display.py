@@ -1,4 +1,4 @@
-"""Shows a person how runs go on. Everything goes to stderr."""
+"""Shows a user the progress of runs. Everything goes to stderr."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dynamix_lab.report.tables import number
 
 
 class Display:
-    """A live table of runs on a terminal; elsewhere a line when a run starts and when it ends."""
+    """A live table of runs on a terminal; without a terminal a line when a run starts and when it ends."""
 
     def __init__(self, *, target: float, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
@@ -32,11 +32,11 @@ class Display:
         self._live = None
 
     def say(self, text: str) -> None:
-        """One line, above the live table."""
+        """Print one line above the live table."""
         self.console.print(text, highlight=False, markup=False)
 
     def update(self, runs: Sequence[PolicyRun]) -> None:
-        """Show how far `runs` are; the last of them is going on."""
+        """Show the progress of `runs`; the last of them is running."""
         if self._live is not None:
             self._live.update(_progress(runs, self.target))
 

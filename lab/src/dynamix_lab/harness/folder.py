@@ -1,4 +1,4 @@
-"""A run folder that several runs write into, and that is gone on with."""
+"""A run folder that several runs write to, and that can be resumed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dynamix.events.run_folder import RunFolder
 
 
 def read_run(folder: RunFolder) -> dict[str, Any]:
-    """run.json as an earlier call wrote it; empty before that."""
+    """run.json as an earlier call wrote it; empty if there is none."""
     path = folder.path / "run.json"
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def adopt_events(folder: RunFolder, path: Path, **labels: Any) -> list[dict[str, Any]]:
-    """Move another file's events to the end of events.jsonl, each with `labels` added; returns them."""
+    """Move another file's events to the end of events.jsonl, each with `labels` added. Returns them."""
     events = [{**event, **labels} for event in read_events(path)] if path.exists() else []
     _append(folder.path / "events.jsonl", events)
     path.unlink(missing_ok=True)
@@ -26,7 +26,7 @@ def adopt_events(folder: RunFolder, path: Path, **labels: Any) -> list[dict[str,
 
 
 def keep_events(folder: RunFolder, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Drop the lines of events.jsonl that `keep` does not want; returns the others."""
+    """Remove the lines of events.jsonl that `keep` rejects. Returns the others."""
     path = folder.path / "events.jsonl"
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""The host on which a measurement was made."""
+"""The machine on which a measurement was made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamix.events.run_folder import machine, versions
 
 
 def host() -> dict[str, Any]:
-    """The machine and how busy it is now: cpu, cores, memory_bytes, kernel, python, torch, load_average (1, 5, 15
+    """The machine and its present load: cpu, cores, memory_bytes, kernel, python, torch, load_average (1, 5, 15
     min).
     """
     known, installed = machine(), versions()
@@ -28,6 +28,6 @@ def host() -> dict[str, Any]:
 
 
 def processor_times() -> tuple[float, float]:
-    """(stolen by the hypervisor, all) processor time of the machine so far; nothing is stolen where nothing says so."""
+    """Processor time of the machine so far: (stolen by the hypervisor, total). Stolen is 0 if it is not reported."""
     times = psutil.cpu_times()
     return getattr(times, "steal", 0.0), sum(times[:8])

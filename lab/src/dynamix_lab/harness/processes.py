@@ -1,4 +1,4 @@
-"""Independent pieces of a bench beside each other, in processes of one thread each."""
+"""Runs independent parts of a bench in parallel, in processes of one thread each."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ T = TypeVar("T")
 def in_processes(
     function: Callable[..., T], arguments: Mapping[K, tuple[Any, ...]], processes: int
 ) -> Iterator[tuple[K, T]]:
-    """`function(*arguments[key])` with its key, as they end. An error or an interrupt ends all of them at once.
+    """Yield `function(*arguments[key])` with its key, as each ends. An error or an interrupt ends all of them at once.
 
-    function   importable by name; so must be the script that asks, behind `if __name__ == "__main__"`
-    Raises what a piece raises, and `WorkerLostError` when a process was killed.
+    function   importable by name; the calling script needs `if __name__ == "__main__"`
+    Raises what a call raises, and `WorkerLostError` if a process was killed.
     """
     before = set(multiprocessing.active_children())
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(max(1, min(processes, len(arguments))), mp_context=spawn, initializer=_alone)
     try:
         running = {pool.submit(function, *given): key for key, given in arguments.items()}
-        # A submission starts a process after it woke who watches them (CPython 3.11): one more, or the last is not
-        # watched.
+        # CPython 3.11 starts a process after waking the thread that watches processes, so the last process would not be
+        # watched. One more submission wakes the thread again.
         pool.submit(_alone)
         for future in as_completed(running):
             yield running[future], future.result()
@@ -47,4 +47,4 @@ def in_processes(
 
 def _alone() -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it

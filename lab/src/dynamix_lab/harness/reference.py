@@ -1,4 +1,4 @@
-"""The attainable: shares decided with the scenario file in hand."""
+"""What is attainable: shares decided with the scenario's true speeds."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dynamix_lab.emulator import Scenario, host_speeds, load_scenario
 class Reference:
     """Exact shares by the scenario's true host speeds over the coming window, at a constant global batch.
 
-    Clairvoyant about the disturbance, but it drives the same controller as every policy: it starts from equal batches
-    and its answer takes force with the same delay. It is a reference, not a bound. Of device hosts it knows the fixed
-    and the growing time of a step, but not what samples cost beside their number; of others CPU shares, and no fixed
+    It knows future disturbances, but uses the same controller as every policy: it starts with equal batches, and its
+    decisions apply with the same delay. So it is a reference, not a bound. Of device hosts it knows a step's fixed time
+    and time per sample, but not how costs differ between samples. Of other hosts it knows CPU shares, but no fixed
     costs.
 
     scenario  the emulator's scenario, or its name or path
     seed      of the disturbance
     clock     seconds since the disturbance started
-    total     global batch to hold; None: the one in force
+    total     global batch to hold; None: the present one
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Reference:
         now = self._clock()
         step_s = float(np.nanmax(window.step_time))
         ahead = now + step_s * (1 + np.arange(1 + int(np.max(window.steps))))
-        # A worker's time for a share is the sum over moments of 1/speed.
+        # A worker's time for a share is proportional to the mean of 1/speed over the window.
         speed = 1.0 / np.mean(1.0 / np.array([self._speeds(t) for t in ahead]), axis=0)
         total = window.batch_size.sum(-1) if self._total is None else self._total
         wish = speed
@@ -58,8 +58,8 @@ class Reference:
 def references(
     scenario: str | Scenario, *, seed: int = 0, clock: Callable[[], float] = lambda: 0.0
 ) -> dict[str, OtherFactory]:
-    """The names that only a scenario can explain, for `make_policy(name, others=...)`: reference, and reference:TOTAL
-    with a global batch. The defaults serve to check a name.
+    """Policies that need a scenario, for `make_policy(name, others=...)`: reference, and reference:TOTAL with a global
+    batch. The defaults only serve to check a name.
 
     >>> from dynamix.policies import make_policy
     >>> type(make_policy("reference:256", others=references("demo"))).__name__

@@ -1,4 +1,4 @@
-"""One training run as the parent saw it, and many of them as result.json."""
+"""One training run as its parent recorded it, and many of them as result.json."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dynamix_lab.statistics import censored, paired_ratio, time_to_target
 
 AGAIN = "static-again"  # the A/A partner: static once more
 CENSOR_FACTOR = 2.0
-A_A_LIMIT = 0.05  # a call whose A/A pairs differ by more says something about the machine, not about policies
+A_A_LIMIT = 0.05  # if A/A pairs differ by more, a call measures the machine, not policies
 
 
 def file_name(policy: str) -> str:
-    """`policy` as a part of a file's name.
+    """`policy` as part of a file name.
 
     >>> file_name("static:64"), file_name("rules/mine.py:Mine")
     ('static-64', 'rules%2Fmine.py-Mine')
@@ -35,7 +35,7 @@ def file_name(policy: str) -> str:
 
 @dataclass
 class PolicyRun:
-    """The outcome of one policy with one seed. Filled while it goes on; `finished` once its last step is done."""
+    """The result of one policy with one seed. Filled during the run; `finished` after its last step."""
 
     policy: str
     seed: int
@@ -49,17 +49,17 @@ class PolicyRun:
     batch_sizes: list[int] = field(default_factory=list)
     step_ends_s: list[float] = field(default_factory=list)
     overhead_s: float = 0.0
-    stolen: float = float("nan")  # share of the machine's processor time that its hypervisor gave to others
+    stolen: float = float("nan")  # fraction of the machine's processor time that its hypervisor gave to others
     finished: bool = False
-    attempt: int = 0  # earlier ones were disturbed and thrown away
-    devices: tuple[DeviceSteps, ...] = ()  # what each host's device did; empty for hosts without
+    attempt: int = 0  # earlier attempts were disturbed and discarded
+    devices: tuple[DeviceSteps, ...] = ()  # each host's device steps; empty for hosts without a device
 
     def owns(self, event: dict[str, Any]) -> bool:
-        """Whether a line of events.jsonl is of this run."""
+        """Whether a line of events.jsonl belongs to this run."""
         return (event["policy"], event["seed"], event.get("attempt", 0)) == (self.policy, self.seed, self.attempt)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, without its events, which events.jsonl has."""
+        """The run as JSON, without its events, which are in events.jsonl."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("events", "snapshots")}
         kept |= {name: None if math.isnan(kept[name]) else kept[name] for name in ("loss", "stolen")}
         snapshots = [{**asdict(snapshot), "path": ""} for snapshot in self.snapshots]
@@ -76,12 +76,12 @@ class PolicyRun:
 
     @property
     def time_to_target_s(self) -> float | None:
-        """Seconds from the barrier to the target, or None if it was not reached (yet)."""
+        """Seconds from the barrier to the target, or None if it was not (yet) reached."""
         return time_to_target([s.time_s for s in self.snapshots], [s.score for s in self.snapshots], self.target)
 
     @property
     def overrun(self) -> bool:
-        """Whether the machine was too slow for the devices: the run is no measurement."""
+        """Whether the machine was too slow for the devices, so that the run is no measurement."""
         return bool(self.devices) and too_many_overruns(self.devices)
 
     @property
@@ -94,7 +94,7 @@ class PolicyRun:
         return self.samples / self.time_s if self.time_s else float("nan")
 
     def where_time_went(self) -> dict[str, list[float]]:
-        """Mean seconds per step of each worker: compute, wait, communication, data; over all windows, by steps."""
+        """Mean seconds per step of each worker: compute, wait, communication, data. Over all windows, by steps."""
         windows = [Window.from_dict(event["window"]) for event in self.events if not event.get("short")]
         parts = {}
         weights = np.array([w.steps for w in windows])
@@ -105,8 +105,8 @@ class PolicyRun:
 
     @property
     def wait_fraction(self) -> float:
-        """Share of all workers' step time that was spent waiting for slower workers; NaN where nobody knows all of
-        them.
+        """Fraction of all workers' step time that was spent waiting for slower workers. NaN if a worker's time is
+        unknown.
         """
         if not any(np.isfinite(Window.from_dict(event["window"]).wait).any() for event in self.events):
             return float("nan")
@@ -116,17 +116,17 @@ class PolicyRun:
 
     @property
     def median_global_batch(self) -> float:
-        """Over the run's windows, samples."""
+        """Median over the run's windows, samples."""
         return float(np.median([sum(e["window"]["batch_size"]) for e in self.events])) if self.events else float("nan")
 
     def event_time_s(self, event: dict[str, Any]) -> float:
-        """When the window of `event` closed, on the run's clock (events carry rank 0's own)."""
+        """When the window of `event` closed, on the run's clock (events have rank 0's own)."""
         step = int(event["window"]["step"])
         return self.step_ends_s[min(step, len(self.step_ends_s)) - 1] if self.step_ends_s else float("nan")
 
     @property
     def sizes_over_time(self) -> list[list[Any]]:
-        """`[time_s, sizes]` for each change of the workers' sizes, from the first window on."""
+        """`[time_s, sizes]` at each change of the workers' sizes, from the first window on."""
         found: list[list[Any]] = []
         for event in self.events:
             if event.get("allocation") and (not found or event["allocation"] != found[-1][1]):
@@ -150,7 +150,7 @@ def summarise(runs: Sequence[PolicyRun]) -> dict[str, Any]:
 
 
 def policy_facts(policy: str, others: Mapping[str, OtherFactory] | None = None) -> dict[str, str]:
-    """Which policy really runs under a name: the shipped file, another file (with its hash), or the one of the name.
+    """Which policy runs under a name: the shipped file, another file (with its hash), or the rule of that name.
 
     others   as in `make_policy`
     """
@@ -161,7 +161,7 @@ def policy_facts(policy: str, others: Mapping[str, OtherFactory] | None = None) 
 
 
 def _a_a(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any] | None:
-    """Static against itself: its ratio, and whether the call may be believed; None without such pairs."""
+    """Static against itself: the ratio, and whether the call is trustworthy. None without such pairs."""
     ratio = _ratios(by_policy).get(f"{AGAIN}/static")
     if ratio is None:
         return None
@@ -191,7 +191,7 @@ def _policy_part(runs: Sequence[PolicyRun]) -> dict[str, Any]:
 
 
 def _ratios(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any]:
-    """Everybody over static, and dynamix over what else it is read against; empty where static never arrived."""
+    """Every policy over static, and dynamix over its other references. Empty if static never arrived."""
     out: dict[str, Any] = {}
     static = {r.seed: r.time_to_target_s for r in by_policy.get("static", [])}
     wanted = [(name, "static") for name in by_policy if name != "static"]

@@ -1,4 +1,4 @@
-"""Scores snapshots while training goes on, off its clock: in a thread of the parent, on CPU the hosts do not get."""
+"""Scores snapshots during training, off its clock: in a thread of the parent, on CPU that hosts do not get."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynamix_lab.tasks import Arrays, Workload, score
 
 @dataclass(frozen=True, slots=True)
 class WeightSnapshot:
-    """Weights as they were `time_s` after the run's clock started; scored once `score` is a number."""
+    """Weights `time_s` after the run's clock started. Scored once `score` is a number."""
 
     run: str
     time_s: float
@@ -29,7 +29,7 @@ class WeightSnapshot:
 
 
 def by_parameters(workload: Workload, test: Arrays) -> Callable[[Tensor], float]:
-    """The metric on all of `test` of a model with these parameters, which lie in a row, for `Scorer`."""
+    """For `Scorer`: maps flattened parameters to the metric of that model on all of `test`."""
     model = workload.make_model(0)
 
     def value(weights: Tensor) -> float:
@@ -40,11 +40,11 @@ def by_parameters(workload: Workload, test: Arrays) -> Callable[[Tensor], float]
 
 
 class Scorer:
-    """Scores snapshots in the order they come and hands each to `scored`, from its own thread.
+    """Scores snapshots in order of arrival and passes each to `scored`, from its own thread.
 
-    value   weights, float32 in a row, -> their score
+    value   weights, float32 and flattened, -> their score
 
-    An error of that thread is raised again by `wait`.
+    `wait` re-raises an error of that thread.
     """
 
     def __init__(self, value: Callable[[Tensor], float], scored: Callable[[WeightSnapshot], None]) -> None:
@@ -55,11 +55,11 @@ class Scorer:
         self._thread.start()
 
     def add(self, snapshot: WeightSnapshot) -> None:
-        """Queue one snapshot; its file is removed once scored."""
+        """Queue one snapshot. Its file is removed after scoring."""
         self._queue.put(snapshot)
 
     def wait(self) -> None:
-        """Until everything added is scored."""
+        """Wait until all snapshots are scored."""
         self._queue.join()
         if self._error is not None:
             raise self._error

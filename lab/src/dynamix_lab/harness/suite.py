@@ -1,8 +1,8 @@
 """One harness for every suite: a plan, its cells, resuming, progress, a result.
 
-A suite says what its plan is, which cells the plan has, how one cell is run and what all of them together mean. The
-harness does the rest: it refuses a folder that was begun with another plan, runs the cells that the folder does not
-hold yet, keeps each as it ends, tells how far it is, and writes result.json, table.md and report.html.
+A suite defines its plan, the plan's cells, how one cell is run, and the conclusions from all cells. The harness does
+the rest: it refuses a folder that has another plan, runs the missing cells, stores each when it ends, reports progress,
+and writes result.json, table.md and report.html.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Tell = Callable[[str, float], None]
 
 
 def untold(what: str, done: float) -> None:
-    """A `Tell` that says nothing."""
+    """A `Tell` that does nothing."""
 
 
 def part_of(tell: Tell, index: int, parts: int) -> Tell:
-    """A function that tells the progress of part `index` of `parts` equal ones."""
+    """A function that reports the progress of part `index` of `parts` equal ones."""
     return lambda what, done: tell(what, (index + done) / parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The smallest part of a suite that is kept.
+    """The smallest part of a suite that is stored.
 
     key    names its file in `cells/` of the run folder; unique in the plan
-    what   what the suite needs to know to run it
+    what   what the suite needs to run it
     """
 
     key: str
@@ -52,10 +52,10 @@ class Cell:
 class Context:
     """The services that a cell may use while it runs.
 
-    folder   of the run; what a cell leaves there beside its result has names of its own
-    found    results of the cells that have ended, by key
-    tell     progress of this cell
-    means    of `Suite.means`
+    folder   of the run; a cell's other files there need unique names
+    found    results of the finished cells, by key
+    tell     reports progress of this cell
+    means    from `Suite.means`
     """
 
     folder: RunFolder
@@ -65,11 +65,11 @@ class Context:
 
 
 class Suite(ABC):
-    """The interface of a suite for the harness. Everything a cell gives is plain JSON.
+    """What a suite implements for the harness. All results of cells are plain JSON.
 
     name    of its command, and of the run folder
-    plan    checked before anything runs; a folder is resumed with an equal one only
-    grows   fields of the plan that a later call on the same folder may change, since they add or leave out whole cells
+    plan    checked before anything runs; a folder can only be resumed with an equal one
+    grows   fields of the plan that a later call on the same folder may change, because they only add or omit cells
     """
 
     name: str
@@ -78,11 +78,11 @@ class Suite(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Facts before the first cell: `cluster`, `seeds`, `scenario_sha256` and what else the result names."""
+        """Facts before the first cell: `cluster`, `seeds`, `scenario_sha256` and others for the result."""
 
     @abstractmethod
     def cells(self) -> Sequence[Cell]:
-        """The cells in the order in which they run. A cell may need the results of those before it."""
+        """The cells in the order of running. A cell may need the results of earlier ones."""
 
     @abstractmethod
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
@@ -90,46 +90,46 @@ class Suite(ABC):
 
     @abstractmethod
     def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
-        """The conclusions from all cells: `target`, `policies`, `ratios` and what else the result holds."""
+        """The conclusions from all cells: `target`, `policies`, `ratios` and others for the result."""
 
     @abstractmethod
     def table(self, result: Mapping[str, Any]) -> str:
-        """table.md."""
+        """The text of table.md."""
 
     def page(self, result: Mapping[str, Any]) -> str | None:
-        """report.html, for suites that have one."""
+        """The text of report.html, for suites that have one."""
         return None
 
     def bound_to(self) -> dict[str, Any]:
-        """The facts that must be as they were when a folder is resumed: the commit, say, if times are compared."""
+        """Facts that must be unchanged when a folder is resumed, e.g. the commit if times are compared."""
         return {}
 
     def begin(self, found: Mapping[str, Any]) -> None:  # noqa: B027 - few suites have something to do here
-        """Called once before the first cell runs, with what the folder holds already."""
+        """Called once before the first cell runs, with the results that are already in the folder."""
 
     def means(self, folder: RunFolder) -> contextlib.AbstractContextManager[Any]:
-        """Means that cells share, such as processes: opened before the first, closed after the last."""
+        """Resources that cells share, such as processes: opened before the first cell, closed after the last."""
         return contextlib.nullcontext()
 
     def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of the finished cells that can be concluded from, none if they are too few."""
+        """The finished cells from which conclusions are possible; none if there are too few."""
         return found
 
     def keeps(self, found: Mapping[str, Any]) -> bool:
-        """Whether a cell's result is final. One that is not is run again when the folder is resumed."""
+        """Whether a cell's result is final. If not, the cell is run again when the folder is resumed."""
         return True
 
 
 def run_suite(
     suite: Suite, folder: RunFolder, *, command: str | None = None, tell: Tell = untold, processes: int = 1
 ) -> dict[str, Any]:
-    """Run what `folder` does not hold yet; returns result.json and writes it.
+    """Run the cells that `folder` lacks. Writes and returns result.json.
 
-    command     the command line that asks for this, for the result
-    processes   that play cells; more than one only for suites whose cells do not need each other
+    command     the command line, for the result
+    processes   that run cells in parallel; more than one only if the suite's cells do not need each other
 
-    Interrupted, it concludes from what has ended before `KeyboardInterrupt` goes on. Raises `ConfigError` for a bad
-    plan and for a folder that was begun with another one.
+    After an interrupt it concludes from the finished cells and re-raises `KeyboardInterrupt`. Raises `ConfigError` for
+    a bad plan and for a folder with another plan.
     """
     suite.plan.check()
     plan = json.loads(json.dumps(asdict(suite.plan), default=str))
@@ -159,7 +159,7 @@ def run_suite(
 
 
 def plan_sha256(plan: Mapping[str, Any], *, without: frozenset[str] = frozenset()) -> str:
-    """The hash of a plan as JSON, but for the fields in `without`.
+    """The hash of a plan as JSON, except the fields in `without`.
 
     >>> plan_sha256({"seeds": 1, "steps": 2}) == plan_sha256({"steps": 2, "seeds": 1})
     True
@@ -189,7 +189,7 @@ def _refuse_another(suite: Suite, folder: RunFolder, facts: Mapping[str, Any], b
 def _played(
     suite: Suite, cells: Sequence[Cell], found: dict[str, Any], folder: RunFolder, tell: Tell, processes: int
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """The missing cells with their results, as they end."""
+    """Yield the missing cells with their results, as they end."""
     missing = [cell for cell in cells if cell.key not in found]
     if processes > 1:
         by_key = {cell.key: cell for cell in missing}

@@ -1,2 +1,2 @@
-"""The methods that a practitioner would train with instead, tuned as much as ours: on the virtual clock and on real
+"""The methods that a practitioner would otherwise use, tuned as much as ours: on the virtual clock and on real
 ranks."""

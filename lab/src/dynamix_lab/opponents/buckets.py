@@ -1,4 +1,4 @@
-"""The buckets in which DDP exchanges gradients, and how much of a step is computed when each may leave."""
+"""The buckets in which DDP exchanges gradients, and how much of a step is computed before each may leave."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-# Of DistributedDataParallel: the first bucket is small, so that the exchange begins early.
+# As in DistributedDataParallel: the first bucket is small, so that the exchange begins early.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-FORWARD_PART = 1 / 3  # of a step's work; backward, which is the rest, is spread evenly over the layers
+FORWARD_PART = 1 / 3  # of a step's work; the rest is backward, spread evenly over the layers
 
 
 @dataclass(frozen=True, slots=True)
 class GradientBucket:
-    """`size_bytes` of gradients that may leave once the part `ready_at` (0 to 1) of a step's work is done."""
+    """`size_bytes` of gradients that may be sent after the fraction `ready_at` (0 to 1) of a step's work."""
 
     size_bytes: int
     ready_at: float
@@ -22,10 +22,10 @@ class GradientBucket:
 def gradient_buckets(
     model: nn.Module, *, first_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[GradientBucket, ...]:
-    """The buckets of a model, in the order in which they leave: last layers first, as DDP fills them.
+    """A model's buckets in the order of sending: last layers first, as DDP fills them.
 
-    A bucket is closed by the parameter with which it reaches its size. A layer is a module that holds parameters of
-    its own. Dense gradients only.
+    The parameter with which a bucket reaches its size is its last. A layer is a module that has parameters of its own.
+    Dense gradients only.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     >>> gradient_buckets(net)

@@ -1,4 +1,4 @@
-"""The course of a scenario's hosts and links over time, stretch by stretch between two changes."""
+"""A scenario's hosts and links over time, as stretches between two changes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dynamix_lab.emulator.schedule import next_change_s
 class Stretch(NamedTuple):
     """A time in which nothing changes.
 
-    until_s         when it ends; infinite where nothing ever changes again
+    until_s         its end; infinite if nothing changes any more
     speeds          of each host's job: cores, or relative speed of device hosts
-    slowest_mbit_s  left to the job on the slowest link; infinite where no rate is limited
-    latency_s       that a packet takes longer between the two neighbours of the ring that are furthest apart
+    slowest_mbit_s  rate left to the job on the slowest link; infinite if no rate is limited
+    latency_s       added to a packet between the two neighbours of the ring that are furthest apart
     """
 
     until_s: float
@@ -29,7 +29,7 @@ class Stretch(NamedTuple):
 
 
 class Course:
-    """The course of a scenario under one seed of its disturbances. Each stretch is worked out once.
+    """A scenario over time, for one seed of its disturbances. Each stretch is computed once.
 
     >>> from dynamix_lab.emulator import load_scenario
     >>> Course(load_scenario("even"), seed=0).at(3.0).speeds
@@ -41,14 +41,14 @@ class Course:
         self._starts, self._stretches = [0.0], [self._stretch(0.0)]
 
     def at(self, time_s: float) -> Stretch:
-        """The stretch that holds at `time_s` (0 or more)."""
+        """The stretch at `time_s` (0 or more)."""
         while (start_s := self._stretches[-1].until_s) <= time_s:
             self._starts.append(start_s)
             self._stretches.append(self._stretch(start_s))
         return self._stretches[bisect.bisect_right(self._starts, time_s) - 1]
 
     def done_s(self, amount: float, start_s: float, rate: Callable[[Stretch], float]) -> float:
-        """When `amount` is done that is begun at `start_s` and advances by `rate` of the stretch per second."""
+        """When `amount` is done, if it begins at `start_s` and advances by each stretch's `rate` per second."""
         now_s = start_s
         while True:
             stretch = self.at(now_s)
@@ -72,7 +72,7 @@ class Course:
 
 
 def slowest_link(scenario: Scenario, time_s: float, seed: int) -> float:
-    """Mbit/s left to the job on the slowest link at `time_s`; infinite where no rate is limited."""
+    """Mbit/s left to the job on the slowest link at `time_s`; infinite if no rate is limited."""
     rates = [np.inf]
     for link in host_links(scenario, time_s, seed):
         ways = [rate for rate in (link.up_mbit_s, link.down_mbit_s) if rate is not None]

@@ -1,4 +1,4 @@
-"""Live runs of opponents on emulated hosts: one start of the ranks, one run after the other."""
+"""Live runs of opponents on emulated hosts: ranks are started once and make one run after another."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial
 
 START_TIMEOUT_S, SILENCE_S = 120.0, 120.0
-LOST_S = 1.0  # that a rank is given to end once its link is gone
-TIMEOUT_S = 60  # of the ranks' process group
+LOST_S = 1.0  # time that a rank has to end after its connection is lost
+TIMEOUT_S = 60  # for the ranks' process group
 
 
 @dataclass(frozen=True, slots=True)
 class LiveJob:
-    """The settings that all runs of one launch have in common.
+    """The settings that all runs of one launch share.
 
     workload, seed     of data, weights and sample order
     scenario           name or file, for the reference
     disturbance_seed   of the scenario's disturbances
-    limits             of each run; targets end none
-    fastest            the rank that trains where one worker trains alone
+    limits             of each run; targets do not end it
+    fastest            the rank that trains if one worker trains alone
     """
 
     workload: str
@@ -47,10 +47,10 @@ class LiveJob:
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """A run as its launch saw it.
+    """A run as its launch recorded it.
 
     name     of the run: its row, or "static-again"
-    devices  what each host's device did in it; empty for hosts without
+    devices  each host's device steps in it; empty for hosts without a device
     """
 
     name: str
@@ -59,22 +59,22 @@ class LiveRun:
 
     @property
     def overrun(self) -> bool:
-        """Whether the machine was too slow for the devices: the run is no measurement."""
+        """Whether the machine was too slow for the devices, so that the run is no measurement."""
         return bool(self.devices) and too_many_overruns(self.devices)
 
 
 class LiveRanks:
-    """Started ranks of a job on `hosts`, that make one run after the other until they are closed.
+    """Started ranks of a job on `hosts`, which make one run after another until they are closed.
 
-    A context manager. Raises `WorkerLostError` when a rank fails or nothing is heard of any for two minutes. Nothing is
-    left running.
+    A context manager. Raises `WorkerLostError` if a rank fails, or if no rank sends anything for two minutes. No
+    process is left running.
     """
 
     def __init__(self, hosts: Emulation, job: LiveJob) -> None:
         self._hosts = hosts
         self._stack = contextlib.ExitStack()
         self._links: list[JobChannel] = []
-        self._runs = 0  # begun
+        self._runs = 0  # runs begun
         with contextlib.ExitStack() as starting:
             folder = Path(starting.enter_context(tempfile.TemporaryDirectory(prefix="dynamix-live-")))
             config = {
@@ -97,20 +97,20 @@ class LiveRanks:
             self._stack = starting.pop_all()
 
     def run(self, name: str, trial: Trial) -> LiveRun:
-        """One run of all ranks, under this name for files."""
+        """Make one run on all ranks; `name` is used for its files."""
         self._runs += 1
-        self.events(name).unlink(missing_ok=True)  # of a run that was interrupted
+        self.events(name).unlink(missing_ok=True)  # left by an interrupted run
         try:
             for link in self._links:
                 link.send("run", number=self._runs, events=self.events(name).name, trial=trial.to_dict())
             return self._followed(name)
         except (WorkerLostError, OSError):
-            time.sleep(LOST_S)  # until a rank that fails has said why
+            time.sleep(LOST_S)  # lets a failing rank write its reason
             check_ranks(self._hosts)
             raise
 
     def events(self, name: str) -> Path:
-        """The file in which the run of this name leaves the decisions of its policy, if it has one."""
+        """The file to which the run of this name writes its policy's decisions, if it has a policy."""
         return self._hosts.run_dir / f"{file_name(name)}.events.jsonl"
 
     def _followed(self, name: str) -> LiveRun:
@@ -123,7 +123,7 @@ class LiveRanks:
                     continue
                 heard, kind = time.monotonic(), message.pop("kind")
                 if message.pop("run", self._runs) != self._runs:
-                    continue  # the last words of the run before
+                    continue  # last messages of the previous run
                 if kind == "start":
                     self._hosts.start_clock()
                     link.send("go")
@@ -141,7 +141,7 @@ class LiveRanks:
         return LiveRun(name, TrialRun.from_dict(message["result"]), devices)
 
     def _accept(self, listener: Listener) -> None:
-        """A link to every rank."""
+        """Accept a connection of every rank."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while len(self._links) < self._hosts.scenario.workers:
             if (link := listener.accept(0.2)) is not None:
@@ -166,7 +166,7 @@ class LiveRanks:
 
 
 def check_ranks(hosts: Emulation) -> None:
-    """Raises `WorkerLostError` with the end of what it wrote when a rank has failed."""
+    """Raise `WorkerLostError` with the end of its output if a rank has failed."""
     for rank, code in enumerate(hosts.poll()):
         if code:
             errors = hosts.run_dir / f"rank{rank}.err"
@@ -176,7 +176,7 @@ def check_ranks(hosts: Emulation) -> None:
 
 
 def paced(make: Callable[[int], LiveRun], *, repeats: int) -> LiveRun:
-    """A run that is made again, at most `repeats` times, as long as its devices overran; `make` takes the attempt."""
+    """Make a run, and repeat it at most `repeats` times if its devices overran. `make` gets the attempt's number."""
     run = make(0)
     for attempt in range(1, repeats + 1):
         if not run.overrun:

@@ -1,7 +1,7 @@
-"""Runs of opponents on real ranks: every row inside an initialised process group, on the clock of the rank that leads.
+"""Runs of opponents on real ranks: each row in an initialised process group, on the clock of the leading rank.
 
-A run ends at a clock time, at a number of samples, or with its budget. The weights of its snapshots are kept in memory
-and scored after the clock has stopped.
+A run ends at a clock time, at a number of samples, or with its budget. The weights of its snapshots stay in memory and
+are scored after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from dynamix_lab.opponents.virtual import (
 )
 from dynamix_lab.tasks import Arrays, Data, Workload, as_is
 
-WARM_UP_STEPS = 20  # on a model that is thrown away: first calls and allocations cost their time before the clock
-FLAG_STEPS = 8  # optimizer steps between two questions whether to stop, where nothing else travels
-POLL_S = 0.2  # how often idle ranks look whether the one that trains is done
+WARM_UP_STEPS = 20  # on a model that is discarded: first calls and allocations would take time on the clock
+FLAG_STEPS = 8  # optimizer steps between two queries whether to stop, if there is no other communication
+POLL_S = 0.2  # how often idle ranks check whether the training rank is done
 _DONE = "dynamix_lab/opponents/single"
 
 
 class RunObserver:
-    """Reports a run while it goes on, on the rank that leads: 0, or the one that trains alone.
+    """Reports a run while it runs, on the leading rank: 0, or the one that trains alone.
 
-    This one does nothing; override what you need. Calls cost the run their time.
+    This one does nothing; override what you need. The run's clock includes its calls.
     """
 
     def start(self) -> None:
-        """All ranks are ready; the clock starts when this returns."""
+        """All ranks are ready. The clock starts when this returns."""
 
     def met(self, time_s: float, samples: int, loss: float) -> None:
-        """A step or a round ended; `loss` is this rank's mean over it."""
+        """A step or a round ended. `loss` is this rank's mean over it."""
 
     def snapshot(self, time_s: float, samples: int, weights: Tensor) -> None:
-        """The model was kept for scoring; `weights` are its parameters and buffers in a row."""
+        """A snapshot was stored for scoring. `weights` are the model's flattened parameters and buffers."""
 
 
 def run_rank(
@@ -79,17 +79,17 @@ def run_rank(
     held_out: int = HELD_OUT,
     events: str | PathLike[str] | None = None,
 ) -> TrialRun | None:
-    """This rank's part of one run. Every rank of the default group calls it alike; rank 0 gets the result, others None.
+    """This rank's part of one run. Every rank of the default group calls it alike. Rank 0 gets the result, others None.
 
-    limits    `time_s` counts from the moment at which all are ready. Targets do not end a live run: nobody scores it
-              while it goes on
-    observer  on the rank that leads; ignored elsewhere
+    limits    `time_s` counts from the moment at which all are ready. Targets do not end a live run, because it is
+              scored only afterwards
+    observer  on the leading rank; ignored on others
     others    policies that need facts of the caller's, as in `make_policy`; one that needs the run's clock takes it
               from `RunObserver.start`, as rank 0 decides
     fastest   the rank that trains in a run of one worker alone
-    events    file of a policy's decisions
+    events    file for a policy's decisions
 
-    Raises `ConfigError` for impossible settings, and what training raises.
+    Raises `ConfigError` for impossible settings, and errors of training.
     """
     torch.manual_seed(seed + dist.get_rank())
     leads = dist.get_rank() == (fastest if trial.kind == "single" else 0)
@@ -120,9 +120,9 @@ def run_rank(
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """The end of a step or round: samples by worker, steps in it, this rank's loss, whether all stop now.
+    """The end of a step or round: samples by worker, steps in it, this rank's loss, whether all ranks stop now.
 
-    spent   of the trial's budget so far, the same on all ranks; None: its samples
+    spent   part of the trial's budget used so far, the same on all ranks; None: its samples
     """
 
     samples: Ints
@@ -133,7 +133,7 @@ class _Ended:
 
 
 class _LiveEngine(Protocol):
-    """Trains `model` from one meeting to the next. `wish` says, on the rank that leads, whether to stop."""
+    """Trains `model` from one synchronisation to the next. `wish`, on the leading rank, says whether to stop."""
 
     model: nn.Module
 
@@ -146,7 +146,7 @@ _Kept = list[tuple[float, int, Tensor]]  # time, samples, weights
 
 
 def _train(engine: _LiveEngine, log: RunLog, watch: RunObserver, *, leads: bool) -> tuple[RunLog, _Kept]:
-    """The run itself. Only the rank that leads keeps its log; the others do as they are told."""
+    """The run itself. Only the leading rank keeps a log; the others follow it."""
     kept: _Kept = [(0.0, 0, weights_of(engine.model))] if leads else []
     last_s, seen, done = 0.0, 0, 0
     dist.barrier()
@@ -163,7 +163,7 @@ def _train(engine: _LiveEngine, log: RunLog, watch: RunObserver, *, leads: bool)
         ended = engine.advance(wish)
         now_s = time.perf_counter() - began
         done += int(ended.samples.sum())
-        if leads and not log.over:  # what comes between the end of the clock and its news is no part of the run
+        if leads and not log.over:  # the run does not include training after the end of its clock
             log.met(now_s, ended.samples, ended.steps, spent=ended.spent)
             watch.met(now_s, log.samples, ended.loss)
             if log.over or log.limits.passed((last_s, seen), (now_s, log.samples)):
@@ -175,7 +175,7 @@ def _train(engine: _LiveEngine, log: RunLog, watch: RunObserver, *, leads: bool)
 
 
 def _scored(log: RunLog, kept: _Kept, model: nn.Module, scorer: HeldOut) -> RunLog:
-    """Score the snapshots; the model's own weights are lost. A run that was stopped is scored where it ended."""
+    """Score the snapshots; overwrites the model's weights. A run that was stopped is scored at its end."""
     if kept[-1][1] != log.samples:
         kept.append((log.time_s, log.samples, weights_of(model)))
     for time_s, samples, weights in kept:
@@ -186,7 +186,7 @@ def _scored(log: RunLog, kept: _Kept, model: nn.Module, scorer: HeldOut) -> RunL
 
 @torch.no_grad()
 def weights_of(model: nn.Module) -> Tensor:
-    """Parameters and buffers in a row, copied."""
+    """Flattened parameters and buffers, copied."""
     return torch.cat([value.detach().reshape(-1) for value in model.state_dict().values()])
 
 
@@ -200,7 +200,7 @@ def put_weights(model: nn.Module, weights: Tensor) -> None:
 
 
 def _warm_up(trial: Trial, workload: Workload, data: Arrays, seed: int, steps: int) -> None:
-    """Steps on a model that is thrown away, with the exchange that the run will have."""
+    """Train a model that is discarded, with the run's kind of exchange."""
     net = workload.make_model(seed)
     optimizer = workload.make_optimizer(net.parameters())
     meets = trial.kind == "policy" or trial.meets_in_both_ways
@@ -213,7 +213,7 @@ def _warm_up(trial: Trial, workload: Workload, data: Arrays, seed: int, steps: i
 
 
 class _LivePolicy:
-    """`Controller`, as in the README: with DDP, or meeting over parameters."""
+    """`Controller`, as in the README: with DDP, or averaging parameters."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class _LivePolicy:
 
 
 def settings_of(trial: Trial, workload: Workload, workers: int, samples: int) -> dict[str, Any]:
-    """The settings of `Controller` in a trial: how much a worker does, and how workers meet."""
+    """A trial's arguments of `Controller`: how much a worker does, and what workers average."""
     moves = trial.local is None and trial.global_batch == "adaptive"
     least = least_round(trial, workers * trial.batch_size) if moves else None
     limits = Limits(*bounds_of_trial(trial, workload), min_global_batch=least)
@@ -293,14 +293,14 @@ def settings_of(trial: Trial, workload: Workload, workers: int, samples: int) ->
 
 
 class _StopFlag:
-    """Rank 0's wish, broadcast at one question and taken at the next: nobody ever waits for it."""
+    """Rank 0's wish to stop, broadcast at one query and read at the next, so that no rank waits for it."""
 
     def __init__(self) -> None:
         self._steps, self._flag = 0, torch.zeros(1)
         self._work: dist.Work | None = None
 
     def agreed(self, wish: Callable[[], bool]) -> bool:
-        """Every rank asks after every step; true on all of them after the same one."""
+        """Call on every rank after every step. It becomes true on all of them after the same step."""
         self._steps += 1
         if self._steps % FLAG_STEPS:
             return False
@@ -318,7 +318,7 @@ class _StopFlag:
 
 
 class _LiveLocal:
-    """One worker of those that meet over parameters: its steps of a round, then one all-reduce."""
+    """One worker with local steps: its steps of a round, then one all-reduce of parameters."""
 
     def __init__(self, trial: Trial, workload: Workload, data: Arrays, seed: int, limit: int | None) -> None:
         workers = dist.get_world_size()
@@ -344,7 +344,7 @@ class _LiveLocal:
 
 
 class _LiveAlone:
-    """The fastest rank by itself; no collective until it is done."""
+    """The fastest rank alone; no collective until it is done."""
 
     def __init__(self, trial: Trial, workload: Workload, data: Arrays, seed: int) -> None:
         self.trial, self.workload, self.data = trial, workload, data
@@ -368,12 +368,12 @@ class _LiveAlone:
 
 
 def _tell_others(run: TrialRun) -> None:
-    """The run of one rank is over: its result goes to the store that the others look at."""
+    """The single rank's run is over: put its result into the store, where the others look for it."""
     distributed_c10d._get_default_store().set(_DONE, json.dumps(run.to_dict()))
 
 
 def _result_of_other(trial: Trial) -> TrialRun | None:
-    """Wait, without using the processor or the group's timeout, for the rank that trains; rank 0 gets its run."""
+    """Wait for the training rank without using the processor or the group's timeout. Rank 0 gets its run."""
     store = distributed_c10d._get_default_store()
     while not store.check([_DONE]):
         time.sleep(POLL_S)
@@ -381,5 +381,5 @@ def _result_of_other(trial: Trial) -> TrialRun | None:
     dist.barrier()
     if dist.get_rank() == 0:
         store.delete_key(_DONE)
-    dist.barrier()  # the next run must not find it
+    dist.barrier()  # the next run must not find this result
     return result

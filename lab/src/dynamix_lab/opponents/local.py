@@ -1,4 +1,4 @@
-"""Rounds of local steps: what one worker does in a round, and what all workers plan alike for the next one."""
+"""Rounds of local steps: what one worker does in a round, and how all workers plan the next round alike."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dynamix_lab.tasks import Arrays, Workload
 
 
 class EndlessOrder:
-    """The global stream of samples: epoch after epoch, each a seeded permutation, cut nowhere.
+    """The global stream of samples: epoch after epoch, each a seeded permutation, without a break.
 
-    The permutations are those of `dynamix.data.BatchSampler`. Position p lies in epoch p // size, so every sample comes
-    once in an epoch, however the stream is cut into rounds.
+    The permutations are those of `dynamix.data.BatchSampler`. Position p lies in epoch p // size, so every sample is
+    used once in an epoch, however the stream is divided into rounds.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -67,9 +67,9 @@ class ScheduledRate:
 
 
 class RoundBook:
-    """The book that every rank keeps alike: samples so far, the rule of the period, the shares.
+    """The record that every rank keeps alike: samples so far, the rule for the period, the shares.
 
-    limit   samples after which the run ends; the last round is cut there. None: no limit
+    limit   samples after which the run ends; the last round is shortened to end there. None: no limit
     """
 
     def __init__(self, trial: Trial, workers: int, *, limit: int | None = None) -> None:
@@ -87,7 +87,7 @@ class RoundBook:
         )
 
     def plan(self) -> RoundPlan:
-        """The coming round."""
+        """The next round."""
         steps = self.period.steps
         if self.limit is not None:
             left = max(self.limit - self.samples, 1)
@@ -95,7 +95,7 @@ class RoundBook:
         return self.shares.plan(self.samples, steps)
 
     def met(self, plan: RoundPlan, met: Met) -> None:
-        """A round is over."""
+        """Record that a round is over."""
         self.samples += int(plan.samples.sum())
         self.shares.measured(plan, met.step_s)
         rate = self.trial.learning_rate * self.trial.rate_factor(self.samples)
@@ -103,7 +103,7 @@ class RoundBook:
 
 
 class LocalWorker:
-    """One worker of a run that meets over parameters: its model, optimizer and data."""
+    """One worker of a run with local steps: its model, optimizer and data."""
 
     def __init__(self, trial: Trial, workload: Workload, data: Arrays, seed: int, rank: int, workers: int) -> None:
         assert trial.local is not None
@@ -116,14 +116,14 @@ class LocalWorker:
         self.baggage = Baggage(self.model, self.optimizer, trial.local, rank, workers)
 
     def indices(self, plan: RoundPlan) -> Tensor:
-        """(steps, piece) indices that this worker trains on in the round."""
+        """(steps, piece) indices on which this worker trains in the round."""
         steps, piece = int(plan.steps[self.rank]), int(plan.pieces[self.rank])
         return self.order.take(plan.begins(self.rank), steps * piece).view(steps, piece)
 
     def train(self, plan: RoundPlan) -> float:
-        """This worker's steps of a round; returns their mean loss."""
+        """Make this worker's steps of a round. Returns their mean loss."""
         indices, total = self.indices(plan), 0.0
-        each = float(plan.samples.sum()) / len(indices)  # of all workers, while this one takes a step
+        each = float(plan.samples.sum()) / len(indices)  # samples of all workers during one step of this one
         for step, chosen in enumerate(indices):
             self.rate.at(plan.start + step * each)
             total += train_step(self.workload, self.model, self.optimizer, self.data, chosen)
@@ -131,7 +131,7 @@ class LocalWorker:
 
 
 def train_step(workload: Workload, model: nn.Module, optimizer: Optimizer, data: Arrays, chosen: Tensor) -> float:
-    """One optimizer step on the samples `chosen` (n,) int64; returns their loss."""
+    """One optimizer step on the samples `chosen` (n,) int64. Returns their loss."""
     inputs, targets = data.__getitems__(chosen)  # type: ignore[arg-type]
     tell_cost(workload, inputs, targets)
     loss = workload.loss(model(inputs), targets)
@@ -142,6 +142,6 @@ def train_step(workload: Workload, model: nn.Module, optimizer: Optimizer, data:
 
 
 def tell_cost(workload: Workload, inputs: Tensor, targets: Tensor) -> None:
-    """Tell an emulated device what the samples of the coming pass cost beside their number; nothing elsewhere."""
+    """Tell an emulated device the cost of the next pass's samples. Does nothing elsewhere."""
     if workload.costs is not None:
         batch_cost(float(workload.costs(Arrays(inputs, targets)).sum()))

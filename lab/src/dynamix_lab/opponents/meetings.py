@@ -1,8 +1,8 @@
-"""Meetings of workers over parameters: what travels, and what becomes of parameters and momentum.
+"""Averaging after local steps: what workers send, and what happens to parameters and momentum.
 
 One sum over workers carries everything: parameters, floating-point buffers and (if it is averaged) the optimizer's
-state, each times the worker's samples; then the samples, the loss, the seconds of each worker's step, and whether
-anybody wants to stop. So every rank knows the same after a meeting.
+state, each times the worker's samples; then the samples, the loss, the seconds of each worker's step, and whether any
+worker wants to stop. So every rank has the same values after it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dynamix_lab.opponents.trial import LocalSettings
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The facts that every rank knows after a meeting.
+    """The results of an averaging, the same on every rank.
 
-    values    parameters and buffers in a row, then the averaged part of the optimizer's state
+    values    flattened parameters and buffers, then the averaged part of the optimizer's state
     samples   trained in the round by all workers
     loss      mean over them
     step_s    (W,) seconds of a local step of each worker
-    stop      somebody wants to stop
+    stop      whether a worker wants to stop
     """
 
     values: Tensor
@@ -50,7 +50,7 @@ class NesterovOuter:
         self._velocity: Tensor | None = None
 
     def step(self, before: Tensor, mean: Tensor) -> Tensor:
-        """New parameters, from those that the round began with and their mean at its end."""
+        """New parameters, from those at the beginning of the round and their mean at its end."""
         movement = before - mean
         velocity = movement if self._velocity is None else self.momentum * self._velocity + movement
         self._velocity = velocity
@@ -58,11 +58,11 @@ class NesterovOuter:
 
 
 class Baggage:
-    """The tensors that one worker takes to a meeting and brings home.
+    """The tensors that one worker sends to an averaging and takes over from it.
 
-    model, optimizer   its own; the optimizer has taken a step before the first meeting
-    settings           say what becomes of the optimizer's state
-    rank, workers      whose seconds go where
+    model, optimizer   its own; the optimizer has taken a step before the first averaging
+    settings           say what happens to the optimizer's state
+    rank, workers      set the place of this worker's seconds
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class Baggage:
             self._before = self.flat_parameters()
 
     def flat_parameters(self) -> Tensor:
-        """A copy of the parameters in a row."""
+        """A copy of the flattened parameters."""
         return torch.cat([p.detach().reshape(-1) for p in self.parameters])
 
     @torch.no_grad()
     def packed(self, samples: int, loss: float, step_s: float, *, stop: bool = False) -> Tensor:
-        """The numbers that are summed over workers. `loss` is the mean over this worker's `samples`."""
+        """The vector that is summed over workers. `loss` is the mean over this worker's `samples`."""
         facts = torch.zeros(self.workers + 3)
         facts[0], facts[1], facts[2], facts[3 + self.rank] = samples, loss * samples, float(stop), step_s
         values = torch.cat([t.detach().reshape(-1) for t in self._travelling()]).mul_(samples)
         return torch.cat([values, facts.to(values.dtype)])
 
     def unpacked(self, total: Tensor) -> Met:
-        """The values of the sum over workers; `total` is used up."""
+        """The results from the sum over workers. Overwrites `total`."""
         facts = total[-(self.workers + 3) :].double()
         samples = float(facts[0])
         values = total[: -(self.workers + 3)].div_(samples)
@@ -101,7 +101,7 @@ class Baggage:
 
     @torch.no_grad()
     def taken_home(self, met: Met) -> None:
-        """Go on from what the meeting agreed on."""
+        """Continue from the averaged state."""
         at = 0
         for tensor in self._travelling():
             tensor.copy_(met.values[at : at + tensor.numel()].view_as(tensor))
@@ -111,7 +111,7 @@ class Baggage:
 
     @property
     def payload_bytes(self) -> int:
-        """The bytes that one worker sends, before any scheme of reduction."""
+        """The bytes that one worker contributes, before any algorithm of the all-reduce."""
         return sum(t.numel() * t.element_size() for t in self._travelling()) + 4 * (self.workers + 3)
 
     def _travelling(self) -> Sequence[Tensor]:
@@ -124,5 +124,5 @@ class Baggage:
 
 
 def _shaped_like(value: object, parameter: Tensor) -> bool:
-    """Whether an entry of the optimizer's state is a moving mean of gradients or of their squares, not a count."""
+    """Whether an entry of the optimizer's state is a moving mean of gradients or their squares, not a count."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()

@@ -1,4 +1,4 @@
-"""When workers that meet over parameters do so: how many local steps lie between two meetings."""
+"""The period of averaging parameters: how many local steps lie between two averagings."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Protocol
 
 from dynamix_lab.opponents.trial import DECAYS, Trial
 
-ADACOMM_PARTS = 20  # AdaComm looks at the loss so many times in a run; the paper does it every 60 s of 5 to 30 minutes
-ADACOMM_GAMMA = 0.5  # what H is multiplied by where the loss has stopped falling
+ADACOMM_PARTS = 20  # how often AdaComm evaluates the loss in a run; in the paper every 60 s of 5 to 30 minutes
+ADACOMM_GAMMA = 0.5  # factor on H if the loss has stopped falling
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The moment of a meeting as a rule knows it, the same on all ranks.
+    """The state of a run at an averaging, the same on all ranks.
 
     samples   trained so far by all workers
-    rate      learning rate of the coming step
-    loss      mean training loss of the round before, NaN before the first
+    rate      learning rate of the next step
+    loss      mean training loss of the previous round, NaN before the first
     """
 
     samples: int
@@ -28,7 +28,7 @@ class Moment:
 
 
 class Period(Protocol):
-    """A rule: `steps` local steps in the mean over workers; `at` a moment it becomes the rule of the next round."""
+    """A rule: `steps` is the mean number of local steps per worker. `at` a moment returns the next round's rule."""
 
     @property
     def steps(self) -> int: ...
@@ -48,8 +48,8 @@ class FixedPeriod:
 
 @dataclass(frozen=True, slots=True)
 class PostLocal:
-    """Post-local SGD (arXiv 1808.07217): a meeting after every step at first, every `later` steps from the first decay
-    of the learning rate on, which comes at `switch` samples.
+    """Post-local SGD (arXiv 1808.07217): averages after every step at first, and after every `later` steps from the
+    first decay of the learning rate on, which is at `switch` samples.
 
     >>> [PostLocal(8, switch=1000).at(Moment(samples, 0.1, 1.0)).steps for samples in (0, 999, 1000)]
     [1, 1, 8]
@@ -65,11 +65,11 @@ class PostLocal:
 
 @dataclass(frozen=True, slots=True)
 class AdaComm:
-    """AdaComm (arXiv 1810.08313): H = ceil(sqrt(rate_0 / rate * F / F_0) * H_0), looked at every `every` samples.
+    """AdaComm (arXiv 1810.08313): H = ceil(sqrt(rate_0 / rate * F / F_0) * H_0), updated every `every` samples.
 
-    With the rate unchanged H only falls: where the formula does not lower it, it is multiplied by `ADACOMM_GAMMA`. The
-    paper derives (rate_0 / rate)^3 under the root and advises the first power in practice, which is what is here.
-    Differences: the paper's interval is 60 s, here a number of samples; F is the mean training loss of the last round.
+    With a constant rate H only falls: if the formula does not lower it, it is multiplied by `ADACOMM_GAMMA`. The paper
+    derives (rate_0 / rate)^3 under the root and advises the first power in practice, which is used here.
+    Differences: the paper's interval is 60 s, here it is a number of samples; F is the last round's mean training loss.
 
     >>> import itertools
     >>> seen = [Moment(samples, 0.1, loss) for samples, loss in ((10, 4.0), (100, 4.0), (210, 1.0), (320, 1.0))]
@@ -125,7 +125,7 @@ class QSR:
             object.__setattr__(self, "steps", self.base)
 
     def at(self, now: Moment) -> QSR:
-        wanted = math.floor((self.alpha / now.rate) ** 2 + 1e-9)  # 0.2 / 0.02 is a little less than 10
+        wanted = math.floor((self.alpha / now.rate) ** 2 + 1e-9)  # rounding makes 0.2 / 0.02 slightly less than 10
         return dataclasses.replace(self, steps=min(max(self.base, wanted), self.most))
 
 

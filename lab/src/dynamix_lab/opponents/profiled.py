@@ -1,4 +1,4 @@
-"""The method of an engineer by hand: time every worker at a few batch sizes once, fit lines, keep the shares."""
+"""What an engineer would do by hand: time every worker at a few batch sizes once, fit lines, and keep the shares."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
 STEPS = 20  # at each size
-PARTS = (1.0, 0.5, 1.5)  # of the starting size: the profile takes no more samples than training would
+PARTS = (1.0, 0.5, 1.5)  # of the starting size; mean 1, so the profile takes no more samples than training
 
 
 class Profiled:
-    """Times each worker at three batch sizes for `STEPS` steps each, then holds the shares of the fitted lines.
+    """Times each worker at three batch sizes for `STEPS` steps each, then keeps the shares from the fitted lines.
 
-    Steps of the profile are training steps and part of the run. A worker's line is its fixed seconds and its seconds a
-    sample, by least squares over the three means; the shares let all finish together at the global batch that the job
-    started with. One window per size suffices where windows have `STEPS` steps; shorter ones are added up.
+    The profile's steps are training steps and part of the run. A worker's line is its fixed seconds and its seconds per
+    sample, by least squares over the three means. With the resulting shares all finish together, at the global batch
+    that the job started with. A window of `STEPS` steps suffices for a size; shorter windows are summed.
 
     >>> policy, sizes = Profiled(), np.array([32, 32])
     >>> for _ in range(4):
@@ -32,7 +32,7 @@ class Profiled:
     def __init__(self) -> None:
         self._start: Ints | None = None
         self._held: Ints | None = None
-        # Steps and seconds a step, added up, by part of the starting size: (parts, W); real sizes differ by bounds.
+        # Sums of steps and of seconds, by factor on the starting size: (parts, W). Bounds may change real sizes.
         self._steps = np.zeros(len(PARTS))
         self._sizes: list[Ints | None] = [None] * len(PARTS)
         self._seconds: list[Floats | None] = [None] * len(PARTS)
@@ -53,10 +53,10 @@ class Profiled:
         return self._held.copy()
 
     def _note(self, at: int, window: Window) -> bool:
-        """Take a window of size number `at`; True once there are enough of them."""
+        """Add a window of size number `at`. True once there are enough."""
         expected = self._sizes[at]
         if expected is not None and not np.array_equal(expected, window.batch_size):
-            return False  # still of the size before
+            return False  # the window still has the previous size
         self._sizes[at] = window.batch_size.copy()
         steps, seconds = float(np.nan_to_num(window.steps)), np.asarray(window.compute, dtype=np.float64)
         if steps > 0 and np.isfinite(seconds).all():
@@ -74,7 +74,7 @@ class Profiled:
         rough = times.mean(0) / sizes.mean(0)
         with np.errstate(divide="ignore", invalid="ignore"):
             beta = np.where(square > 0, (spread * times).sum(0) / square, rough)
-        beta = np.clip(beta, 0.01 * rough, rough)  # a line through noise; above `rough` the fixed part were negative
+        beta = np.clip(beta, 0.01 * rough, rough)  # limits a noisy line; above `rough` the fixed part would be negative
         alpha = times.mean(0) - beta * sizes.mean(0)
         total = start.sum()
         return project(split(np.asarray(total, dtype=np.float64), alpha, beta, bounds), bounds, total=total)

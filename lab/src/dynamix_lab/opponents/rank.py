@@ -1,6 +1,6 @@
 """One rank of live runs of opponents: `python -m dynamix_lab.opponents.rank CONFIG.json`, with torchrun's environment.
 
-It makes one run after the other in one process, and tells the parent through a Unix socket, which crosses network
+It makes one run after another in one process. It reports to the parent over a Unix socket, which works across network
 namespaces.
 """
 
@@ -29,7 +29,7 @@ PROGRESS_S = 0.5  # between two reports
 
 
 class ParentObserver(RunObserver):
-    """Tells the parent that the run goes on; `number` is the run's among those of this process."""
+    """Reports a run's progress to the parent; `number` counts the runs of this process."""
 
     def __init__(self, link: JobChannel, number: int) -> None:
         self.link, self.number = link, number
@@ -50,14 +50,14 @@ class ParentObserver(RunObserver):
 
 
 def ask(link: JobChannel, kind: str, **fields: Any) -> None:
-    """Send and wait for the answer "go"."""
+    """Send a message and wait for the answer "go"."""
     link.send(kind, **fields)
     while (answer := link.receive()) is None or answer["kind"] != "go":
         pass
 
 
 def main(path: str) -> None:
-    """One run after the other, as the parent asks for them; the parent ends this process."""
+    """Make one run after another, as the parent asks for them. The parent ends this process."""
     config = json.loads(Path(path).read_text())
     torch.set_num_threads(1)
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,4 +1,4 @@
-"""The record that a run of an opponent leaves, live or on the virtual clock, and when it ends."""
+"""The record of an opponent's run, live or on the virtual clock, and when a run ends."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.statistics import time_to_target
 from dynamix_lab.tasks import Arrays, Workload
 
-HELD_OUT = 1000  # samples of the test set that a run is scored on
-MEAN_OF = 5  # times the samples between two scores: a score is noisy, and the mean over so many samples counts
-FALLS = 0.005  # of the metric: how far later means may fall below a target that was reached
-LATER = 10  # times the samples between two scores: after a target was reached, so long it has to stay
-ROWS = 250  # that pass through a model at once when it is scored
+HELD_OUT = 1000  # samples of the test set on which a run is scored
+MEAN_OF = 5  # times the samples between two scores: scores are noisy, so their mean over this many samples counts
+FALLS = 0.005  # of the metric: by how much later means may fall below a target that was reached
+LATER = 10  # times the samples between two scores: how long a reached target must stay
+ROWS = 250  # of the data in one pass when a model is scored
 
 
 @dataclass(frozen=True, slots=True)
 class RunLimits:
-    """When a run ends, and how often it is scored. The first limit that is reached ends it.
+    """When a run ends, and how often it is scored. The first limit reached ends it.
 
     time_s    seconds of the run's clock
-    samples   trained on by all workers
-    target    metric that two scores in a row reach; target_loss the same for the held-out loss
-    budget    what is spent of the trial's own budget, in samples or in progress (`Trial.count`)
-    stays     the target must stay: the run goes on until `reached_for_good` has seen enough
+    samples   trained by all workers
+    target    metric that two scores in a row reach; target_loss is the same for the held-out loss
+    budget    of the trial, in samples or in progress (`Trial.count`)
+    stays     the target must stay: the run continues until `reached_for_good` has seen enough
     every_samples, every_s   between scores; the start and the end are scored too
 
     Raises `ConfigError` if nothing would end the run.
@@ -60,7 +60,7 @@ class RunLimits:
                 raise ConfigError(name, value, "above 0", "check the limits of the run")
 
     def spent(self, samples: int, budget: float | None) -> bool:
-        """Whether so many samples end a run, or what is spent of its budget; None: its samples."""
+        """Whether the run has used its samples or its budget. `budget`: the part used so far; None: its samples."""
         counted = samples if budget is None else budget
         reached = ((self.samples, samples), (self.budget, counted))
         return any(most is not None and count >= most for most, count in reached)
@@ -73,8 +73,8 @@ class RunLimits:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The model at one moment of the run's clock: held-out loss (infinite where it is no number), and the workload's
-    metric ("score")."""
+    """The model at one moment of the run's clock: held-out loss (infinite if it is NaN), and the workload's metric
+    ("score")."""
 
     time_s: float
     samples: int
@@ -86,13 +86,13 @@ class Evaluation:
 class TrialRun:
     """One run of one trial.
 
-    cluster            "virtual" or "live": whose seconds these are
+    cluster            "virtual" or "live": the clock of its seconds
     evaluations        in order; the first is of the untrained model
-    meetings_s         (k,) when each step over gradients, or round over parameters, ended
-    samples_by_worker  (W,) trained on by each worker
-    steps              optimizer steps; over parameters those of the worker that took most
-    overrun            too many steps of an emulated device came late: the run is no measurement
-    waiting            part of all workers' time in which they waited for slower ones; None: not measured
+    meetings_s         (k,) when each synchronous step, or each round of local steps, ended
+    samples_by_worker  (W,) trained by each worker
+    steps              optimizer steps; with local steps those of the worker that took most
+    overrun            too many steps of an emulated device were late, so the run is no measurement
+    waiting            fraction of all workers' time spent waiting for slower ones; None: not measured
     sizes              each change of the workers' batches, as (time_s, samples of each); empty: not recorded
     """
 
@@ -109,7 +109,7 @@ class TrialRun:
 
     @property
     def samples(self) -> int:
-        """Trained on by all workers."""
+        """Samples trained by all workers."""
         return sum(self.samples_by_worker)
 
     @property
@@ -119,11 +119,11 @@ class TrialRun:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss is no number any more."""
+        """Whether the loss is no longer finite."""
         return not math.isfinite(self.evaluations[-1].loss)
 
     def mean_score(self, window: float) -> float:
-        """The mean of the evaluations in the last `window` samples; 0 if the loss is no number."""
+        """The mean of the evaluations in the last `window` samples; 0 if the loss is not finite."""
         if self.diverged:
             return 0.0
         last = self.evaluations[-1]
@@ -131,9 +131,9 @@ class TrialRun:
         return fmean(there or [last.score])
 
     def time_to_stay(self, target: float, window: float) -> float | None:
-        """Seconds until the mean score of the last `window` samples was at `target` and stayed; None if it did not.
+        """Seconds until the mean score of the last `window` samples reached `target` and stayed; None if it did not.
 
-        It is interpolated between the last mean below and the first at the target, each at its last evaluation.
+        Interpolated between the last mean below the target and the first at it, each at its last evaluation.
         """
         if self.diverged:
             return None
@@ -151,7 +151,7 @@ class TrialRun:
         return time_to_target([e.time_s for e in self.evaluations], [e.score for e in self.evaluations], target)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: evaluations as columns, what is no number as None."""
+        """The run as JSON: evaluations as columns, NaN and infinity as None."""
         columns = {
             name: [_plain(getattr(e, name)) for e in self.evaluations]
             for name in ("time_s", "samples", "loss", "score")
@@ -186,8 +186,8 @@ class TrialRun:
 def mean_scores(samples: Sequence[int], scores: Sequence[float], window: float) -> list[float | None]:
     """The mean of the evaluations in the last `window` samples, at each evaluation; None before so many were trained.
 
-    Windows are in samples. So a row that is scored seldom, at its meetings, remembers no more than one that is scored
-    after every step. The untrained model counts for nothing.
+    Windows are in samples, so that rows with rare scores (one per averaging) and rows with a score after each step
+    average over the same length. The untrained model does not count.
 
     >>> mean_scores([0, 10, 20, 30], [0.0, 0.2, 0.4, 0.6], 20)
     [None, None, 0.30000000000000004, 0.5]
@@ -200,9 +200,9 @@ def mean_scores(samples: Sequence[int], scores: Sequence[float], window: float) 
 
 
 def reached_for_good(means: Sequence[float | None], target: float) -> int | None:
-    """Which mean is the first at `target` that no later one falls below by more than `FALLS`; None if there is none.
+    """The index of the first mean at `target` after which none falls below it by more than `FALLS`; None if none.
 
-    A single crossing of a noisy score is luck; the mean of several that stays is not.
+    A single noisy score may cross the target by luck; a mean of several that stays does not.
 
     >>> reached_for_good([None, 0.9, 0.5], 0.8), reached_for_good([None, 0.5, 0.9, 0.9], 0.8)
     (None, 2)
@@ -219,7 +219,7 @@ def reached_for_good(means: Sequence[float | None], target: float) -> int | None
 
 
 class HeldOut:
-    """A fixed part of the test set, spread evenly over it."""
+    """A fixed part of the test set, evenly spaced."""
 
     def __init__(self, workload: Workload, test: Arrays, most: int = HELD_OUT) -> None:
         self.workload = workload
@@ -230,7 +230,7 @@ class HeldOut:
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> tuple[float, float]:
-        """(mean loss, metric) of the model in eval mode; its mode is put back."""
+        """(mean loss, metric) of the model in eval mode. Restores its mode."""
         training = model.training
         model.eval()
         if self.workload.count is None:
@@ -243,7 +243,7 @@ class HeldOut:
         return (loss, metric) if math.isfinite(loss) else (math.inf, 0.0)
 
     def _by_count(self, model: nn.Module) -> tuple[float, float]:
-        """Means over parts, as the outputs of all tokens would not fit into memory."""
+        """Means over parts, because the outputs of all tokens would not fit into memory."""
         loss = metric = weight = 0.0
         for inputs, targets in self._parts:
             outputs, part = model(inputs), float(self.workload.divisor(targets))
@@ -254,7 +254,7 @@ class HeldOut:
 
 
 class RunLog:
-    """A run as it goes on: counts what was trained, and says when to score and when to end."""
+    """A run in progress: counts the samples, and says when to score and when to end."""
 
     def __init__(self, trial: Trial, limits: RunLimits, workers: int) -> None:
         self.trial, self.limits = trial, limits
@@ -273,9 +273,9 @@ class RunLog:
         return self.meetings_s[-1] if self.meetings_s else 0.0
 
     def met(self, time_s: float, samples: Ints, steps: int = 1, *, spent: float | None = None) -> None:
-        """A step or round ended at `time_s`, in which workers trained on `samples` (W,).
+        """Record that a step or round ended at `time_s`, in which workers trained on `samples` (W,).
 
-        spent   of the trial's budget so far; None: its samples
+        spent   part of the trial's budget used so far; None: its samples
         """
         self.meetings_s.append(time_s)
         self.by_worker = self.by_worker + samples
@@ -291,20 +291,20 @@ class RunLog:
 
     @property
     def due(self) -> bool:
-        """Whether the model is to be scored now."""
+        """Whether the model must be scored now."""
         if not self.evaluations or self.over:
             return True
         last = self.evaluations[-1]
         return self.limits.passed((last.time_s, last.samples), (self.time_s, self.samples))
 
     def scored(self, loss: float, score: float, *, at: tuple[float, int] | None = None) -> None:
-        """The model was scored as it is now, or as it was `at` that time and number of samples."""
+        """Record a score of the present model, or of the model `at` that time and number of samples."""
         time_s, samples = at or (self.time_s, self.samples)
         self.evaluations.append(Evaluation(time_s, samples, loss, score))
 
     @property
     def arrived(self) -> bool:
-        """Whether the target is reached (see `RunLimits`), or nothing will be: the loss is no number."""
+        """Whether the target is reached (see `RunLimits`), or cannot be because the loss is not finite."""
         if self.evaluations and not math.isfinite(self.evaluations[-1].loss):
             return True
         last, limits = self.evaluations[-2:], self.limits
@@ -315,7 +315,7 @@ class RunLog:
         return len(last) == 2 and (by_score or by_loss)
 
     def _stayed(self, target: float) -> bool:
-        """Whether the target was reached long enough ago. Asked after a score, since nothing changes in between."""
+        """Whether the target was reached long enough ago. Computed after each score, as only scores change it."""
         every, seen = self.limits.every_samples, [e.samples for e in self.evaluations]
         if every is None or seen[-1] != self.samples:
             return False
@@ -324,7 +324,7 @@ class RunLog:
         return found is not None and seen[-1] - seen[found] >= LATER * every
 
     def result(self, seed: int, cluster: str) -> TrialRun:
-        """The run as it is kept."""
+        """The record of the run."""
         return TrialRun(
             self.trial,
             seed,
@@ -337,7 +337,7 @@ class RunLog:
 
 
 def _grid(now: float, before: float, every: float) -> bool:
-    """Whether a multiple of `every` lies behind `before`, up to `now`."""
+    """Whether a multiple of `every` lies after `before` and not after `now`."""
     return math.floor(now / every + 1e-9) > math.floor(before / every + 1e-9)
 
 

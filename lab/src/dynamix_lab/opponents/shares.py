@@ -1,4 +1,4 @@
-"""How many local steps each worker takes before the next meeting, from how long its steps have taken."""
+"""How many local steps each worker takes before the next averaging, given the times of its steps."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from dynamix.errors import ConfigError
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints
 
-REMEMBERED = 3  # rounds whose median a worker's time is: one pause of a worker then changes nothing
-LONGER = 1.5  # a round may have so many times the steps asked for, where that leaves fewer workers waiting
-GOOD_ENOUGH = 0.97  # of the best use of all workers' time: the shortest such round is taken
-FIRST_STEPS = 2  # of every worker in the first round, whose only purpose is to measure
+REMEMBERED = 3  # a worker's time is the median of so many rounds, so that one pause has no effect
+LONGER = 1.5  # a round may have up to this many times the steps asked for, if workers then wait less
+GOOD_ENOUGH = 0.97  # of the best use of all workers' time: the shortest round that reaches it is taken
+FIRST_STEPS = 2  # of every worker in the first round, which only measures
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """The work of every worker until the next meeting, the same on all ranks.
+    """The work of every worker until the next averaging, the same on all ranks.
 
-    start    samples of the global stream that earlier rounds have used
+    start    samples of the global stream used by earlier rounds
     steps    (W,) local steps of each worker
-    pieces   (W,) samples of each of a worker's steps
+    pieces   (W,) samples in each of a worker's steps
     """
 
     start: int
@@ -43,7 +43,7 @@ class RoundPlan:
 
 
 def steps_of(speeds: ArrayLike, mean_steps: int) -> Ints:
-    """Steps (W,) in proportion to `speeds` (W,), `mean_steps` in the mean, at least 1 each (DyLU, arXiv 2401.09135).
+    """Steps (W,) in proportion to `speeds` (W,), with mean `mean_steps`, at least 1 each (DyLU, arXiv 2401.09135).
 
     >>> steps_of([4.0, 2.0, 1.0, 1.0], 4).tolist()
     [8, 4, 2, 2]
@@ -55,8 +55,8 @@ def steps_of(speeds: ArrayLike, mean_steps: int) -> Ints:
 def whole_steps(step_s: ArrayLike, mean_steps: int) -> Ints:
     """Steps (W,) of a round in which workers of `step_s` (W,) seconds a step wait little for each other.
 
-    Steps are whole, so at few steps a slow worker's last one keeps all waiting. Of the rounds of `mean_steps` in the
-    mean, or up to `LONGER` times as many, this is the shortest that uses the workers' time nearly as well as any.
+    Steps are whole, so in a short round all wait for a slow worker's last step. This is the shortest round with
+    `mean_steps` on average, or up to `LONGER` times as many, that uses the workers' time nearly as well as any.
 
     >>> whole_steps([1.0, 1.25, 2.0, 5.0], 2).tolist(), steps_of([1.0, 0.8, 0.5, 0.2], 2).tolist()
     ([5, 4, 2, 1], [3, 2, 2, 1])
@@ -64,7 +64,7 @@ def whole_steps(step_s: ArrayLike, mean_steps: int) -> Ints:
     seconds = np.asarray(step_s, dtype=np.float64).tolist()
     workers = len(seconds)
     least = mean_steps * workers
-    # A heap of when each worker would be done with one more step; giving each step to the first keeps rounds shortest.
+    # A heap of each worker's end after one more step. Giving each step to the first worker keeps rounds shortest.
     done = [(2 * s, worker) for worker, s in enumerate(seconds)]
     heapq.heapify(done)
     longest, steps, found = max(seconds), [1] * workers, list[tuple[float, list[int]]]()
@@ -79,13 +79,13 @@ def whole_steps(step_s: ArrayLike, mean_steps: int) -> Ints:
 
 
 class StepShares:
-    """Plans rounds from what was measured in earlier ones; every rank has one and all of them plan alike.
+    """Plans rounds from measurements of earlier ones. Every rank has one, and all plan alike.
 
     batch_size      samples of a local step
     proportional    False: the same number of steps for all
     smaller_pieces  a worker whose one step is longer than a fair round takes smaller batches instead; in rounds of one
-                    step batches are in proportion to speed
-    speeds          (W,) known relative speeds; None: measured
+                    step, batches are in proportion to speed
+    speeds          (W,) given relative speeds; None: measured
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class StepShares:
         self._seen: deque[Floats] = deque(maxlen=REMEMBERED)
 
     def plan(self, start: int, mean_steps: int) -> RoundPlan:
-        """The next round, of `mean_steps` in the mean over workers."""
+        """The next round, with `mean_steps` on average over workers."""
         pieces = np.full(self.workers, self.batch_size, dtype=np.int64)
         step_s = self.step_s
         even = np.full(self.workers, mean_steps, dtype=np.int64)
@@ -126,13 +126,13 @@ class StepShares:
 
     @property
     def step_s(self) -> Floats | None:
-        """(W,) seconds of a step of the full batch; None before anything was measured."""
+        """(W,) seconds of a step with the full batch; None before the first measurement."""
         if self._known is not None:
             return self._known
         return np.median(np.stack(self._seen), axis=0) if self._seen else None
 
     def measured(self, plan: RoundPlan, step_s: Floats) -> None:
-        """A step of `plan` took each worker so long, (W,). Smaller pieces count in proportion, so that a fixed cost in
-        them makes the next ones larger or smaller until they fit."""
+        """Record each worker's seconds of a step of `plan`, (W,). Smaller pieces count in proportion, so a fixed cost
+        in them changes the size of the next ones until they fit."""
         if np.isfinite(step_s).all() and (step_s > 0).all():
             self._seen.append(step_s * self.batch_size / plan.pieces)

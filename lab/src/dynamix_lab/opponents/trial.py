@@ -1,4 +1,4 @@
-"""One way of training a job: a row of the opponents' table with all of its numbers."""
+"""One way to train a job: a row of the opponents' table with all of its numbers."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ from dynamix.errors import ConfigError
 from dynamix.runtime.rules import AUTO, RULES
 
 PERIODS = ("fixed", "post_local", "adacomm", "qsr", "ratio", "auto")
-OURS = ("fixed", "ratio", "auto")  # of the product, under a policy
+OURS = ("fixed", "ratio", "auto")  # periods of `Controller`, under a policy
 MOMENTUM = ("kept", "averaged", "reset")
 OUTER = ("none", "nesterov")
 SCHEDULES = ("constant", "cosine", "warm_cosine", "steps")
-FIXED_TOTAL = ("dbs", "lb_bsp")  # policies whose global batch stays what it is at the start, as with fixed shares
+FIXED_TOTAL = ("dbs", "lb_bsp")  # policies that keep the initial global batch, as fixed shares do
 COUNTS = ("samples", "progress")
 GLOBAL_BATCHES = ("adaptive", "fixed")
-WARM_UP = 0.05  # of the budget, over which "warm_cosine" raises the rate (arXiv 1706.02677: 5 of 90 epochs)
-LEAST_RATE = 0.01  # of the first rate: where the cosine ends, so that a run beyond its budget still trains
-DECAYS, DECAY = (0.5, 0.75), 0.1  # "steps": at these parts of the budget the rate is multiplied by this
+WARM_UP = 0.05  # of the budget, during which "warm_cosine" raises the rate (arXiv 1706.02677: 5 of 90 epochs)
+LEAST_RATE = 0.01  # of the first rate: the end of the cosine, so that a run beyond its budget still trains
+DECAYS, DECAY = (0.5, 0.75), 0.1  # "steps": at these fractions of the budget the rate is multiplied by DECAY
 
 Settings = TypeVar("Settings", "LocalSettings", "Trial")
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSettings:
-    """How workers meet over parameters.
+    """How workers with local steps average their parameters.
 
-    period           which rule says how many steps lie between two meetings (`periods`); "ratio" is the product's own,
-                     "auto" too, which meets over gradients where that is faster; both need a policy
-    steps            H in the mean over workers, of "fixed"; H_0 of AdaComm, H_base of QSR, H after post-local's switch;
-                     of "ratio" those of the first rounds, in which speeds are measured
-    momentum         what becomes of the optimizer's state at a meeting: each worker keeps its own, it is averaged, or
-                     it begins anew
+    period           the rule for the number of steps between two averagings (`periods`). "ratio" is `Controller`'s own;
+                     so is "auto", which averages gradients instead when that is faster; both need a policy
+    steps            mean H over workers for "fixed"; H_0 of AdaComm, H_base of QSR, H after post-local's switch; for
+                     "ratio" that of the first rounds, in which speeds are measured
+    momentum         the optimizer's state at an averaging: each worker keeps its own, it is averaged, or it is reset
     outer            "nesterov": an outer SGD step along the mean movement (DiLoCo); "none": the mean itself
     outer_rate, outer_momentum   of the outer step
     proportional     steps in proportion to measured speed (DyLU); False: the same number for all
-    smaller_pieces   a worker whose one step takes longer than a fair round takes smaller batches; where workers meet
+    smaller_pieces   a worker whose one step takes longer than a fair round takes smaller batches; if workers average
                      after every step, batches are in proportion to speed
-    speeds           relative speeds of the workers, where they are known; None: measured
-    switch_at        part of the sample budget from which on post-local skips meetings, where no rate decays in steps
+    speeds           given relative speeds of the workers; None: measured
+    switch_at        part of the sample budget at which post-local begins to skip averagings, if no rate decays in steps
     alpha            of QSR: H = (alpha / rate)^2
-    most_steps       no rule asks for more
+    most_steps       upper limit for every rule
     """
 
     period: str = "fixed"
@@ -76,7 +75,7 @@ class LocalSettings:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> LocalSettings:
-        """The inverse of `dataclasses.asdict`, also after JSON. Raises `ConfigError` naming what is wrong."""
+        """The inverse of `dataclasses.asdict`, also after JSON. Raises `ConfigError` naming the wrong value."""
         speeds = plain.get("speeds")
         return _made(cls, {**plain, "speeds": None if speeds is None else tuple(speeds)})
 
@@ -86,18 +85,17 @@ class Trial:
     """The settings of one run. A row without a policy and without local settings is one worker alone.
 
     row            its name in tables: "single", "static", "local", ...
-    policy         what decides the shares, for `make_policy`; None where workers meet over parameters, or not at all
+    policy         decides the shares, for `make_policy`; None for local steps without one, and for one worker
     batch_size     samples per worker and step at the start
-    learning_rate  for the global batch at the start; of a local step, or of the single worker's
-    rate_for       samples of a step that the rate is meant for, if the product is told; None: the global batch
+    learning_rate  for the global batch at the start; with local steps or one worker, of its own step
+    rate_for       samples of a step that the rate is meant for, given to `Controller`; None: the global batch
     count          of a policy's budget: "samples", or "progress", by which larger batches train on more of them
     lr_rule        how the rate follows the global batch (`dynamix.runtime.rate.scaling`)
-    local          how workers meet over parameters; None: over gradients. With a policy it is the product that meets,
+    local          how workers average parameters; None: they average gradients. With a policy `Controller` does it,
                    `batch_size` is a piece's, and the period one of `OURS`
     schedule       of the rate over samples: "constant"; "cosine" down to a hundredth at `budget`; "warm_cosine", that
-                   after a linear rise; "steps": a tenth of it from half of `budget` on, a hundredth from three quarters
-                   on
-    budget         samples that the run is planned for; schedules, post-local and AdaComm count in parts of it
+                   after a linear rise; "steps": a tenth from half of `budget` on, a hundredth from three quarters on
+    budget         samples for which the run is planned; schedules, post-local and AdaComm count in fractions of it
     global_batch   of a policy: "adaptive", or "fixed" at its start, as in `Controller`
 
     Raises `ConfigError` for impossible values.
@@ -146,23 +144,23 @@ class Trial:
 
     @property
     def kind(self) -> Literal["policy", "rounds", "local", "single"]:
-        """How it trains: "rounds" is the product, meeting over parameters, if only at times."""
+        """How it trains. "rounds" is `Controller` averaging parameters, at least at times."""
         if self.policy is not None:
             return "policy" if self.local is None else "rounds"
         return "single" if self.local is None else "local"
 
     @property
     def meets_in_both_ways(self) -> bool:
-        """Whether it is the product's to choose how workers meet."""
+        """Whether `Controller` chooses between averaging gradients and parameters."""
         return self.local is not None and self.local.period == "auto"
 
     @property
     def batch_moves(self) -> bool:
-        """Whether the global batch moves, where it is a policy's."""
+        """Whether a policy changes the global batch."""
         return self.global_batch == "adaptive" and self.policy not in FIXED_TOTAL
 
     def rate_factor(self, samples: float) -> float:
-        """The factor of the schedule on the rate once `samples` are trained.
+        """The schedule's factor on the rate after `samples`.
 
         >>> [round(Trial("x", None, 8, 0.1, schedule="cosine", budget=100).rate_factor(s), 3) for s in (0, 50, 200)]
         [1.0, 0.505, 0.01]
@@ -181,7 +179,7 @@ class Trial:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Trial:
-        """The inverse of `to_dict`, also after JSON. Raises `ConfigError` naming what is wrong."""
+        """The inverse of `to_dict`, also after JSON. Raises `ConfigError` naming the wrong value."""
         local = plain.get("local")
         if local is not None and not isinstance(local, Mapping):
             raise ConfigError("local", local, "an object of local settings, or null", "see LocalSettings")
@@ -189,7 +187,7 @@ class Trial:
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:
-    """Give the optimizer's first group this rate; those of other groups keep their proportion to it."""
+    """Set the rate of the optimizer's first group. Rates of other groups keep their ratio to it."""
     first = float(optimizer.param_groups[0]["lr"])
     for group in optimizer.param_groups:
         group["lr"] = rate * float(group["lr"]) / first

@@ -1,8 +1,8 @@
-"""Every row is tuned alike: as many trials, on the same tuning seeds, halved by the same rule.
+"""All rows are tuned alike: the same number of trials, the same tuning seeds, and the same rule for halving.
 
-A grid is learning rates times three choices of what a row has besides, for each schedule of the rate: batch sizes if
-they are fixed, rules and starting batches if a policy moves them, periods and momentum if workers meet over parameters.
-The search goes on from the best of it to its neighbours, so that no row is held back by where its grid ends.
+A grid has learning rates times three choices of a row's other settings, for each schedule of the rate. These are batch
+sizes if they are fixed, rules and starting batches if a policy changes them, periods and momentum with local steps. The
+search continues from the best trial to its neighbours, so that the grid's edge does not limit any row.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from dynamix_lab.opponents.shares import FIRST_STEPS
 from dynamix_lab.opponents.trial import FIXED_TOTAL, LocalSettings, Trial
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
-RATE_FACTORS = (0.5, 1.0, 2.0)  # of the curve's best rate at the batch whose noise the rate meets
-ALONE = 4  # times the batch sizes of the others: one worker shares its batch with nobody
-CHOICES = 3  # of everything else; with the rates above 9 trials a row
-CLIMBS, STEPS_OF_CLIMB = 2, 3  # so often so many neighbours of the best one
-KEPT, FEWEST = 3, 3  # one of so many trials goes on to the next seed, and never fewer than these
-LONGER = math.sqrt(2)  # the next length of a schedule
+RATE_FACTORS = (0.5, 1.0, 2.0)  # of the curve's best rate at the batch that sets the rate's gradient noise
+ALONE = 4  # times the other rows' batch sizes, because one worker alone has the whole batch
+CHOICES = 3  # of all other settings; with the rates above 9 trials a row
+CLIMBS, STEPS_OF_CLIMB = 2, 3  # how often, and how many neighbours of the best trial
+KEPT, FEWEST = 3, 3  # one of KEPT trials continues on the next seed, but at least FEWEST do
+LONGER = math.sqrt(2)  # factor from one length of a schedule to the next
 CONSTANT = ("constant", 1.0)
 
 FIXED_SHARES = ("static", "profiled", "reference")
 POLICIES = ("dbs", "lb_bsp", "noise_scale", "pollux", "cannikin", "goodput", "dynamix", "dynamix-paper", "stigmergic")
 LOCAL = ("local", "post_local", "adacomm", "qsr", "diloco")
-ROUNDS = ("lb_bsp-parameters", "dynamix-parameters")  # policies whose workers meet over parameters
-EITHER = ("lb_bsp-auto", "dynamix-auto")  # policies whose workers meet as is faster
-STEPS = ("lb_bsp-steps", "dynamix-steps")  # the same, with a number of steps between meetings that is tuned and held
+ROUNDS = ("lb_bsp-parameters", "dynamix-parameters")  # policies with local steps
+EITHER = ("lb_bsp-auto", "dynamix-auto")  # policies that average gradients or parameters, whichever is faster
+STEPS = ("lb_bsp-steps", "dynamix-steps")  # the same, with a tuned, constant number of local steps
 ROWS = ("single", *FIXED_SHARES, *POLICIES, *LOCAL, *ROUNDS, *EITHER, *STEPS)
 
-# Runs a trial with a seed; less is better, infinite where a run arrived nowhere.
+# `Run` runs a trial with a seed. `Judge` rates it: less is better, and infinite if the run did not arrive.
 Run = Callable[[Trial, int], TrialRun]
 Judge = Callable[[TrialRun], float]
 
@@ -45,12 +45,12 @@ Judge = Callable[[TrialRun], float]
 class TuningSpace:
     """The grids of a job.
 
-    rates          global batch -> best learning rate there, of the job's step-count curve; between them the line
-                   through their logarithms, beyond them the nearest
+    rates          global batch -> best learning rate, from the job's step-count curve; linear in logarithms between
+                   them, and the nearest outside
     workers        that share a global batch
-    budget         samples that a run is planned for
+    budget         samples for which a run is planned
     batch_sizes    three sizes of a worker's batch, small to large
-    periods        few and many local steps between meetings
+    periods        few and many local steps between averagings
     schedules      of the rate, each with its length in budgets; every row tries all of them
     """
 
@@ -62,7 +62,7 @@ class TuningSpace:
     schedules: tuple[tuple[str, float], ...] = (CONSTANT,)
 
     def rate_at(self, batch: float) -> float:
-        """The rate about which a grid is laid, with two digits.
+        """The rate at the centre of a grid, with two digits.
 
         >>> TuningSpace({64: 0.1, 256: 0.4}, 4, 1000).rate_at(128)
         0.2
@@ -81,7 +81,7 @@ class TuningSpace:
 
 
 def grid(row: str, space: TuningSpace) -> list[Trial]:
-    """The first trials of a row: nine for each schedule. Raises `ConfigError` for a row that is not known.
+    """The first trials of a row: nine for each schedule. Raises `ConfigError` for an unknown row.
 
     >>> space = TuningSpace({128: 0.1}, 4, 20_000)
     >>> {len(grid(row, space)) for row in ROWS}
@@ -101,9 +101,9 @@ def grid(row: str, space: TuningSpace) -> list[Trial]:
 
 
 def neighbours(trial: Trial, space: TuningSpace) -> list[Trial]:
-    """The trials to which a search goes on from a trial: first those that a grid's end may hide, then finer rates.
+    """The trials that follow a trial in the search: first those beyond the grid's edge, then finer rates.
 
-    A batch of another size keeps its rate's place beside the curve.
+    If the batch size changes, the rate keeps its ratio to the curve.
 
     >>> space = TuningSpace({64: 0.1, 256: 0.4}, 4, 20_000)
     >>> [(t.batch_size, round(t.learning_rate, 2)) for t in neighbours(grid("static", space)[1], space)]
@@ -124,7 +124,7 @@ def neighbours(trial: Trial, space: TuningSpace) -> list[Trial]:
 
 
 def _other_lengths(trial: Trial) -> list[Trial]:
-    """A schedule that falls may be longer or shorter; a constant rate has no length."""
+    """Longer and shorter schedules, if the rate falls; a constant rate has no length."""
     if trial.schedule == "constant" or trial.budget is None:
         return []
     return [replace(trial, budget=int(float(f"{trial.budget * factor:.3g}"))) for factor in (1 / LONGER, LONGER)]
@@ -137,7 +137,7 @@ def _other_steps(trial: Trial) -> list[int]:
 
 
 def _with_steps(trial: Trial, steps: int) -> Trial:
-    """The same way of meeting, so many steps apart."""
+    """The same trial with so many steps between averagings."""
     return replace(trial, local=_settings(trial.row, 4 * steps if trial.row == "qsr" else steps))
 
 
@@ -146,9 +146,9 @@ def _at_rate(trial: Trial, rate: float) -> Trial:
 
 
 def _global_batch(trial: Trial, workers: int) -> float:
-    """Samples whose noise a learning rate meets. Local steps lie between one worker's batch and all workers'.
+    """The batch that sets a learning rate's gradient noise. For local steps it is between a worker's and the global.
 
-    A row that chooses how workers meet begins over gradients, and keeps that rate.
+    A row that chooses what to average begins with gradients, and keeps that rate.
     """
     return trial.batch_size * _SHARED["policy" if trial.meets_in_both_ways else trial.kind](workers)
 
@@ -170,7 +170,7 @@ def _choices(row: str, space: TuningSpace, schedule: str, budget: int) -> list[T
     if row in FIXED_SHARES or row in FIXED_TOTAL:
         return [Trial(row, row, size, 1.0, **common) for size in space.batch_sizes]
     policy = row.removesuffix("-parameters").removesuffix("-auto")
-    if row in ROUNDS or policy in POLICIES:  # the number of steps between meetings follows from what is measured
+    if row in ROUNDS or policy in POLICIES:  # the number of local steps follows from measurements
         either = LocalSettings(steps=FIRST_STEPS, period="ratio" if row in ROUNDS else "auto")
         ours: dict[str, Any] = {**common, "local": None if row in POLICIES else either}
         if row in ROUNDS or policy in FIXED_TOTAL:
@@ -184,18 +184,18 @@ def _choices(row: str, space: TuningSpace, schedule: str, budget: int) -> list[T
 
 
 def _settings(row: str, steps: int) -> LocalSettings:
-    """A way of meeting. Momentum is kept where workers meet often, where both are level, else averaged."""
-    if row == "qsr":  # alpha is set with the rate: H at the first rate is the period
+    """Settings of local steps. Momentum is kept for short periods, where both are equal, else averaged."""
+    if row == "qsr":  # alpha is set with the rate, so that H at the first rate is the period
         return LocalSettings(period=row, steps=max(steps // 4, 1), most_steps=8 * steps)
-    small = steps <= 4 or row == "post_local"  # whole steps of slow workers would cost most
+    small = steps <= 4 or row == "post_local"  # whole steps of slow workers would cost most there
     settings = LocalSettings(steps=steps, momentum="kept" if steps <= 4 else "averaged", smaller_pieces=small)
-    if row == "diloco":  # inner states are each worker's own there
+    if row == "diloco":  # there each worker keeps its inner state
         return replace(settings, outer="nesterov", momentum="kept")
     return replace(settings, period=row) if row in ("post_local", "adacomm") else settings
 
 
 def _local_at_rate(trial: Trial, rate: float) -> LocalSettings | None:
-    """QSR's alpha, so that H begins at its base and grows as the rate falls; others as they are."""
+    """Set QSR's alpha, so that H begins at its base and grows as the rate falls. Other settings do not change."""
     local = trial.local
     if local is None or local.period != "qsr":
         return local
@@ -204,20 +204,20 @@ def _local_at_rate(trial: Trial, rate: float) -> LocalSettings | None:
 
 @dataclass(frozen=True, slots=True)
 class TriedTrial:
-    """One trial of a grid: what it was worth on each tuning seed it was run on, less is better."""
+    """One trial of a grid, and its value on each tuning seed. Less is better."""
 
     trial: Trial
     worth: tuple[float, ...]
 
     @property
     def mean(self) -> float:
-        """Geometric mean over seeds; infinite where one run arrived nowhere."""
+        """Geometric mean over seeds; infinite if a run did not arrive."""
         if not all(0 < w < math.inf for w in self.worth):
             return math.inf
         return math.exp(sum(map(math.log, self.worth)) / len(self.worth))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; None where a run arrived nowhere."""
+        """The trial as JSON; None for a run that did not arrive."""
         return {"trial": self.trial.to_dict(), "worth": [w if math.isfinite(w) else None for w in self.worth]}
 
 
@@ -230,11 +230,11 @@ def tune(
     near: Callable[[Trial], Sequence[Trial]] | None = None,
     climbs: int = CLIMBS,
 ) -> tuple[Trial, list[TriedTrial]]:
-    """Successive halving: all trials on the first seed, the best third of them on the next, and so on, three at least.
+    """Successive halving: all trials run on the first seed, the best third on the next, and so on, at least three.
 
-    With `near` the first seed also sees neighbours of its best trial: `climbs` times three of those that are new.
-    Returns the best of those that saw every seed, and all trials, best first: those that went further come first. If no
-    run arrives anywhere, the first trials of the grid go on. Raises `ConfigError` without trials or seeds.
+    With `near` the first seed also sees neighbours of its best trial: `climbs` times three new ones. Returns the best
+    of the trials that saw every seed, and all trials, those with more seeds first and better ones first among them. If
+    no run arrives, the first trials of the grid continue. Raises `ConfigError` without trials or seeds.
 
     >>> trials = [Trial("single", None, size, 0.1) for size in (8, 16, 32, 64)]
     >>> best, tried = tune(trials, lambda trial, seed: trial, lambda run: abs(run.batch_size - 15))
@@ -264,7 +264,7 @@ def tune(
 
 
 def _rounded(trial: Trial) -> tuple[object, ...]:
-    """The key of a trial: rates a rounding error apart are one rate."""
+    """The key of a trial: rates that differ only by rounding are equal."""
     steps = None if trial.local is None else trial.local.steps
     length = trial.budget if trial.schedule != "constant" else None
     return trial.batch_size, float(f"{trial.learning_rate:.2g}"), trial.lr_rule, steps, trial.schedule, length

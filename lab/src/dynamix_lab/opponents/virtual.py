@@ -1,4 +1,4 @@
-"""Runs of opponents on the virtual clock: real training in this process, time from a simulated world."""
+"""Runs of opponents on the virtual clock: real training in this process, with time from a simulated cluster."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.tasks import Data, Workload, as_is
 from dynamix_lab.virtual.cluster import VirtualCluster
 
-INTERVAL = 5  # optimizer steps in a window
-ALONE_S = 60.0  # work by which the fastest worker is found
+INTERVAL = 5  # optimizer steps per window
+ALONE_S = 60.0  # of work, to find the fastest worker
 SCHEDULE_PARTS = 1000  # of the budget: how often a policy's learning rate follows its schedule
 
 
@@ -49,16 +49,16 @@ def run_virtual(
     interval: int = INTERVAL,
     held_out: int = HELD_OUT,
 ) -> TrialRun:
-    """One run of a trial, of any row. The same seed means the same weights, order of samples and disturbances.
+    """Run any row's trial once. The same seed means the same weights, order of samples and disturbances.
 
-    world     one simulated cluster whose workers' own times can be asked too (`WorkerTimes`), as `DeviceWorld`;
-              made for this run, since it goes on from where it stands
-    others    policies that need facts of the caller's, as in `make_policy`; known are "profiled" and, in worlds of a
-              scenario, "reference"
-    interval  optimizer steps in a window of a policy
-    held_out  samples of the test set that the run is scored on, off the clock
+    world     one simulated cluster that can also time single workers (`WorkerTimes`), such as `DeviceWorld`; new for
+              each run, since its clock continues
+    others    policies that need facts of the caller's, as in `make_policy`; "profiled" is always available, and so is
+              "reference" if the world has a scenario
+    interval  optimizer steps in a policy's window
+    held_out  samples of the test set on which the run is scored, off the clock
 
-    Raises `ConfigError` for a world that cannot time single workers, and what training raises.
+    Raises `ConfigError` for a world that cannot time single workers, and errors of training.
     """
     if not isinstance(world, WorkerTimes):
         allowed = "a world with finish_s, device_s and meeting_s"
@@ -88,13 +88,13 @@ def run_virtual(
 
 
 def policy_of(trial: Trial, others: Mapping[str, OtherFactory] | None) -> Policy:
-    """A trial's policy by name, "profiled" among them."""
+    """A trial's policy by name, including "profiled"."""
     known: dict[str, OtherFactory] = {"profiled": lambda _: Profiled(), **(others or {})}
     return make_policy(str(trial.policy), others=known)
 
 
 def references_of(world: ClusterEnv) -> dict[str, OtherFactory]:
-    """The reference on a world's own scenario, disturbances and clock; nothing where the world has no scenario."""
+    """The reference for the world's scenario, disturbances and clock; empty if the world has no scenario."""
     course = getattr(world, "course", None)
     if not isinstance(course, Course):
         return {}
@@ -102,35 +102,35 @@ def references_of(world: ClusterEnv) -> dict[str, OtherFactory]:
 
 
 def fastest_worker(times: WorkerTimes, workers: int) -> int:
-    """The worker that is first done with a minute of work.
+    """The worker that first finishes a minute of work.
 
-    Raises nothing; ties go to the lower number.
+    Ties go to the lower number.
     """
     return int(np.argmin([times.finish_s(worker, ALONE_S, 0.0) for worker in range(workers)]))
 
 
 def bounds_of_trial(trial: Trial, workload: Workload) -> tuple[int, int]:
-    """Smallest and largest batch of a worker: the workload's, or the trial's own if that lies outside."""
+    """Smallest and largest batch of a worker: the workload's, or the trial's if that is outside."""
     return min(workload.min_batch, trial.batch_size), max(workload.max_batch, trial.batch_size)
 
 
 def least_round(trial: Trial, start: int) -> int:
-    """The smallest global batch of a policy that moves it: that of the start, as `Controller` has it.
+    """The smallest global batch of a policy that changes it: the initial one, as in `Controller`.
 
-    A profile is taken at smaller ones, too.
+    A profile also uses smaller ones.
     """
     return 1 if trial.policy == "profiled" else start
 
 
 def round_of(trial: Trial, workers: int, samples: int) -> int:
-    """A worker's samples of the first round where the product meets over parameters; an epoch of `samples` holds it."""
+    """A worker's samples of the first round if `Controller` averages parameters; at most an epoch of `samples`."""
     assert trial.local is not None
     steps = min(trial.local.steps, samples // (workers * trial.batch_size))
     return max(steps, 1) * trial.batch_size
 
 
 def averaging_of(trial: Trial) -> Averaging | None:
-    """How the product averages models in a trial; None where workers meet over gradients."""
+    """How `Controller` averages parameters in a trial; None if it averages gradients."""
     local = trial.local
     if local is None:
         return None
@@ -153,9 +153,9 @@ def schedule_of(trial: Trial, optimizer: torch.optim.Optimizer) -> tuple[LambdaL
 
 
 class _Engine(Protocol):
-    """Something that trains `model` from one meeting to the next: when it ended, samples by worker, steps in it.
+    """Trains `model` until the next synchronisation; returns its end, samples by worker, and steps in it.
 
-    spent   what is spent of the trial's budget; None: its samples
+    spent   part of the trial's budget used so far; None: its samples
     """
 
     model: nn.Module
@@ -169,7 +169,7 @@ class _Engine(Protocol):
 
 
 class _UnderPolicy:
-    """The product, shares by a policy: `VirtualCluster`, which meets over gradients or over parameters."""
+    """`Controller` with shares by a policy: `VirtualCluster`, which averages gradients or parameters."""
 
     def __init__(
         self, trial: Trial, workload: Workload, data: Data, world: ClusterEnv, seed: int, policy: Policy, interval: int
@@ -213,7 +213,7 @@ class _UnderPolicy:
 
 
 def _settings_of(trial: Trial, workload: Workload, workers: int, samples: int) -> dict[str, Any]:
-    """The settings of `VirtualCluster` in a trial: how much a worker does, and how workers meet."""
+    """A trial's settings of `VirtualCluster`: how much a worker does, and what workers average."""
     if (local := trial.local) is None:
         return {"batch_size": trial.batch_size, "bounds": _bounds(trial, workload, workers)}
     if trial.meets_in_both_ways:
@@ -238,7 +238,7 @@ def _bounds(trial: Trial, workload: Workload, workers: int) -> Bounds:
 
 
 class _Alone:
-    """The fastest worker by itself: no meetings, no exchange."""
+    """The fastest worker alone: no synchronisation, no exchange."""
 
     spent: float | None = None
 
@@ -269,7 +269,7 @@ class _Alone:
 
 
 class _Meeting:
-    """Workers that meet over parameters: rounds of local steps, one after the other in this process."""
+    """Workers with local steps: their rounds run one after another in this process."""
 
     spent: float | None = None
 
@@ -304,7 +304,7 @@ class _Meeting:
 
 
 class _SampleCosts:
-    """The costs of samples beside their number, summed; nothing if the workload does not say."""
+    """Sums of the samples' extra costs; 0 if the workload defines none."""
 
     def __init__(self, workload: Workload, data: Data) -> None:
         self._each = costs_of(workload, data)
@@ -314,5 +314,5 @@ class _SampleCosts:
 
 
 def costs_of(workload: Workload, data: Data) -> Floats | None:
-    """The cost of each training sample beside being one, (n,); None if the workload's samples cost nothing else."""
+    """The extra cost of each training sample, (n,), besides the time per sample. None if samples have none."""
     return None if workload.costs is None else workload.costs(data.train)

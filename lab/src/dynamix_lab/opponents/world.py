@@ -1,4 +1,4 @@
-"""Scenarios of device hosts on the virtual clock: one world for synchronous training and for workers of their own."""
+"""Scenarios of device hosts on the virtual clock, for synchronous training and for local steps."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from dynamix_lab.simulator.compute import near_normal
 from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.simulator.streams import RandomStream
 
-# What a live run of device hosts adds to its devices and links. First estimates, from a prototype on an idle machine
-# of two cores, where an exchange used 8, 21 and 56 ms of processor time at 4, 8 and 16 ranks.
+# What live runs of device hosts add to their devices and links. First estimates, from a prototype on an idle machine
+# with two cores, where an exchange used 8, 21 and 56 ms of processor time at 4, 8 and 16 ranks.
 STEP_S = 0.001  # of every optimizer step after its exchange: the update, the controller, the next batch
-STAGE_S = 0.0007  # of each of the 2 (W-1) stages of a ring all-reduce, whatever it carries
+STAGE_S = 0.0007  # of each of the 2 (W-1) stages of a ring all-reduce, whatever its size
 JITTER_SD = 0.005  # of a worker's computing, relative, from step to step
-CPU_SEEN = 0.06  # part of a host's processor in use, as the probe reads it while the device computes
-RTT_S = 0.0002  # of the sockets of one machine, without the scenario's latency
+CPU_SEEN = 0.06  # fraction of a host's processor in use, as the probe reads it while the device computes
+RTT_S = 0.0002  # between sockets on one machine, without the scenario's latency
 
 
 @dataclass(frozen=True, slots=True)
 class LiveExtras:
-    """The costs that live device hosts add to devices and links; the defaults are this module's constants.
+    """What live device hosts add to devices and links. The defaults are this module's constants.
 
-    step_s      s of every optimizer step that nothing hides
+    step_s      s of every optimizer step that overlaps with nothing
     stage_s     s of each stage of a ring all-reduce
     jitter_sd   relative sd of a worker's computing in a step
     """
@@ -43,7 +43,7 @@ class LiveExtras:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """Host `host` is lost at `from_s` and a replacement is there at `until_s`.
+    """Host `host` is lost at `from_s`, and a replacement starts at `until_s`.
 
     The replacement's speed is the scenario's: put a `Change(at_s=until_s, host=host, cpu=...)` into its schedule.
     """
@@ -55,32 +55,32 @@ class Outage:
 
 @runtime_checkable
 class WorkerTimes(Protocol):
-    """The questions to a world of workers that train for themselves between meetings."""
+    """What a simulated cluster must answer about workers with local steps."""
 
     def finish_s(self, worker: int, work_s: float, start_s: float) -> float:
-        """When `work_s` of work begun at `start_s` is done by a worker."""
+        """When a worker finishes `work_s` of work begun at `start_s`."""
 
     def device_s(self, samples: int, cost: float = 0.0) -> float:
-        """Work (s at speed 1) of one forward and backward pass over `samples` that cost `cost` together."""
+        """Work (s at speed 1) of one forward and backward pass over `samples` with total extra cost `cost`."""
 
     def meeting_s(self, payload_bytes: int, at_s: float) -> float:
-        """How long the workers need to average `payload_bytes` each, from the moment at which the last one came."""
+        """How long the workers need to average `payload_bytes` each, once the last one is ready at `at_s`."""
 
 
 def step_extra_s(times: object) -> float:
-    """Seconds of an optimizer step beside its pass over the samples, where the world knows them (`LiveExtras`)."""
+    """Seconds of an optimizer step without its pass over the samples, if the world has them (`LiveExtras`)."""
     extras = getattr(times, "extras", None)
     return 0.0 if extras is None else float(extras.step_s)
 
 
 def round_s(times: WorkerTimes, done: RoundApart, costs: Floats, start_s: float) -> tuple[Floats, float]:
-    """Seconds (W,) of every worker's steps in a round begun at `start_s`, and of the whole round with its meeting.
+    """Seconds (W,) of every worker's steps in a round begun at `start_s`, and of the whole round with its averaging.
 
-    costs   (W,) what a worker's samples of the round cost beside their number
+    costs   (W,) extra costs of a worker's samples of the round
     """
     busy = np.zeros(len(done.pieces))
     for worker, sizes in enumerate(done.pieces):
-        # Costs are linear, so every step's fixed part and all samples' costs are the round's work.
+        # Costs are linear, so a round's work is the fixed part of each step plus the costs of all samples.
         each = float(costs[worker]) / max(sum(sizes), 1)
         work_s = sum(times.device_s(size, each * size) for size in sizes)
         busy[worker] = times.finish_s(worker, work_s, start_s) + len(sizes) * step_extra_s(times) - start_s
@@ -92,26 +92,26 @@ class DeviceWorld(ClusterEnv):
     """One simulated cluster (C = 1) on a scenario's device hosts. Its clock starts at 0.
 
     A worker's step of n samples needs `device_s(n, cost)` of its device, at the host's speed of each moment. A third of
-    it is forward, the rest is spread over the layers. A bucket of gradients is exchanged when all workers have it and
-    the bucket before it has travelled: bytes over the slowest link of each moment, and a fixed time a stage. If workers
-    step apart, all their steps of a round count, and one ring all-reduce of what they send (`round_s`).
+    it is forward, the rest is spread over the layers. A bucket of gradients is exchanged once all workers have it and
+    the previous bucket is exchanged: bytes over the slowest link of each moment, and a fixed time per stage. A round of
+    local steps takes all their steps, and one ring all-reduce of what they send (`round_s`).
 
     Modelled: schedules, traces, neighbours and loads of the scenario in the middle of a step; rates, background
     traffic and latency of links; costs of samples; lost and replaced hosts (`outages`). Not modelled: packet loss,
-    several links' own queues, processors that the ranks of one machine share, memory, decisions (a live rank makes
-    them beside its device). The noise scale of this world is a constant: it is for real training, which has its own.
+    queues of single links, processors that the ranks of one machine share, memory, decisions (a live rank makes them in
+    parallel with its device). Its noise scale is a constant: it is for real training, which has its own.
 
     scenario   with a `device`
     seed       of its disturbances and of the jitter
-    batch_size samples a worker and step at the start
+    batch_size samples per worker and step at the start
     buckets    of the model's gradients (`gradient_buckets`)
-    outages    hosts that are lost for a time. A worker's step that meets one begins anew with the replacement, and the
-               others wait for it, as a job does that restarts with a fixed number of workers. That restart itself
-               takes no time, and no other worker repeats anything
+    outages    hosts that are lost for a time. The replacement repeats the worker's interrupted step, and the others
+               wait for it, as in a job that restarts with a fixed number of workers. The restart itself takes no time,
+               and no other worker repeats anything
     extras     what live runs add
     interval, delay   as in `ClusterEnv`
 
-    Raises `ConfigError` for a scenario without `device` and impossible outages.
+    Raises `ConfigError` for a scenario without `device` and for impossible outages.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class DeviceWorld(ClusterEnv):
         self.extras, self.course = extras or LiveExtras(), Course(scenario, seed)
         self.outages = _checked(outages, scenario.workers)
         self._charged = np.zeros(scenario.workers)
-        self._sent_bytes = sum(bucket.size_bytes for bucket in self.buckets)  # by a worker, in the step before
+        self._sent_bytes = sum(bucket.size_bytes for bucket in self.buckets)  # by a worker, in the previous step
         clusters = _device_clusters(self.device, scenario.workers, batch_size)
         self._device_jitter = RandomStream(seed, "device", clusters.shape)
         super().__init__(clusters, seed=seed, interval=interval, delay=delay)
@@ -142,10 +142,10 @@ class DeviceWorld(ClusterEnv):
         self._charged = np.zeros(self.scenario.workers)
         return super().reset()
 
-    # -- what workers of their own ask for
+    # -- for workers with local steps
 
     def device_s(self, samples: int, cost: float = 0.0) -> float:
-        """Device-seconds of one pass over `samples` that cost `cost` together; 0 for no samples.
+        """Device-seconds of one pass over `samples` with total extra cost `cost`; 0 for no samples.
 
         Formula: (fixed_ms + per_sample_ms samples + per_cost_ms cost) / 1000.
         """
@@ -156,8 +156,8 @@ class DeviceWorld(ClusterEnv):
     def finish_s(self, worker: int, work_s: float, start_s: float) -> float:
         """When `work_s` device-seconds begun at `start_s` are done, without jitter.
 
-        Work that an outage meets begins anew with the replacement; give a whole round in one call if it is lost as a
-        whole. Nobody waits for a lost worker that has nothing to do.
+        The replacement repeats work that an outage interrupts. If a whole round is lost, give it in one call. Other
+        workers do not wait for a lost worker that has nothing to do.
         """
         if work_s <= 0:
             return start_s
@@ -169,7 +169,7 @@ class DeviceWorld(ClusterEnv):
         return part_s
 
     def meeting_s(self, payload_bytes: int, at_s: float) -> float:
-        """Seconds of a ring all-reduce of `payload_bytes` begun by all at `at_s`; 0 for one worker."""
+        """Seconds of a ring all-reduce of `payload_bytes` that all begin at `at_s`; 0 for one worker."""
         workers = self.scenario.workers
         if workers == 1:
             return 0.0
@@ -190,7 +190,7 @@ class DeviceWorld(ClusterEnv):
         return np.array([self.meeting_s(size, float(self.clock_s[0]))])
 
     def advance(self, running: np.ndarray | None = None) -> tuple[Floats, Floats]:
-        """One optimizer step; compute (1, W) and the whole step (1,), s."""
+        """Make one optimizer step. Returns seconds of computing (1, W) and of the whole step (1,)."""
         start_s, workers = float(self.clock_s[0]), range(self.scenario.workers)
         passes = zip(self.batch[0].tolist(), self._charged.tolist(), strict=True)
         jitter = 1.0 + self.extras.jitter_sd * near_normal(self._device_jitter.bits(np.uint64(self.steps)))[0]
@@ -210,14 +210,14 @@ class DeviceWorld(ClusterEnv):
         return busy, whole
 
     def advance_apart(self, done: RoundApart) -> tuple[Floats, Floats]:
-        """One round without jitter, which averages out over its steps; compute (1, W) and the whole round (1,), s."""
+        """Make one round, without jitter, which averages out. Returns seconds of computing (1, W), the round (1,)."""
         busy, whole_s = round_s(self, done, self._charged, float(self.clock_s[0]))
         self._charged, self._sent_bytes = np.zeros(len(busy)), done.payload_bytes
         self._passed(whole := np.array([whole_s]))
         return busy[None], whole
 
     def host_figures(self, busy_s: Floats, whole_s: Floats, steps: int) -> dict[str, Floats]:
-        """As the probes of live device hosts read them: a processor that is nearly idle, and the ring's traffic."""
+        """What the probes of live device hosts would read: a nearly idle processor, and the ring's traffic."""
         figures = super().host_figures(busy_s, whole_s, steps) | {"cpu": np.full(busy_s.shape, CPU_SEEN)}
         if self.scenario.workers == 1:
             return figures
@@ -233,7 +233,7 @@ class DeviceWorld(ClusterEnv):
         return self.course.done_s(work_s, start_s, lambda stretch: stretch.speeds[worker])
 
     def _ready_s(self, worker: int, work_s: float, part: float, start_s: float, end_s: float) -> float:
-        """When a part of a step's work is done; the step as a whole ends at `end_s`."""
+        """When a part of a step's work is done, if the whole step ends at `end_s`."""
         begun_s = max(
             (o.until_s for o in self.outages if o.host == worker and start_s < o.until_s <= end_s), default=0.0
         )
@@ -241,7 +241,7 @@ class DeviceWorld(ClusterEnv):
 
 
 def _checked(outages: Sequence[Outage], workers: int) -> tuple[Outage, ...]:
-    """The course in the order of time. Raises `ConfigError` for hosts that are not there and times that are none."""
+    """The outages in order of time. Raises `ConfigError` for unknown hosts and invalid times."""
     for outage in outages:
         if not 0 <= outage.host < workers:
             raise ConfigError("outage of host", outage.host, f"0 to {workers - 1}", "name a host of the scenario")
@@ -252,7 +252,7 @@ def _checked(outages: Sequence[Outage], workers: int) -> tuple[Outage, ...]:
 
 
 def _device_clusters(device: Device, workers: int, batch_size: int) -> Clusters:
-    """One cluster of devices of speed 1; speeds, links and jitter are `DeviceWorld`'s own."""
+    """One cluster of devices of speed 1. `DeviceWorld` itself models speeds, links and jitter."""
     shape, one = (1, workers), np.ones(1)
     never, unit = np.full(shape, 1e12), np.ones(shape)
     base = np.array([workers * batch_size])

@@ -1,1 +1,1 @@
-"""Policies in the form of the papers that this project begins with."""
+"""Policies in the form of the papers on which this project is based."""

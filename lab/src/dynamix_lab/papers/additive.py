@@ -1,8 +1,8 @@
 """The form of the DYNAMIX paper (arXiv 2510.08522): each worker's batch size changes by one of five additive steps.
 
-One network with shared weights, pi(a_i | s_i, s_global): it sees a worker's own state and the pooled state of all, and
-chooses among {-100, -25, 0, +25, +100} samples, clamped to [32, 1024]. No model of the system and no rule to correct,
-unlike `dynamix.policies.learned`. If the sources are silent or second-hand, the choice is a value of `Actions`
+One network with shared weights, pi(a_i | s_i, s_global), reads a worker's own state and the pooled state of all, and
+chooses among {-100, -25, 0, +25, +100} samples, clamped to [32, 1024]. Unlike `dynamix.policies.learned` it has no
+model of the system and no rule to correct. If the sources are silent or second-hand, the choice is a value of `Actions`
 (docs/design/paper-form.md).
 """
 
@@ -30,17 +30,17 @@ from dynamix.window import Bounds, Floats, Ints, Window
 KIND = "additive"
 PRETRAINED = Path(__file__).parent / "pretrained" / "dynamix-paper.safetensors"
 SLOW = 0.1  # weight of the newest window in the slow average of iteration times
-REFERENCE = 128.0  # the paper's batch size per worker, in which `Actions` is written
+REFERENCE = 128.0  # the paper's batch size per worker, the unit of `Actions`
 
 OWN_FEATURES = (
-    "log2_batch",  # log2(b_i / 128), in the unit of the actions
-    "last_step",  # log2 of this worker's size over its size a window ago
+    "log2_batch",  # log2(b_i / 128), in the actions' unit
+    "last_step",  # log2 of this worker's size over its size one window before
     "iteration_time",  # log(iteration time / its slow average), global
-    "last_iteration_time",  # the previous window's
+    "last_iteration_time",  # that of the previous window
     "log_sigma",  # log of sqrt(tr Sigma / B0) / |G|, global
 )
 INPUTS = (*FEATURES, *OWN_FEATURES)
-# The three families of the paper's state. Sizes and times belong to none: without them no policy could act.
+# The three families of the paper's state. Sizes and times belong to none, because every policy needs them.
 STATE_FAMILIES: dict[str, tuple[str, ...]] = {
     "network": ("log_bytes", "retransmits", "log_rtt", "missing_network"),
     "system": ("cpu", "memory", "device", "missing_host", "missing_device"),
@@ -56,10 +56,10 @@ class Actions:
     """The actions of a worker."""
 
     steps: tuple[float, ...] = (-100.0, -25.0, 0.0, 25.0, 100.0)  # samples added to a worker's batch size
-    low: float = 32.0  # sizes are clamped to low, high; a worker that is outside already may stay where it is
+    low: float = 32.0  # sizes are clamped to low, high; a worker that is outside already may stay there
     high: float = 1024.0
-    # "base": all of it is for a job of 128 samples a worker and scales with the user's own batch size (8 samples a
-    # worker: a step of 25 means 1.6 samples). "samples": literally.
+    # "base": all numbers are for a job with 128 samples a worker, and scale with the user's own batch size (with 8
+    # samples a worker a step of 25 means 1.6 samples). "samples": literally.
     scale: Literal["base", "samples"] = "base"
 
     def __post_init__(self) -> None:
@@ -71,28 +71,28 @@ class Actions:
             raise ConfigError("scale", self.scale, "base, samples", "use base unless jobs start at 128 a worker")
 
     def unit(self, window: Window) -> Floats:
-        """Samples (...) that 1 in `steps`, `low` and `high` stands for."""
+        """Samples (...) per unit of `steps`, `low` and `high`."""
         base = base_total(window) / window.workers
         return base / REFERENCE if self.scale == "base" else np.ones_like(base)
 
     def sizes(self, window: Window, chosen: Ints) -> Floats:
-        """Real sizes (..., W) after the steps of these indices."""
+        """Real sizes (..., W) after the steps with these indices."""
         now, unit = window.batch_size.astype(np.float64), self.unit(window)[..., None]
         after = now + np.asarray(self.steps)[chosen] * unit
         return np.clip(after, np.minimum(self.low * unit, now), np.maximum(self.high * unit, now))
 
 
 class State:
-    """The paper's state beyond one window, for windows of shape (..., W)."""
+    """The part of the paper's state that spans windows, for windows of shape (..., W)."""
 
     def __init__(self, actions: Actions) -> None:
         self.actions = actions
-        self.log_size: Floats | None = None  # (..., W), log2 samples a window ago
+        self.log_size: Floats | None = None  # (..., W), log2 samples one window before
         self.average: Floats | None = None  # (...), log s
         self.last_time: Floats | None = None  # (...)
 
     def update(self, window: Window) -> NDArray[np.float32]:
-        """Take in a window; the own features (..., W, len(OWN_FEATURES)), finite."""
+        """Add a window. Returns the own features (..., W, len(OWN_FEATURES)), finite."""
         shape = window.batch_size.shape
         if self.log_size is None or self.log_size.shape != shape:
             self.log_size = self.average = self.last_time = None
@@ -128,7 +128,7 @@ class State:
 class AdditiveNet(nn.Module):
     """Per-worker encoder, mean and max pooling (s_global), logits per worker, one central critic.
 
-    Untrained it prefers to change nothing. Permutation-equivariant.
+    Untrained, it prefers no change. Permutation-equivariant.
     """
 
     steps: Tensor
@@ -158,10 +158,10 @@ class AdditiveNet(nn.Module):
 
     @torch.no_grad()
     def fold(self, constant: Tensor, value: Tensor) -> None:
-        """Make the answer independent of the inputs `constant` (F,) bool, as if they always had `value` (F,).
+        """Make the output independent of the inputs `constant` (F,) bool, as if they always had `value` (F,).
 
-        For what training never varied: the simulator measures no network, and weights that never met a number would
-        turn a real one into noise.
+        For inputs that did not vary in training: the simulator measures no network, and untrained weights would turn a
+        real measurement into noise.
         """
         weight, bias = (self.encode[0].get_parameter(name) for name in ("weight", "bias"))
         bias.add_(weight[:, constant] @ value[constant])
@@ -171,7 +171,7 @@ class AdditiveNet(nn.Module):
 class AdditivePolicy:
     """The policy of the DYNAMIX paper (arXiv 2510.08522): each worker's size changes by one of a few additive steps.
 
-    Deterministic at inference: each worker's likeliest action.
+    Deterministic at inference: each worker takes its likeliest action.
 
     without   families of the state to leave out: "network", "system", "statistics" (ablations; as trained)
 
@@ -184,7 +184,7 @@ class AdditivePolicy:
     [103, 103]
     """
 
-    trained_as = "dynamix-paper"  # the name under which `dynamix policy train` makes files of this kind
+    trained_as = "dynamix-paper"  # the name with which `dynamix policy train` makes files of this kind
 
     def __init__(
         self, net: AdditiveNet | None = None, *, without: Sequence[str] = (), about: dict[str, Any] | None = None
@@ -198,20 +198,20 @@ class AdditivePolicy:
         return self.allocate(window, bounds, self.choose(self.observe(window), window.batch_size > 0))
 
     def observe(self, window: Window) -> NDArray[np.float32]:
-        """Update the state and return what the network sees, (..., W, F)."""
+        """Update the state and return the network's input, (..., W, F)."""
         own = self.state.update(window)
         seen: NDArray[np.float32] = np.concatenate([features(window), own], axis=-1) * self._kept
         return seen
 
     def choose(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> Ints:
-        """Index of the likeliest action of each worker, (..., W)."""
+        """Index of each worker's likeliest action, (..., W)."""
         with torch.inference_mode():
             logits, _ = self.net(*flat(observed, active))
         chosen: Ints = logits.argmax(-1).numpy().reshape(observed.shape[:-1])
         return chosen
 
     def allocate(self, window: Window, bounds: Bounds, chosen: Ints) -> Ints:
-        """The allocation of these actions. Clusters without any timing in this window keep what they have."""
+        """The allocation of these actions. Clusters without any timing in this window keep their allocation."""
         measured = (np.isfinite(window.compute) & (window.batch_size > 0)).any(-1, keepdims=True)
         wish = np.where(measured, self.net.actions.sizes(window, chosen), window.batch_size)
         return project(wish, bounds, current=window.batch_size)
@@ -223,13 +223,13 @@ class AdditivePolicy:
         self.state.load_state_dict(state)
 
     def save(self, path: str | Path) -> None:
-        """Write `path` (safetensors) and its description beside it (`.json`); never pickle."""
+        """Write `path` (safetensors) and its description next to it (`.json`); never pickle."""
         own = {"actions": dataclasses.asdict(self.net.actions), "without": list(self.without)}
         write_policy(path, KIND, self.net, {**self.about, **own}, features=INPUTS)
 
     @classmethod
     def load(cls, path: str | Path) -> AdditivePolicy:
-        """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
+        """Load a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
         about, weights = read_policy(path, KIND, features=INPUTS)
         try:
             actions = Actions(**{**about["actions"], "steps": tuple(about["actions"]["steps"])})
@@ -244,7 +244,7 @@ class AdditivePolicy:
 
 
 def kept_features(without: Sequence[str]) -> NDArray[np.float32]:
-    """1 for inputs (F,) that remain, 0 for those of the families named; a feature's mean and maximum go with it.
+    """1 for inputs (F,) that remain, 0 for those of the named families, including their mean and maximum.
 
     Raises `ConfigError` for an unknown family.
 
@@ -260,5 +260,5 @@ def kept_features(without: Sequence[str]) -> NDArray[np.float32]:
 
 
 def pretrained(**options: Any) -> AdditivePolicy:
-    """The policy that ships as `dynamix-paper`; `path=` names another file."""
+    """The shipped policy `dynamix-paper`; `path=` names another file."""
     return AdditivePolicy.load(options.pop("path", PRETRAINED), **options)

@@ -1,1 +1,1 @@
-"""Live peers beside dynamix: plain DDP, AdaptDL and Hivemind on the same emulated hosts (docs/design/peers.md)."""
+"""Other libraries on the emulated hosts of dynamix: plain DDP, AdaptDL and Hivemind (docs/design/peers.md)."""

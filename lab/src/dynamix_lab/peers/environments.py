@@ -1,4 +1,4 @@
-"""A virtual environment for each peer, made once from the requirements beside this file and kept in a folder."""
+"""A virtual environment for each peer, made once from the requirements in this folder, and kept."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ print("\\n" + json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A peer's interpreter, and the versions that are installed there."""
+    """A peer's interpreter, and the versions installed in it."""
 
     python: Path
     versions: dict[str, str]
 
 
 def default_folder() -> Path:
-    """The folder of environments unless another is named: the user's cache."""
+    """The default folder of environments: in the user's cache."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "dynamix" / "peers"
 
@@ -55,9 +55,9 @@ def requirements(name: str) -> dict[str, str]:
 
 
 def prepare(name: str, folder: Path, *, tell: Callable[[str], None]) -> Environment | str:
-    """The environment `folder`/`name`: the one that is there if it works, else a new one; or why there is none.
+    """The environment `folder`/`name`: an existing one if it works, else a new one. A text says why there is none.
 
-    A message goes to `tell` before pip runs, which takes minutes, and where versions differ from the pinned ones.
+    `tell` gets a message before pip runs, which takes minutes, and if versions differ from the pinned ones.
     """
     place, log = folder / name, folder / f"{name}.log"
     python = place / "bin" / "python"
@@ -75,7 +75,7 @@ def prepare(name: str, folder: Path, *, tell: Callable[[str], None]) -> Environm
 
 
 def _probe(name: str, python: Path) -> dict[str, str] | str:
-    """Versions of what is pinned, once it could be imported; or what was wrong."""
+    """The versions of the pinned packages, if they can be imported; else the error."""
     command = [str(python), "-P", "-c", _PROBE, IMPORTS[name], *requirements(name)]
     try:
         done = subprocess.run(
@@ -89,7 +89,7 @@ def _probe(name: str, python: Path) -> dict[str, str] | str:
 
 
 def _install(name: str, place: Path, log: Path) -> str | None:
-    """Make the environment with venv (if there is none) and pip. Returns what went wrong, or None."""
+    """Make the environment with venv (if there is none) and pip. Returns the error, or None."""
     python = place / "bin" / "python"
     commands = [] if python.exists() else [[sys.executable, "-m", "venv", str(place)]]
     commands += [
@@ -118,14 +118,14 @@ def _install(name: str, place: Path, log: Path) -> str | None:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what would lead another interpreter to our packages."""
+    """This process's environment without the variables that would lead another interpreter to our packages."""
     return {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     }
 
 
 def _plain(version: str) -> str:
-    """A version without the local part that says how it was built: "2.13.0+cpu" is 2.13.0."""
+    """A version without its local part, which says how it was built: "2.13.0+cpu" is 2.13.0."""
     return version.partition("+")[0]
 
 

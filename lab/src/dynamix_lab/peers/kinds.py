@@ -1,4 +1,4 @@
-"""Which peers there are, and the settings each runs with. Reasons: docs/design/peers.md."""
+"""The kinds of peers, and their settings. docs/design/peers.md explains them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dynamix.errors import ConfigError
 from dynamix_lab.emulator.scenario import Device, Scenario
 
 KINDS = ("ddp", "adaptdl", "hivemind", "hivemind-local", "torchft-local", "torchft-diloco")
-MEET_SELDOM = ("hivemind-local", "torchft-local", "torchft-diloco")  # parameters meet, after several steps
-BASE_BATCH = 512  # what the workload's learning rate is for
+MEET_SELDOM = ("hivemind-local", "torchft-local", "torchft-diloco")  # they average parameters after several steps
+BASE_BATCH = 512  # the global batch for which the workload's learning rate is meant
 BASE_EVERY = 32
 PEERS = (
     "ddp",
@@ -29,17 +29,17 @@ PEERS = (
     "torchft-diloco",
 )
 SHARE_BOUNDS = (8, 512)
-# Of Hivemind's default (averaged gradients): small parts, so that a slow rank's last one does not hold the others up.
+# For Hivemind's default (averaged gradients): small parts, so that a slow rank's last one does not delay the others.
 PART, LEAST_PART = 32, 8
 # DiLoCo's outer optimizer, as in its paper (arXiv 2311.08105) and in torchft's example.
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-# Twelve trials for every kind: of batch and learning rate, or of these and steps between meetings.
+# Twelve trials for every kind: batch and learning rate, or these and the steps between averagings.
 _TOTALS, _RATES, _EVERY = (512, 256, 128), (0.025, 0.05, 0.1, 0.2), (8, 32)
 _NAME = re.compile(r"(?P<kind>.+?)(-(?P<total>\d+))?(-lr(?P<rate>\d*\.?\d+))?(-every(?P<every>\d+))?")
 
 
 def split_name(name: str) -> tuple[str, int]:
-    """The name of what runs, and the global batch it begins with; of dynamix's own policies too.
+    """What a name runs, and its initial global batch; also for dynamix's own policies.
 
     >>> split_name("dynamix-128"), split_name("hivemind-local"), split_name("torchft-local-256-lr0.1-every8")
     (('dynamix', 128), ('hivemind-local', 512), ('torchft-local', 256))
@@ -59,7 +59,7 @@ def rate_of(name: str) -> float | None:
 
 
 def own_name(name: str) -> str:
-    """The one way to write a policy of dynamix with what it begins with.
+    """The canonical name of a policy of dynamix with its initial settings.
 
     >>> own_name("dynamix-512-lr0.20")
     'dynamix-lr0.2'
@@ -69,7 +69,7 @@ def own_name(name: str) -> str:
 
 
 def part_of(device: Device | None) -> int:
-    """Samples of a part: as many as keep a device at four fifths of its peak rate; `PART` without one.
+    """Samples of a part: enough to keep a device at four fifths of its peak rate; `PART` without a device.
 
     >>> part_of(Device(fixed_ms=20.0, per_sample_ms=1.25))
     64
@@ -80,7 +80,7 @@ def part_of(device: Device | None) -> int:
 
 
 def trials(kind: str) -> list[str]:
-    """The names of a sweep: as many for every kind. Raises `ConfigError` for a name that is no kind.
+    """The names of a sweep, equally many for every kind. Raises `ConfigError` for an unknown kind.
 
     >>> len(trials("ddp")), trials("torchft-local")[:2]
     (12, ['torchft-local-lr0.025-every8', 'torchft-local-lr0.025'])
@@ -94,11 +94,11 @@ def trials(kind: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A kind of peer with what it begins with: what `ddp-256` or `torchft-local-lr0.1-every8` stand for.
+    """A kind of peer with its initial settings: the meaning of `ddp-256` or `torchft-local-lr0.1-every8`.
 
     total           global batch, samples
     learning_rate   None: the workload's
-    every           of kinds that meet seldom: local steps of a rank (on average, where they differ) between meetings
+    every           for kinds with local steps: a rank's steps (their mean, if they differ) between averagings
 
     >>> Peer.of("adaptdl-256").total, Peer.of("torchft-local-every8").every, Peer.of("hivemind-local").name
     (256, 8, 'hivemind-local')
@@ -111,7 +111,7 @@ class Peer:
 
     @classmethod
     def of(cls, name: str) -> Peer:
-        """Raises `ConfigError` for a name that is none."""
+        """Parse a name. Raises `ConfigError` for an unknown one."""
         parts = _NAME.fullmatch(name)
         kind, total = split_name(name)
         rate, every = (parts["rate"], parts["every"]) if parts else (None, None)
@@ -135,11 +135,11 @@ class Peer:
 
     @property
     def environment(self) -> str:
-        """Which environment it runs in."""
+        """The name of its environment."""
         return self.kind.partition("-")[0]
 
     def settings(self, scenario: Scenario) -> dict[str, Any]:
-        """The settings of its job beyond the task."""
+        """The settings of its job, in addition to the task."""
         if self.kind == "adaptdl":
             return {"local_batch_bounds": list(SHARE_BOUNDS)}
         if self.environment == "torchft":

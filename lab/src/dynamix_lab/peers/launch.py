@@ -1,4 +1,4 @@
-"""One run of a peer, or of one of dynamix's own policies beside them, followed to its end on emulated hosts."""
+"""One run of a peer, or of one of dynamix's policies, followed to its end on emulated hosts."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from dynamix_lab.peers.settings import MOST_STEPS, LaunchSettings, disturbance_s
 from dynamix_lab.tasks import Workload
 
 JOBS = Path(__file__).parent / "jobs"
-# A run that static's time cannot bound yet ends here. Static on `paper-like` takes more than 240 s.
+# Ends a run that static's time cannot bound yet. Static on `paper-like` takes more than 240 s.
 PATIENCE_S = 600.0
-START_S = 240.0  # four ranks with all their helpers import torch
+START_S = 240.0  # while four ranks with all their helpers import torch
 SILENCE_S = 90.0  # after that; longer than any peer's own timeout
 DEATH_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A contender: its command, and the settings of its job (`jobs/job.py`).
+    """What is run: its command, and the settings of its job (`jobs/job.py`).
 
     learning_rate   None: the workload's
-    max_steps       None: those of the settings
+    max_steps       None: as in the settings
     """
 
     name: str
@@ -64,7 +64,7 @@ class Contender:
 
     @classmethod
     def own(cls, name: str, settings: LaunchSettings, seed: int, workload: Workload) -> Contender:
-        """A policy of dynamix, also with another global batch or learning rate: `dynamix-128-lr0.1`."""
+        """A policy of dynamix, optionally with another global batch or learning rate: `dynamix-128-lr0.1`."""
         policy, total = split_name(name.removesuffix("-again"))
         source = Path(settings.scenario)
         told = {
@@ -79,10 +79,10 @@ class Contender:
 
 
 class Launch:
-    """One start of a contender's ranks. All speak the same messages, so clock, snapshots, scoring, target and censoring
-    are alike.
+    """One start of a contender's ranks. All use the same messages, so clock, snapshots, scoring, target and censoring
+    are equal.
 
-    Raises `WorkerLostError` when a rank fails, or nothing is heard of rank 0 for 90 s.
+    Raises `WorkerLostError` if a rank fails, or if rank 0 sends nothing for 90 s.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Launch:
                     self._link.close()
 
     def config(self, scratch: Path) -> dict[str, Any]:
-        """The settings for the ranks, as JSON; model and data in files of `scratch`."""
+        """The ranks' settings as JSON. Writes model and data to files in `scratch`."""
         settings, workers, data = self.settings, self.hosts.scenario.workers, self._data.train
         model = self.workload.make_model(self.seed)
         torch.save(model.state_dict(), scratch / "weights.pt")
@@ -167,7 +167,7 @@ class Launch:
         try:
             message = link.receive(timeout_s=0.2)
         except WorkerLostError:
-            # The line ends with a rank's first exception, its exit code comes seconds later on a busy machine.
+            # The connection ends at a rank's first exception; on a busy machine its exit code comes seconds later.
             deadline = time.monotonic() + DEATH_S
             while time.monotonic() < deadline and not any(self.hosts.poll()):
                 time.sleep(0.1)
@@ -185,7 +185,7 @@ class Launch:
         return None
 
     def _handle(self, message: Message | None, link: JobChannel, scorer: Scorer) -> bool:
-        """Act on one message; False when the launch is over."""
+        """Handle one message. Returns False if the launch is over."""
         if message is None:
             return True
         kind = message.pop("kind")
@@ -222,7 +222,7 @@ class Launch:
         self.display.say(f"seed {self.seed}, {run.policy}: {result}; {run.step} steps in {run.time_s:.1f} s")
 
     def _scored(self, snapshot: WeightSnapshot) -> None:
-        """Called by the scorer's thread."""
+        """Record a score. The scorer's thread calls it."""
         run, settings = self.runs[-1], self.settings
         run.snapshots.append(snapshot)
         if not settings.quick and settings.clock_s is None and run.time_to_target_s is not None:
@@ -234,7 +234,7 @@ class Launch:
             self._link.send("stop")
 
     def _limit_s(self) -> float:
-        """When a run that has not arrived is censored: twice static's time, as soon as that is known; or its clock."""
+        """When a run that has not arrived is censored: at twice static's time once that is known, or at its clock."""
         if self.settings.clock_s is not None:
             return self.settings.clock_s
         for run in self.runs:

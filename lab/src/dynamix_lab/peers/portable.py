@@ -1,4 +1,4 @@
-"""Workloads that an interpreter without dynamix can train, and how they are described to it."""
+"""Workloads that an interpreter without dynamix can train, and their description for it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dynamix_lab.tasks import Workload
 
 
 def check_portable(workload: Workload) -> None:
-    """Raises `ConfigError` for a workload that an interpreter without dynamix cannot train: its model's layers and its
-    loss must be torch's own, its optimizer SGD with momentum."""
+    """Raise `ConfigError` if an interpreter without dynamix cannot train a workload: its layers and its loss must be
+    torch's own, and its optimizer SGD with momentum."""
     model = workload.make_model(0)
     foreign = {type(m).__qualname__ for m in model.modules() if getattr(nn, type(m).__name__, None) is not type(m)}
     if not foreign and not _can_be_described(model):
@@ -29,7 +29,7 @@ def check_portable(workload: Workload) -> None:
 
 
 def described(module: nn.Module) -> list[Any]:
-    """The JSON from which `jobs.job.built` makes a network of torch's own layers. Weights are not in it.
+    """The JSON from which `jobs.job.built` makes a network of torch's own layers, without weights.
 
     >>> described(nn.Sequential(nn.Flatten(), nn.ReLU()))
     ['Sequential', [['Flatten', {'start_dim': 1, 'end_dim': -1}], ['ReLU', {'inplace': False}]]]
@@ -40,7 +40,7 @@ def described(module: nn.Module) -> list[Any]:
     for name in inspect.signature(type(module)).parameters:
         value = getattr(module, name, None)
         if name == "bias" and not isinstance(value, bool):
-            value = value is not None  # a layer keeps the tensor under the argument's name
+            value = value is not None  # a layer stores the tensor under the argument's name
         if isinstance(value, (bool, int, float, str, list, tuple)):
             given[name] = value
     return [type(module).__name__, given]
@@ -49,5 +49,5 @@ def described(module: nn.Module) -> list[Any]:
 def _can_be_described(model: nn.Module) -> bool:
     try:
         return repr(built(described(model))) == repr(model)
-    except TypeError:  # an argument that the layer does not keep
+    except TypeError:  # an argument that the layer does not store
         return False

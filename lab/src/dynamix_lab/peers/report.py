@@ -1,4 +1,4 @@
-"""Prints the end of `bench peers`: ratios between policies and peers, the table, the page."""
+"""The results of `bench peers`: ratios between policies and peers, the table, the page."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from dynamix_lab.statistics import censored, paired_ratio
 
 
 def ratios_between(policies: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Time of each of `names` over that of everybody else but static, whose ratios exist; pairs have one seed.
+    """Time of each of `names` over that of all others, except static, whose ratios exist already. Pairs share a seed.
 
-    policies   `policies` of result.json; seeds in which static did not arrive have no bound and are left out
+    policies   `policies` of result.json; seeds in which static did not arrive have no bound and are omitted
     """
     static = policies["static"]["time_to_target_s"]
     kept = [i for i, time_s in enumerate(static) if time_s is not None]
@@ -42,7 +42,7 @@ def ratios_between(policies: Mapping[str, Mapping[str, Any]], names: Sequence[st
 
 
 def best_of(ratios: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
-    """Kind -> which of its variants took least; those of equal time (both censored) in the order they were named.
+    """Kind -> its fastest variant; of equal times (both censored) the first named.
 
     >>> best_of({"ddp/static": {"median": 1.0}, "ddp-256/static": {"median": 0.9}}, ["ddp", "ddp-256"])
     {'ddp': 'ddp-256'}
@@ -52,7 +52,7 @@ def best_of(ratios: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
 
 
 def best_score(policies: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, str]:
-    """Kind -> which of its variants had the highest score at the end, mean of the seeds, where all run equally long.
+    """Kind -> its variant with the highest final score, mean over seeds, for runs of equal length.
 
     >>> best_score({"ddp": {"final_accuracy": [0.8]}, "ddp-256": {"final_accuracy": [0.9]}}, ["ddp", "ddp-256"])
     {'ddp': 'ddp-256'}
@@ -62,7 +62,7 @@ def best_score(policies: Mapping[str, Mapping[str, Any]], names: Sequence[str]) 
 
 
 def _least(values: Mapping[str, float]) -> dict[str, str]:
-    """Kind -> which of its variants has the least value, the one named first where several have it."""
+    """Kind -> its variant with the smallest value; of equal ones the first named."""
     found: dict[str, str] = {}
     for name, value in values.items():
         best = found.setdefault(split_name(name)[0], name)
@@ -72,9 +72,9 @@ def _least(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """One row each; a time that was not reached counts as twice static's.
+    """One row per policy or peer. A time that was not reached counts as twice static's.
 
-    On device hosts also the part of the worst rank's steps whose real work took longer than the device's.
+    On device hosts it includes the fraction of the worst rank's steps whose real work took longer than the device's.
     """
     rows = []
     paced = any(share is not None for part in result["policies"].values() for share in part["overran"])
@@ -100,7 +100,7 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """report.html: the table, accuracy against time, versions and settings of each peer."""
+    """The text of report.html: the table, accuracy against time, versions and settings of each peer."""
     figure, (axes,) = new_figure()
     for i, (name, part) in enumerate(result["policies"].items()):
         for place, curve in enumerate(part["curve"]):

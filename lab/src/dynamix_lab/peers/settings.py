@@ -1,4 +1,4 @@
-"""Settings that the runs of one call of `dynamix bench peers` share."""
+"""The settings that the runs of one call of `dynamix bench peers` share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynamix_lab.installed import how_to_install
 from dynamix_lab.tasks import Workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
-MOST_STEPS = 100_000  # none takes so many before its time is over
+MOST_STEPS = 100_000  # no run reaches it within its time
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class LaunchSettings:
 
     scenario  shipped name or file of the emulator's scenario
     seeds     how many; seed, seed + 1, ...
-    clock_s   end every run after so many seconds instead of at the target
-    quick     a smoke run: little data, few steps, a target anybody reaches
-    policies  to run, in this order; "reference" is decided with the scenario file in hand
+    clock_s   ends every run after this time instead of at the target
+    quick     a smoke run: little data, few steps, an easy target
+    policies  to run, in this order; "reference" knows the scenario's true speeds
     mechanism   of the emulation: "auto", "privileged" or "duty-cycle" (no root)
     """
 
@@ -45,7 +45,7 @@ class LaunchSettings:
     mechanism: Mechanism = "auto"
 
     def check(self) -> None:
-        """Raises `ConfigError` for values that cannot be run, before anything is started."""
+        """Raise `ConfigError` for impossible values, before anything is started."""
         if self.seeds < 1:
             raise ConfigError("seeds", self.seeds, "1 or more", "check the argument")
         if self.clock_s is not None and not 1 <= self.clock_s <= 86_400:
@@ -76,13 +76,13 @@ class LaunchSettings:
         return 16 if self.quick else 4000 if self.clock_s is None else MOST_STEPS
 
     def target(self, workload: Workload) -> float:
-        """The target of its metric. With a clock a workload may have none: then it is 1, and nobody's time to it is
-        said."""
+        """The target of its metric. With a clock a workload may have none. Then it is 1, and no time to it is
+        reported."""
         if self.quick:
             return 0.15
         return 1.0 if self.clock_s is not None and workload.target is None else workload.fixed_target()
 
 
 def disturbance_seed(settings: LaunchSettings, seed: int) -> int:
-    """Apart from the seed of model and data; all runs of one pair share both."""
+    """Differs from the seed of model and data. All runs of one pair share both."""
     return settings.disturbance_seed + seed

@@ -1,4 +1,4 @@
-"""`dynamix bench peers`: live peers and dynamix in turn, on the same emulated hosts, to the same target."""
+"""`dynamix bench peers`: peers and dynamix in turn, on the same emulated hosts, to the same target."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ POLICIES = ("static", "dynamix", "dynamix-256", "dynamix-128")
 class PeersPlan:
     """The runs of one call.
 
-    policies   dynamix's own, static among them: its time bounds everybody's; with a global batch to begin with and a
-               learning rate, as in dynamix-256-lr0.2
+    policies   dynamix's own, including static, whose time bounds all others'. A name may include an initial global
+               batch and a learning rate, as in dynamix-256-lr0.2
     peers      names as `Peer.of` reads and `Peer.name` writes them
     venvs      folder of the peers' environments; None: in the user's cache
     workload   what is trained
-    clock_s    every run ends after so many seconds instead of at the target
+    clock_s    ends every run after this time instead of at the target
     again      static once more at the end of each seed (the A/A pair)
     """
 
@@ -58,7 +58,7 @@ class PeersPlan:
     mechanism: Mechanism = "auto"
 
     def settings(self) -> LaunchSettings:
-        """The runs of a comparison of our own policies, all seeds."""
+        """The settings of all our own policies with all seeds."""
         policies = tuple(dict.fromkeys(split_name(name)[0] for name in self.policies))
         return LaunchSettings(
             scenario=self.scenario,
@@ -72,11 +72,11 @@ class PeersPlan:
         )
 
     def launch(self, name: str, seed: int) -> LaunchSettings:
-        """One run by itself."""
+        """The settings of one run."""
         return replace(self.settings(), policies=(name,), seeds=1, seed=seed)
 
     def check(self) -> None:
-        """Raises `ConfigError` for what cannot be run, before anything is started."""
+        """Raise `ConfigError` for what cannot be run, before anything is started."""
         if "static" not in self.policies:
             raise ConfigError("policies", list(self.policies), "static among them", "add static: all ratios are to it")
         self.settings().check()
@@ -94,7 +94,7 @@ class PeersPlan:
                 raise ConfigError("peer", name, Peer.of(name).name, "leave the usual values away")
 
     def order(self, seed: int, present: Sequence[str]) -> list[str]:
-        """Static first, since its time bounds the others; then everybody else, in turn; static once more at the end."""
+        """Static first, because its time bounds the others; then all others in turn; static once more at the end."""
         others = [*(name for name in self.policies if name != "static"), *present]
         return ["static", *balanced_order(others, seed), *([AGAIN] if self.again and not self.quick else [])]
 
@@ -103,11 +103,11 @@ class PeersPlan:
 class PeersSuite(Suite):
     """`dynamix bench peers`: a cell is one run, of a peer or of a policy of dynamix, with one seed.
 
-    display        what a person sees meanwhile
-    environments   by name, or why there is none; `prepared` makes them
+    display        shows the user the progress
+    environments   by name, or the reason why there is none; `prepared` makes them
 
-    A peer without an environment is reported as absent, one that fails in a run as failed and censored there; the rest
-    goes on.
+    A peer without an environment is reported as absent. A peer that fails in a run is reported as failed and censored
+    there. The rest continues.
     """
 
     plan: PeersPlan
@@ -124,7 +124,7 @@ class PeersSuite(Suite):
 
     @property
     def absent(self) -> dict[str, str]:
-        """Peers that cannot, and why."""
+        """Peers that cannot run, and why."""
         found = {name: self.environments[Peer.of(name).environment] for name in self.plan.peers}
         return {name: why for name, why in found.items() if isinstance(why, str)}
 
@@ -158,13 +158,13 @@ class PeersSuite(Suite):
         return [Cell(_key(seed, n), (seed, n)) for seed in seeds for n in plan.order(seed, self.present)]
 
     def begin(self, found: Mapping[str, Any]) -> None:
-        """Events of runs that did not end are dropped."""
+        """Drop events of unfinished runs."""
         for name in dict.fromkeys(Peer.of(name).environment for name in self.absent):
             self.display.say(f"{name} is absent: {self.environments[name]}")
         keep_events(self.folder, lambda event: _key(event["seed"], event["policy"]) in found)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
-        """One run in an emulation of its own, so that nothing of one is left when the next begins."""
+        """Make one run in its own emulation, so that nothing remains of it when the next begins."""
         seed, name = cell.what
         torch.set_num_threads(1)
         plan, settings = self.plan, self.plan.launch(name, seed)
@@ -249,7 +249,7 @@ class PeersSuite(Suite):
 
 
 def prepared(plan: PeersPlan, tell: Callable[[str], None]) -> dict[str, Environment | str]:
-    """The environments of the plan's peers by name, made if missing, or why there is none."""
+    """The environments of the plan's peers by name, made if missing, or the reason why there is none."""
     place = plan.venvs or environments.default_folder()
     wanted = dict.fromkeys(Peer.of(name).environment for name in plan.peers)
     return {name: environments.prepare(name, place, tell=tell) for name in wanted}

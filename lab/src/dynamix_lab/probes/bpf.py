@@ -1,7 +1,7 @@
-"""Retransmissions of this worker's connections as the kernel makes them: tracepoints counted by bpftrace (eBPF).
+"""Counts the kernel's retransmissions on this worker's connections by tracepoints, with bpftrace (eBPF).
 
-Optional: TCP_INFO (`network.py`) tells the same without privileges, but only of connections that are still open when it
-looks. `DYNAMIX_BPF=1` asks for this one; each rank then runs a tracer of its own.
+Optional: TCP_INFO (`network.py`) gives the same without privileges, but only for connections that are open when it is
+read. `DYNAMIX_BPF=1` enables this probe; each rank then runs its own tracer.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ VARIABLE = "DYNAMIX_BPF"
 _EVENTS = (Path("/sys/kernel/tracing/events"), Path("/sys/kernel/debug/tracing/events"))
 _RETRANSMIT, _SEND = "tcp/tcp_retransmit_skb", "sock/sock_send_length"
 _EVERY_MS = 200
-# Keys are ports in host byte order; addresses are left out, for no two of this worker's connections share both ports.
+# Keys are ports in host byte order, without addresses: no two of this worker's connections have both ports in common.
 _COUNT = "tracepoint:tcp:tcp_retransmit_skb { @again[args->sport, args->dport] = count(); }"
-# The length is what the call returned, so errors are below zero; 6 is TCP. Kernels from 6.3 on have this tracepoint.
+# The length is the call's return value, so errors are negative; 6 is TCP. Kernels from 6.3 on have this tracepoint.
 _SENDS = "/pid == %d && args->protocol == 6 && args->ret > 0/"
 _BYTES = f"tracepoint:sock:sock_send_length {_SENDS} {{ @sent = sum(args->ret); }}"
 _TELL = 'interval:ms:%d { print(@again); clear(@again); %sprintf("told\\n"); }'
@@ -34,13 +34,13 @@ _TELL_BYTES = "print(@sent); clear(@sent); "
 class BpfProbe:
     """Reads the kernel's tracepoints about this process's own connections.
 
-    retransmits_per_s   segments sent again (tcp:tcp_retransmit_skb), of connections this process has or had, known by
-                        their ports; without those of the rendezvous store
-    bytes_per_s         payload handed to TCP (sock:sock_send_length), where the kernel has that tracepoint and the
-                        process is in no process namespace of its own
+    retransmits_per_s   segments sent again (tcp:tcp_retransmit_skb), on connections that this process has or had,
+                        identified by their ports; without those of the rendezvous store
+    bytes_per_s         payload handed to TCP (sock:sock_send_length), if the kernel has that tracepoint and the process
+                        is not in its own process namespace
 
-    A figure for which it has no data is left out, so that `NetworkProbe`'s answer stands. Needs root, bpftrace and a
-    mounted tracefs; without them it never answers. The tracer ends with this object, with `close`, or with the process.
+    A figure without data is omitted, so that `NetworkProbe`'s value remains. Needs root, bpftrace and a mounted
+    tracefs; without them it never answers. The tracer ends with this object, with `close`, or with the process.
     """
 
     name = "bpf"
@@ -55,12 +55,12 @@ class BpfProbe:
 
     @classmethod
     def wanted(cls) -> bool:
-        """Whether the environment asks for this probe."""
+        """Whether the environment enables this probe."""
         return os.environ.get(VARIABLE) == "1"
 
     @classmethod
     def detect(cls) -> tuple[bool, str]:
-        """(available, why or how). Reads files only; the tracer itself is tried when it is wanted."""
+        """(available, why or how). Only reads files; the tracer is tried when the probe is wanted."""
         if not sys.platform.startswith("linux"):
             return False, f"eBPF is Linux's, this is {sys.platform}"
         missing = []
@@ -77,14 +77,14 @@ class BpfProbe:
         return True, f"bpftrace counts {has} at the kernel's tracepoints ({state})"
 
     def sample(self) -> dict[str, float]:
-        """`retransmits_per_s`, and `bytes_per_s` where known, since the previous sample; empty without data."""
+        """`retransmits_per_s`, and `bytes_per_s` if available, since the previous sample; empty without data."""
         if self._tracer is None or self._tracer.poll() is not None:
             return {}
         self._own |= self._connections()
         with self._lock:
             told, sent = self._told, self._sent
             again = sum(self._again[key] for key in self._own)
-            # Others' connections are no business of ours, and a long job on a busy host would remember them all.
+            # Only own connections count, and on a busy host a long job would collect all others, too.
             for key in [key for key in self._again if key not in self._own]:
                 del self._again[key]
         now = time.perf_counter()
@@ -115,7 +115,7 @@ class BpfProbe:
         if sending:
             program.append(_BYTES % self._pid)
         try:
-            # A closed pipe ends it when this process is killed: it prints five times a second, whatever happens.
+            # A closed pipe ends the tracer when this process is killed, because it prints five times a second.
             command, nowhere = ["bpftrace", "-f", "json", "-e", " ".join(program)], subprocess.DEVNULL
             tracer = subprocess.Popen(
                 command, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere, start_new_session=True
@@ -129,7 +129,7 @@ class BpfProbe:
         assert tracer.stdout is not None
         with contextlib.suppress(ValueError, OSError):  # closed by `close`
             for line in tracer.stdout:
-                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # a line that is not ours
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # foreign lines
                     self._take(json.loads(line))
 
     def _take(self, message: dict[str, object]) -> None:
@@ -145,12 +145,12 @@ class BpfProbe:
             self._sent += int(data.get("@sent") or 0)
 
     def _connections(self) -> set[tuple[int, int]]:
-        """(local, remote) ports of this process's connections but the store's."""
+        """(local, remote) ports of this process's connections, except the store's."""
         pairs = (ports(fd) for fd, _ in open_connections().values())
         return {pair for pair in pairs if self._store_port not in pair}
 
 
 def _events(name: str) -> Path | None:
-    """The folder of a tracepoint, None where it cannot be seen."""
+    """The folder of a tracepoint, None if it is not visible."""
     found = (folder / name for folder in _EVENTS)
     return next((folder for folder in found if (folder / "format").exists()), None)

@@ -1,4 +1,4 @@
-"""Pages and tables made of results.
+"""Pages and tables of results.
 
     from dynamix_lab.report import Page, Section, Table, measured, new_figure, provenance
 
@@ -14,9 +14,9 @@
     path.write_text(page.html(), encoding="utf-8")     # one self-contained file
     table.markdown()                                   # the same rows for table.md and docs
 
-`Table` holds text: `number`, `percent` and `with_interval` format what goes into it. `document` joins tables and
-paragraphs to Markdown, `sections_markdown` writes sections without their figures. `COLOURS`, `look`, `dot` and
-`legend_below` keep plots alike. All text is escaped by the page.
+`Table` holds text; `number`, `percent` and `with_interval` format its cells. `document` joins tables and paragraphs to
+Markdown; `sections_markdown` writes sections without their figures. `COLOURS`, `look`, `dot` and `legend_below` give
+plots the same style. The page escapes all text.
 """
 
 from dynamix_lab.report.figures import COLOURS, dot, legend_below, look, new_figure, svg

@@ -14,11 +14,11 @@ _LINES, _MARKERS = ("-", "--", ":", "-."), "osD^vPX*"
 
 
 def new_figure(rows: int = 1, *, columns: int = 1, height: float | None = None) -> tuple[Figure, list[Axes]]:
-    """An empty figure and its axes, row by row. `height` in inches; by default one that suits the rows."""
+    """An empty figure and its axes, row by row. `height` in inches; the default suits the number of rows."""
     from matplotlib.figure import Figure
 
     high = height if height is not None else 3.4 if rows == 1 else 1.9 * rows
-    figure = Figure(figsize=(6, high), layout="constrained")  # narrow: a phone shows it without making it tiny
+    figure = Figure(figsize=(6, high), layout="constrained")  # narrow, so that a phone shows it large enough
     grid = figure.subplots(rows, columns, sharex=columns == 1, sharey=True, squeeze=False)
     for axes in grid.flat:
         axes.spines[["top", "right"]].set_visible(False)
@@ -26,17 +26,17 @@ def new_figure(rows: int = 1, *, columns: int = 1, height: float | None = None) 
 
 
 def look(i: int) -> dict[str, Any]:
-    """Colour and dash of the line number `i`: neighbours differ in both, and 32 lines differ in one."""
+    """Colour and dash of line number `i`. Neighbours differ in both; 32 lines differ in at least one."""
     return {"color": COLOURS[i % 8], "ls": _LINES[(i + i // 8) % 4], "lw": 1.4}
 
 
 def dot(i: int) -> dict[str, Any]:
-    """Colour and shape of the points number `i`: eight are filled, and the next eight are hollow."""
+    """Colour and shape of point set `i`: the first eight are filled, and the next eight are hollow."""
     return {"color": COLOURS[i % 8], "marker": _MARKERS[i % 8], "ls": "", "ms": 6, "mfc": None if i < 8 else "none"}
 
 
 def legend_below(axes: Axes) -> None:
-    """A legend below the axes, in up to three columns. The figure grows by what it takes."""
+    """A legend below the axes, in up to three columns. The figure grows by its height."""
     handles, labels = axes.get_legend_handles_labels()
     columns = min(max(72 // (max(map(len, labels), default=0) + 5), 1), 3)
     figure = axes.figure.figure

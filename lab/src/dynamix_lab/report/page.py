@@ -1,4 +1,4 @@
-"""Self-contained pages: text, tables and plots in one HTML file that asks nothing of a network."""
+"""Self-contained pages: text, tables and plots in one HTML file that loads nothing from a network."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Section:
 
     text      paragraphs above the table
     figure    a matplotlib figure, drawn as SVG inside the page
-    caption   says under the figure what it shows
+    caption   text under the figure
     notes     smaller paragraphs
     links     text -> address, relative to the page
     """
@@ -54,7 +54,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A page: title, paragraphs that say what it shows, sections, and at the end how it was measured.
+    """A page: title, paragraphs with its findings, sections, and at the end how it was measured.
 
     details   names and values for the last section; `measured` gives those of a result
     """
@@ -80,8 +80,8 @@ def sections_markdown(sections: Sequence[Section]) -> str:
 
 
 def measured(result: Mapping[str, Any]) -> dict[str, str]:
-    """The `details` of a page about `result`: command, commit, cluster, seeds, machine and what else decides a
-    figure.
+    """The `details` of a page about `result`: command, commit, cluster, seeds, machine and other facts that affect its
+    figures.
     """
     known = {name: result[name] for name in DETAILS if result.get(name) is not None}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in known.items()}

@@ -8,12 +8,12 @@ from typing import Any
 
 from dynamix_lab.report.templates import rendered
 
-_LONG = 30  # characters; a cell that has more is text, which wraps
+_LONG = 30  # characters; a longer cell is text, which wraps
 
 
 @dataclass(frozen=True)
 class Table:
-    """Text in rows and columns. A number has the digits that its writer gave it.
+    """Text in rows and columns. Numbers keep the digits that their writer gave them.
 
     head   names of the columns
     rows   as many cells each
@@ -29,11 +29,11 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """As Markdown, ending with a line break. A bar in a cell is escaped."""
+        """The table as Markdown, ending with a line break. A bar in a cell is escaped."""
         return rendered("table.md", table=self)
 
     def html(self) -> str:
-        """As an HTML table. Ratios come first, as a narrow screen shows, and long text comes last."""
+        """The table as HTML. Ratios come first, so that a narrow screen shows them; long text comes last."""
         long = {at for at in range(1, len(self.head)) if any(len(row[at]) > _LONG for row in self.rows)}
         other = [not name.startswith("over ") for name in self.head]
         order = sorted(range(len(self.head)), key=lambda at: (at > 0, at in long, other[at]))
@@ -46,7 +46,7 @@ def document(*parts: Table | str) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """A number with so many digits after the point; an en dash where there is none.
+    """A number with `digits` after the point; an en dash if there is none.
 
     >>> number(0.5, 2), number(None, 2), number(float("nan"), 2)
     ('0.50', '–', '–')
@@ -55,7 +55,7 @@ def number(value: float | None, digits: int) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share as a whole percentage.
+    """A fraction as a whole percentage.
 
     >>> percent(0.256), percent(None)
     ('26 %', '–')
@@ -64,7 +64,7 @@ def percent(value: float | None) -> str:
 
 
 def with_interval(ratio: Mapping[str, Any], digits: int = 3) -> str:
-    """A ratio as `paired_ratio` gives it, with its interval where there is one.
+    """A ratio from `paired_ratio`, with its interval if there is one.
 
     >>> with_interval({"median": 0.8, "low": 0.75, "high": 0.85})
     '0.800 (0.750-0.850)'

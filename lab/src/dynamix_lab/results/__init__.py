@@ -1,1 +1,1 @@
-"""Results that are kept in results/ of the repository, and the tables that docs show of them."""
+"""Results that are stored in the repository's results/, and their tables in the docs."""

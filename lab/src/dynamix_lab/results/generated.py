@@ -1,13 +1,13 @@
 """Generates from results/: the page of each, `results/NAME-DATE/table.md`, and tables in README and docs.
 
-A table stands between two comments and is never edited:
+A table is enclosed by two comments and is never edited:
 
     <!-- table: results/demo-2026-11-23 -->
     ...
     <!-- end -->
 
-`results/demo-*` is the newest result of that name. A third word chooses what is below one heading of its page, such as
-`<!-- table: results/compression-* goals -->`. Names of columns leave all but these columns out:
+`results/demo-*` is the newest result of that name. A third word selects the part below one heading of its page, as in
+`<!-- table: results/compression-* goals -->`. Names of columns select only these columns:
 `<!-- table: results/compression-* goals: goal | reached -->`.
 """
 
@@ -37,7 +37,7 @@ def pages(root: Path) -> list[Path]:
 
 
 def changes(root: Path) -> Iterator[tuple[Path, str]]:
-    """The pages that are not as results/ has them, each with the text that it should have."""
+    """The pages that differ from results/, each with its correct text."""
     made = {path: generated(path, root) for path in pages(root)}
     for result in sorted((root / "results").glob("*/result.json")):
         made[result.parent / "table.md"] = tables_of(result.parent)
@@ -47,7 +47,7 @@ def changes(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def tables_of(folder: Path) -> str:
-    """The page of a result. If its suite is gone, the page stays as it is; "" if there is none."""
+    """The page of a result. If its suite was removed, the existing page; "" if there is none."""
     result, path = result_of(folder), folder / "table.md"
     if made := markdown_of(result):
         return f"# {folder.name}\n\n{source(result)}\n\n{made}"
@@ -55,7 +55,7 @@ def tables_of(folder: Path) -> str:
 
 
 def generated(page: Path, root: Path) -> str:
-    """A page with its tables made anew. Raises `ConfigError` for a comment that is not closed."""
+    """A page with its tables regenerated. Raises `ConfigError` for a comment that is not closed."""
     text = page.read_text(encoding="utf-8")
     if text.count("<!-- table:") != len(_BLOCK.findall(text)):
         raise ConfigError(
@@ -75,11 +75,11 @@ def generated(page: Path, root: Path) -> str:
 
 
 def part_of(text: str, heading: str, columns: Sequence[str]) -> str:
-    """The part of a result's page below a heading, or all; of its table these columns alone, if any are named.
+    """The part of a result's page below a heading, or all of it; only these columns of its table, if any are named.
 
-    Raises `ConfigError` for a heading or a column that is not there.
+    Raises `ConfigError` for a missing heading or column.
     """
-    below = re.sub(r"^`.+`, commit .*\n", "", text, flags=re.MULTILINE)  # without what made it
+    below = re.sub(r"^`.+`, commit .*\n", "", text, flags=re.MULTILINE)  # without the line about command and commit
     before, *split = re.split(r"^#+ (.*)\n", below, flags=re.MULTILINE)
     bodies = {_anchor(title): body for title, body in zip(split[::2], split[1::2], strict=True)}
     if heading and heading not in bodies:
@@ -112,7 +112,7 @@ def source(result: Mapping[str, Any]) -> str:
 
 
 def _short_source(folder: Path, page: Path) -> str:
-    """The line under a table in a page: the command, how many seeds, and a link to all that was recorded."""
+    """The line under a table in a page: the command, the number of seeds, and a link to the full record."""
     result = result_of(folder)
     seeds = f", {len(result['seeds'])} seeds" if len(result.get("seeds", [])) > 1 else ""
     link = relpath(folder / "table.md", page.parent)

@@ -1,7 +1,7 @@
-"""Results that are kept: `results/NAME-DATE/{result.json, command, machine.json, table.md}` of the repository.
+"""Stored results: `results/NAME-DATE/{result.json, command, machine.json, table.md}` of the repository.
 
-A result is taken over from the folder of a finished run. It is refused where it could not be made again from what it
-says: without its command, without a commit, or from a changed source tree.
+A result is copied from the folder of a finished run. It is refused if it cannot be reproduced from its own record:
+without its command, without a commit, or from a changed source tree.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ COMPARING = ("seeds", "target", "policies", "ratios", "mechanisms", "scenario_sh
 
 
 def record(folder: Path, name: str, *, results: Path = Path("results"), changed: bool = False) -> Path:
-    """Take the finished run in `folder` over as results/NAME-DATE; returns the new folder.
+    """Copy the finished run in `folder` to results/NAME-DATE. Returns the new folder.
 
     name      in lower case, with hyphens; the date is that of the run's start
-    changed   also from a source tree with changes that are in no commit, which machine.json then says
+    changed   accept a source tree with uncommitted changes; machine.json records that
 
-    Raises `ConfigError` for a folder without a finished run, for a result that does not hold what it must, and where
-    the new folder exists.
+    Raises `ConfigError` for a folder without a finished run, for a result with missing fields, and if the new folder
+    exists.
     """
     if not NAME.fullmatch(name):
         raise ConfigError("as", name, "a name in lower case letters, digits and hyphens", "say demo")
@@ -49,7 +49,7 @@ def record(folder: Path, name: str, *, results: Path = Path("results"), changed:
 
 
 def check(result: Mapping[str, Any], *, changed: bool = False) -> None:
-    """Raises `ConfigError` for a result that is not to be kept, naming what it lacks."""
+    """Raise `ConfigError` for a result that cannot be stored, naming what it lacks."""
     needed = KEYS + (COMPARING if "policies" in result else ())
     for name in needed:
         if name not in result:
@@ -73,7 +73,7 @@ def check(result: Mapping[str, Any], *, changed: bool = False) -> None:
 
 
 def machine_of(result: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """machine.json: the host and its load at the start as run.json has it, the commit, and whether it was changed."""
+    """machine.json: the host and its load at the start from run.json, the commit, and whether files were changed."""
     host = run.get("host") or {
         **run["machine"],
         "python": run["versions"]["python"],
@@ -86,7 +86,7 @@ def machine_of(result: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, A
 def newest(path: str, root: Path) -> Path | None:
     """The folder of `path`, relative to `root`: results/NAME-DATE, or results/NAME-* for the newest of a name.
 
-    None where no result of that name is there yet.
+    None if there is no result of that name yet.
     """
     if not path.endswith("-*"):
         return root / path
@@ -119,7 +119,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _texts(value: Any, where: str = "result") -> Iterator[tuple[str, str]]:
-    """Every string in a JSON value, with the place it has."""
+    """Every string in a JSON value, with its place."""
     if isinstance(value, str):
         yield where, value
     elif isinstance(value, Mapping):

@@ -9,7 +9,7 @@ from dynamix_lab.report import Section, Table, percent, sections_markdown
 
 
 def kind(result: Mapping[str, Any]) -> str:
-    """Which command made a result: demo, or the name after `bench`; or a script.
+    """The command that made a result: demo, or the name after `bench`; or a script.
 
     >>> kind({"command": "dynamix bench peers --quick"}), kind({"command": "dynamix demo"})
     ('peers', 'demo')
@@ -23,7 +23,7 @@ def kind(result: Mapping[str, Any]) -> str:
 
 
 def markdown_of(result: Mapping[str, Any]) -> str:
-    """The tables of a result as Markdown; "" if its suite is gone."""
+    """The tables of a result as Markdown; "" if its suite was removed."""
     from dynamix_lab.experiment import table as experiment
 
     if "beside" in result.get("plan", {}):  # an experiment's, whatever its name
@@ -59,7 +59,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
 
 
 def mutants_table(result: Mapping[str, Any]) -> Table:
-    """One row: how many of the small errors put into a package its tests notice."""
+    """One row: how many small errors, inserted into a package, its tests detect."""
     part = percent(result["killed"] / result["mutants"])
     row = [result["package"], str(result["mutants"]), str(result["killed"]), part, f"{result['limit_s']:.0f}"]
     return Table(["package", "mutants", "noticed", "part", "seconds allowed each"], [row])

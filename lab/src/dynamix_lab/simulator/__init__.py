@@ -1,4 +1,4 @@
-"""Simulated clusters, C at once: compute, network, statistics of training, disturbances, and their environment."""
+"""Simulated clusters, C at once: compute, network, training statistics, disturbances, and their environment."""
 
 from dynamix_lab.simulator.calibration import calibration
 from dynamix_lab.simulator.clusters import Clusters, bounds_of, sample_clusters

@@ -1,6 +1,6 @@
-"""Figures fitted to public measurements: what computing, noise scales and slowdowns of real clusters look like.
+"""Figures fitted to public measurements of computing, noise scales and slowdowns of real clusters.
 
-`calibration.json` beside this module holds fitted coefficients with their source and error, never the measurements;
+`calibration.json` in this folder has the fitted coefficients with their source and error, but no measurements.
 `dynamix bench calibration` makes it from the public files.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.window import Floats
 
-# Batch grid of the curves: log2(batch) from 0 in quarters of an octave.
+# Batch grid of the curves: log2(batch) from 0, in quarters of an octave.
 OCTAVE_PARTS, OCTAVES = 4, 15
 GRID: Floats = np.arange(OCTAVES * OCTAVE_PARTS + 1) / OCTAVE_PARTS
 MIN_R2 = 0.9
@@ -23,7 +23,7 @@ MIN_R2 = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Seconds for b samples on one GPU: alpha + beta * b, as fitted; `batch_max` is the largest batch that ran."""
+    """Seconds for b samples on one GPU: alpha + beta * b, as fitted. `batch_max` is the largest batch measured."""
 
     model: str
     gpu: str
@@ -43,12 +43,12 @@ class NoiseCurve:
     knots: tuple[float, ...]  # log phi at 0, 1/(n-1), ... 1, interpolated
     rho: float
     residual: float  # standard deviation of log phi about the fit
-    samples: float  # of the whole training at the base batch
+    samples: float  # of the whole training with the base batch
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Everything fitted. `curves` (K, len(GRID)): measured seconds over the affine fit's, for other tables."""
+    """All fits. `curves` (K, len(GRID)): measured seconds over the affine fit's, for models that it does not suit."""
 
     affine: dict[tuple[str, str], Affine]
     noise: dict[str, NoiseCurve]
@@ -61,7 +61,7 @@ class Calibration:
     sources: dict[str, str]
 
     def of(self, model: str, gpu: str) -> Affine:
-        """The fit of one pair. Raises `ConfigError` that names what there is.
+        """The fit of one pair. Raises `ConfigError` that names the available ones.
 
         >>> calibration().of("cifar10", "T4").r2 > 0.99
         True
@@ -78,7 +78,7 @@ class Calibration:
         return self.affine[model, gpu]
 
     def affine_models(self) -> dict[str, list[Affine]]:
-        """Model -> its GPUs whose affine fit holds (R2 of 0.9 or more), for models with at least three."""
+        """Model -> its GPUs with a good affine fit (R2 of 0.9 or more), for models with at least three."""
         found: dict[str, list[Affine]] = {}
         for fit in self.affine.values():
             if fit.r2 >= MIN_R2:
@@ -86,7 +86,7 @@ class Calibration:
         return {model: fits for model, fits in found.items() if len(fits) >= 3}
 
     def curve(self, model: str, gpu: str) -> int:
-        """The row of `curves` for a pair, -1 where its affine fit holds."""
+        """The row of `curves` for a pair, -1 if its affine fit is good."""
         return self.curve_names.index((model, gpu)) if (model, gpu) in self.curve_names else -1
 
 

@@ -1,7 +1,7 @@
-"""Makes `calibration.json` from the public measurements: `dynamix bench calibration FOLDER OUT.json`.
+"""Makes `calibration.json` from public measurements: `dynamix bench calibration FOLDER OUT.json`.
 
-FOLDER holds the files named in `SOURCES` (not shipped). The fit writes coefficients, their errors, and errors on points
-that it has not seen.
+FOLDER holds the files named in `SOURCES` (not shipped). The fit writes coefficients, their errors, and errors on
+held-out points.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOURCES = {
     "jabas/resnet50_comp_profile.csv": "unist-ssl/JABAS b15fd5e1, MIT",
     "pai/job_*_norm.csv": "alibaba/clusterdata 7a6c496e, cluster-trace-gpu-v2020, CC-BY-4.0",
 }
-# Steps to the target against the batch at a constant learning rate, measured on mnist1d (docs/design/simulator.md).
+# Steps to the target against the batch with a constant learning rate, measured on mnist1d (docs/design/simulator.md).
 STEP_COUNT_RATIO = {"value": 0.43, "source": "dynamix bench stepcount, seeds 9001 and 9002"}
 # Spread between workers of 100 PAI jobs: coefficient of variation of mini-batch times, median and 90th percentile.
 PAI_SPREAD = {"median": 0.087, "p90": 0.97}
@@ -72,7 +72,7 @@ def _affine_row(row: dict[str, str]) -> dict[str, Any]:
 
 
 def _curves(folder: Path, affine: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tables with R2 < 0.9 as factors on their affine fit, interpolated in log batch; flat outside what is measured."""
+    """Tables with R2 < 0.9 as factors on their affine fit, interpolated in log batch, and constant outside the data."""
     tables: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in _rows(folder / "fits/nonaffine_step_time.csv"):
         seconds = float(row["relative_step_time"]) * float(row["smallest_batch_ms"]) / 1e3
@@ -139,7 +139,7 @@ def _gavel(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _job(key: str) -> tuple[str, int, int]:
-    """("ResNet-18", 16, 1) from "('ResNet-18 (batch size 16)', 1)"; batch 0 where none is named."""
+    """("ResNet-18", 16, 1) from "('ResNet-18 (batch size 16)', 1)"; batch 0 if none is named."""
     name, gpus = ast.literal_eval(key)
     found = re.match(r"(.*) \(batch size (\d+)\)$", name)
     return (found[1], int(found[2]), gpus) if found else (name, 0, gpus)
@@ -156,10 +156,10 @@ def _gavel_alone(folder: Path) -> Points:
 
 
 def _held_out(points: Points) -> dict[str, Any]:
-    """Each batch size predicted from an affine fit to the job's others; relative errors.
+    """Predicts each batch size from an affine fit to the job's other sizes; relative errors.
 
-    `inside`: sizes between others, which is where the simulator uses a fit; `ends`: the smallest and the largest, which
-    the fit has to extrapolate to, mostly by a factor of two.
+    `inside`: sizes between others, which is how the simulator uses a fit. `ends`: the smallest and the largest, to
+    which the fit must extrapolate, mostly by a factor of two.
     """
     inside, ends, by_job = [], [], {}
     for job, pairs in sorted(points.items()):
@@ -181,7 +181,7 @@ def _spread(errors: list[float]) -> dict[str, float]:
 
 def _error_without(batch: Floats, seconds: Floats, i: int) -> float:
     kept = np.arange(len(batch)) != i
-    design = np.column_stack([np.ones(kept.sum()), batch[kept]]) / seconds[kept, None]  # relative errors, as judged
+    design = np.column_stack([np.ones(kept.sum()), batch[kept]]) / seconds[kept, None]  # relative errors, as scored
     alpha, beta = np.linalg.lstsq(design, np.ones(kept.sum()), rcond=None)[0]
     return float(abs(alpha + beta * batch[i] - seconds[i]) / seconds[i])
 
@@ -195,7 +195,7 @@ def _r2(batch: Floats, seconds: Floats) -> float:
 
 
 def _colocation(folder: Path) -> dict[str, list[float]]:
-    """Quantiles of alone/together throughput of jobs that share a GPU, both still running."""
+    """Quantiles of alone/together throughput of jobs that share a GPU while both run."""
     found = {}
     for gpu, table in sorted(_gavel(folder).items()):
         slowdowns = []
@@ -239,7 +239,7 @@ def _processes(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def _pai(path: Path) -> tuple[Floats, Floats]:
-    """(slots,) times and (slots, W) mini-batch times of the workers; gaps take the slot before."""
+    """(slots,) times and (slots, W) mini-batch times of the workers; a gap repeats the previous slot."""
     workers: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for row in _rows(path):
         workers[int(row["worker"])].append((float(row["time"]), float(row["batch_time_norm"])))
@@ -273,7 +273,7 @@ def write_calibration(folder: Path, out: Path) -> dict[str, Any]:
 
 
 def lines(held_out: Mapping[str, Any]) -> list[str]:
-    """The errors on points that the fits have not seen, for a person."""
+    """The errors on held-out points, as text."""
     return [
         "{}: {} {mean_absolute:.1%} mean, {p90:.1%} p90, {points} points".format(source, place, **part[place])
         for source, part in held_out.items()

@@ -1,4 +1,4 @@
-"""A simulated cluster, and how unlike ones are sampled so that the best batch is inside the bounds."""
+"""A simulated cluster, and a sampler of varied clusters whose best batch is inside the bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynamix_lab.simulator.network import ring_all_reduce
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """C clusters of W workers. Optional fields are None where no cluster has that feature.
+    """C clusters of W workers. Optional fields are None if no cluster has that feature.
 
     Computing, (C, W)
       alpha, beta            s, s/sample
@@ -24,18 +24,18 @@ class Clusters:
       memory_cap             most samples that fit
       jitter_sd, stall (C,)  of every step, relative; jitter_memory (C,) its AR(1) coefficient from step to step
       jitter_s               sd in s of every step, whatever its batch: time slices, interrupts, the run queue
-      together_sd (C,)       relative sd of what slows all workers alike, AR(1) from step to step
-      cost_sigma (C,)        sd of the log of one sample's cost (`costs_of_samples`); where seconds are affine
-      costs_known (C,)       whether the job is told what samples cost: it cuts rounds by that, and windows have `work`
+      together_sd (C,)       relative sd of a slowdown that all workers share, AR(1) from step to step
+      cost_sigma (C,)        sd of the log of one sample's cost (`costs_of_samples`); if seconds are affine
+      costs_known (C,)       whether the job knows the samples' costs: it divides rounds by them; windows have `work`
     Disturbances
       slow_off_s, slow_on_s, slow_weakest, slow_strongest (C, W), slow_even (C,), slow_group (C, W)   see `Slowdowns`
       neighbour_period_s, neighbour_factor (C,)   a moving neighbour
-      stairs (C, W)          factors that follow the clock, known beforehand to nobody
+      stairs (C, W)          factors that follow the clock, unknown to all policies beforehand
       change_cost_s (C,)     added to the first step of a new allocation
-      decision_s (C,)        added to the step after a window, in which a decision is made; 0 where it hides
+      decision_s (C,)        added to the step after a window, in which a decision is made; 0 if it overlaps
     Exchange, (C,)
       exchange_s, overlap    s at rest; exponent of `step_time`
-      bytes_share            part of it that the slowest link decides
+      bytes_share            fraction of it that depends on the slowest link
       link, link_off_s, link_on_s, link_strongest (C, W), link_group   slowness of links and its episodes
     Training, (C,)
       base_batch             global samples at the start
@@ -115,16 +115,16 @@ class Clusters:
 
 
 def exposed_decisions(count: int, rng: np.random.Generator) -> Floats:
-    """Seconds (C,) that a decision adds to a step: none in half of the clusters, whose devices compute meanwhile.
+    """Seconds (C,) that a decision adds to a step: 0 in half of the clusters, whose devices compute meanwhile.
 
-    Elsewhere the processor time of a decision (`dynamix bench overhead`): from 2.6 ms, the goodput rule's for 4
+    In the others it is a decision's processor time (`dynamix bench overhead`): from 2.6 ms, the goodput rule's for 4
     workers, to 14 ms, that of `dynamix` for 1,024.
     """
     return np.where(rng.random(count) < 0.5, 0.0, np.exp(rng.uniform(np.log(0.0026), np.log(0.014), count)))
 
 
 def bounds_of(clusters: Clusters) -> Bounds:
-    """The bounds of `Controller`: 1 to 8 times the starting size of each worker, or what its memory holds."""
+    """The bounds of `Controller`: 1 to 8 times the starting size of each worker, limited by its memory."""
     workers = clusters.shape[1]
     high = np.broadcast_to(np.maximum(clusters.base_batch // workers, 1)[:, None] * 8, clusters.shape)
     if clusters.memory_cap is not None:
@@ -133,11 +133,11 @@ def bounds_of(clusters: Clusters) -> Bounds:
 
 
 def sample_clusters(count: int, workers: int, seed: int) -> Clusters:
-    """Unlike clusters: speeds up to 5:1 apart, quiet and disturbed, cheap and dear exchange.
+    """Varied clusters: speed ratios up to 5:1, quiet and disturbed, cheap and expensive exchange.
 
     The noise scale is chosen from the costs so that the best global batch at the start is 0.35 to 2.5 times the base
-    batch: otherwise most optima sit at a bound and there is nothing to learn. A quarter are like the demo: four unlike
-    hosts behind CPU quotas and a moving neighbour that halves one of them.
+    batch. Otherwise most optima are at a bound and there is nothing to learn. A quarter are like the demo: four unequal
+    hosts with CPU quotas, and a moving neighbour that halves the speed of one of them.
     """
     rng = np.random.default_rng([seed, workers, 77])
     shape, even = (count, workers), np.ones((count, workers))

@@ -1,4 +1,4 @@
-"""Seconds a worker computes: affine in its batch, with measured curves and memory cliffs, times jitter."""
+"""Seconds that a worker computes: affine in its batch, with measured curves and memory cliffs, times jitter."""
 
 from dataclasses import dataclass
 
@@ -13,21 +13,21 @@ _SIZES = 96  # grid points of the inverse of a curve that is not affine
 def jitter(bits: np.ndarray, deviation: Floats, stall: Floats) -> Floats:
     """Factors (C, W) on seconds: 1 + `deviation`, and in one step of eight a stall of +`stall`.
 
-    The stall is the second mode that CPU quotas give: a step that meets the end of its period waits out the rest.
+    The stall is the second mode under CPU quotas: a step that exceeds its period's quota waits for the next period.
     """
     return np.asarray(np.maximum(1.0 + deviation + np.where((bits >> 61) == 0, stall, 0.0), 0.3))
 
 
 def near_normal(bits: np.ndarray) -> Floats:
-    """Sum of four 15-bit uniforms, scaled to mean 0 and sd 1: cheap, and bounded, so times stay positive."""
+    """Sum of four 15-bit uniforms, scaled to mean 0 and sd 1: fast, and bounded, so that times stay positive."""
     total = (bits & 0x7FFF) + ((bits >> 15) & 0x7FFF) + ((bits >> 30) & 0x7FFF) + ((bits >> 45) & 0x7FFF)
     return np.asarray((total.astype(np.float64) / 32767.0 - 2.0) * np.sqrt(3.0))
 
 
 def costs_of_samples(batch: Ints, sigma: Floats, normal: Floats) -> Floats:
-    """The cost of batches of unlike samples together, in samples (C, W): each costs 1 on average, log-normal.
+    """The total cost of batches of samples with different costs, in samples (C, W): each is log-normal with mean 1.
 
-    The sum of n of them is taken as one log-normal of their mean and variance (Fenton 1960): exact for one sample.
+    The sum of n samples is approximated by one log-normal of equal mean and variance (Fenton 1960): exact for n = 1.
 
     batch    (C, W) samples
     sigma    (C, 1) sd of the log of one sample's cost
@@ -39,11 +39,11 @@ def costs_of_samples(batch: Ints, sigma: Floats, normal: Floats) -> Floats:
 
 
 def costs_when_cut(batch: Ints, sigma: Floats, normal: Floats, place: Floats) -> Floats:
-    """The cost of batches if a round is cut between workers by its samples' cost, in samples (C, W).
+    """The cost of batches if a round is divided between workers by its samples' costs, in samples (C, W).
 
-    The whole round costs what `costs_of_samples` says. Its ends are at whole samples: each lies up to half a sample's
-    cost from where it should be, and a costly sample is more often the one at an end. No worker has less than two cheap
-    samples (`dynamix.data.lengths`); of a share of 1 less than one.
+    The whole round has the cost of `costs_of_samples`. Shares end at whole samples, so each end is up to half a
+    sample's cost from its ideal place, and expensive samples are more often at an end. A worker has at least two cheap
+    samples (`dynamix.data.lengths`), or one with a share of 1.
 
     batch    (C, W) samples, the shares
     sigma    (C, 1) sd of the log of one sample's cost
@@ -53,7 +53,7 @@ def costs_when_cut(batch: Ints, sigma: Floats, normal: Floats, place: Floats) ->
     total = batch.sum(-1, keepdims=True)
     whole = costs_of_samples(total, sigma, normal[:, :1])
     beyond = (place - 0.5) * np.exp(sigma * normal + sigma**2 / 2)
-    beyond = np.where(np.cumsum(batch, -1) < total, beyond, 0.0)  # nothing is cut after the last share
+    beyond = np.where(np.cumsum(batch, -1) < total, beyond, 0.0)  # nothing is divided after the last share
     wanted = batch * (whole / np.maximum(total, 1)) + np.diff(beyond, axis=-1, prepend=0.0)
     least = np.minimum(batch, 2) * np.exp(-(sigma**2) / 2 - sigma)
     cut = np.where(batch > 0, np.maximum(wanted, least), 0.0)
@@ -65,7 +65,7 @@ class Costs:
     """Seconds by batch size for (C, W) workers: alpha + beta b, times a measured curve, times a cliff.
 
     curve         rows of `calibration().curves`, -1 for affine; None: all affine
-    cliff_at      samples beyond which memory is short; None: nowhere
+    cliff_at      samples beyond which memory is short; None: no cliff
     cliff_slope   a batch of (1 + x) cliff_at takes 1 + cliff_slope x times as long
     """
 
@@ -81,7 +81,7 @@ class Costs:
         return self.curve is None and self.cliff_at is None
 
     def seconds(self, batch: Floats) -> Floats:
-        """Undisturbed seconds (C, W), or (C, W, K) for K candidates; an idle worker (batch 0) takes none."""
+        """Undisturbed seconds (C, W), or (C, W, K) for K candidates; 0 for an idle worker (batch 0)."""
         more = batch.ndim - self.alpha.ndim
         alpha, beta = _like(self.alpha, more), _like(self.beta, more)
         taken = alpha + beta * batch
@@ -98,7 +98,7 @@ class Costs:
         if self.affine:
             return np.asarray(np.clip((budget - self.alpha[..., None]) / self.beta[..., None], 1.0, high[..., None]))
         grid = np.exp(np.linspace(0.0, np.log(high), _SIZES, axis=-1))  # (C, W, G)
-        # Curves may fall; what counts is the largest size that is in time, so look from the right.
+        # Curves may fall, so search the largest size in time from the right.
         least = np.minimum.accumulate(self.seconds(grid)[..., ::-1], -1)[..., ::-1]
         index = np.clip((least[:, :, None, :] <= budget[..., None]).sum(-1) - 1, 0, _SIZES - 2)
         low, high_s = (np.take_along_axis(least, index + i, -1) for i in (0, 1))

@@ -1,4 +1,4 @@
-"""Slowdowns that come and go by wall clock, so they start in the middle of windows and do not wait for a policy."""
+"""Slowdowns by wall clock: they begin and end in the middle of windows, independently of the policy."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LEAST = 1.15  # factor of the weakest episode, unless said otherwise
 
 
 class Slowdowns:
-    """Per worker (or link): on and off for random times with unequal means, each episode with a factor of its own.
+    """For each worker (or link): on and off for random times with different means, each episode with its own factor.
 
     mean_off_s, mean_on_s, strongest   (C, W); `mean_off_s` infinite: never
     weakest   (C, W) or a number; factors are log-uniform in [weakest, strongest]
     even      (C,) True: on for uniform times in [1/3, 5/3] of the mean instead of exponential ones
-    group     (C, W) workers of a cluster with the same number are hit together; None: each for itself
+    group     (C, W) workers of a cluster with equal numbers are slowed together; None: each by itself
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Slowdowns:
         self.factor = np.ones(shape)
 
     def at(self, clock_s: Floats) -> Floats:
-        """Factors (C, W) on seconds at wall clock (C,); the clock may only go forward."""
+        """Factors (C, W) on seconds at wall clock (C,). Calls must be in order of time."""
         late = self.until_s <= clock_s[:, None]
         while late.any():
             self.episode[late] += np.uint64(1)
@@ -69,7 +69,7 @@ class Slowdowns:
 
 
 class MovingNeighbour:
-    """One noisy neighbour per cluster: it slows one worker by `factor` and moves on every `period_s`."""
+    """One noisy neighbour per cluster: it slows one worker by `factor` and moves every `period_s`."""
 
     def __init__(self, seed: int, workers: int, period_s: Floats, factor: Floats) -> None:
         """`period_s` and `factor` (C,); factor 1: no neighbour."""
@@ -86,12 +86,12 @@ class MovingNeighbour:
 
 @dataclass(frozen=True, slots=True)
 class Staircases:
-    """Factors of each worker that are constant between times of its own, and may begin again.
+    """Piecewise constant factors of each worker, optionally repeated.
 
-    times_s    (C, W, T) when a factor begins to hold; the first is 0, none is below the one before
+    times_s    (C, W, T) when a factor begins; the first is 0, and they do not decrease
     factors    (C, W, T) on seconds, positive
-    repeat_s   (C, W) begin again after so long; infinite: the last factor holds on
-    start_s    (C, W) where on its staircase a worker stands when the clock starts
+    repeat_s   (C, W) period of repetition; infinite: the last factor remains
+    start_s    (C, W) a worker's position in its sequence when the clock starts
 
     >>> twice = Staircases(*(np.array([[x]]) for x in ([0.0, 3.0], [1.0, 2.0], 5.0, 0.0)))
     >>> [float(twice.at(np.array([clock]))[0, 0]) for clock in (2.0, 3.0, 5.0, 8.5)]
@@ -117,7 +117,7 @@ class Staircases:
 
 
 class SlowdownTrace:
-    """A recorded slowdown per worker, replayed by wall clock; the last row holds on.
+    """A recorded slowdown per worker, replayed by wall clock; the last row remains.
 
     times_s   (T,) increasing, from 0
     factors   (T, W) on seconds, positive; 2 takes twice as long
@@ -128,8 +128,7 @@ class SlowdownTrace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SlowdownTrace:
-        """The load from CSV: a head `time_s,0,1,...` and a row per change. Raises `ConfigError` naming the wrong
-        line."""
+        """Read a CSV file: a head `time_s,0,1,...` and a row per change. Raises `ConfigError` naming the wrong line."""
         fix = "see docs/design/simulator.md for the form"
         try:
             with Path(path).open(newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""C clusters at once, one window per step, as the controller of a live job would see them; and following a policy."""
+"""C clusters at once, one window per step, as a live job's controller sees them; and rollouts of a policy."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -17,23 +17,23 @@ from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.simulator.statistics import Generalisation, along, efficiency, noise_scale
 from dynamix_lab.simulator.streams import Bits, RandomStream
 
-TOGETHER_MEMORY = 0.9  # of what slows all alike, from step to step: the emulator's windows of 5 are correlated by half
-MEMORY = 0.5  # share of a host's memory in use
-NOISE_MEMORY = 0.9  # of the error of log phi from window to window: the estimate is smoothed, so its error is too
-ERROR_STEPS = 5  # length of the windows for which errors of measuring are given
-NORMS_EVERY = 5  # squared norms are measured in the first step of a window and in every so many after it
+TOGETHER_MEMORY = 0.9  # of the slowdown common to all workers, per step: the emulator's windows of 5 correlate by half
+MEMORY = 0.5  # fraction of a host's memory in use
+NOISE_MEMORY = 0.9  # of the error of log phi, per window: the estimate is smoothed, so its errors are correlated
+ERROR_STEPS = 5  # length of the windows for which errors of measurement are given
+NORMS_EVERY = 5  # squared norms are measured in a window's first step and in every fifth after it
 
 
 class ClusterEnv:
-    """`reset()` gives the first `Window` (equal shares); `step(sizes)` takes an allocation (C, W), gives the next.
+    """`reset()` returns the first `Window` (equal shares). `step(sizes)` applies sizes (C, W), returns the next window.
 
-    If an allocation changes, a step is `delay` optimizer steps on the one in force (the time a decision needs to
-    travel; they belong to no window), then `interval` measured steps on the new one; else the next window begins at
-    once. `clock_s` and `progress` (base-batch samples' worth of training) are (C,) totals. Every policy meets the same
-    world: disturbances follow the wall clock, and random numbers are counter-based. `step(sizes, lengths)` gives
-    windows of another length, (C,) steps, to each cluster.
+    If an allocation changes, a step first makes `delay` optimizer steps with the previous one (the time that a decision
+    takes to arrive; they belong to no window), then `interval` measured steps with the new one. Otherwise the next
+    window begins at once. `clock_s` and `progress` (in base-batch samples) are (C,) totals. Every policy sees the same
+    world: disturbances follow the wall clock, and random numbers are counter-based. `step(sizes, lengths)` sets each
+    cluster's window length, (C,) steps.
 
-    trace     slowdowns recorded elsewhere, on top of the clusters' own; W must be its width
+    trace     slowdowns recorded elsewhere, in addition to the clusters' own; its width must be W
     lr_rule   "adascale": a step's progress follows the noise scale. "none": a constant learning rate, whose step-count
               curve was measured on a real workload (`calibration().step_count_ratio`)
 
@@ -72,12 +72,12 @@ class ClusterEnv:
         self._together, self._noise, self._wander = (
             RandomStream(seed, purpose, clusters.shape[:1]) for purpose in ("together", "noise", "wander")
         )
-        # Of the measured noise scale. Learning rate constant: the measured critical batch, not the gradient's own.
+        # Factor on the measured noise scale. With a constant learning rate the measured critical batch replaces it.
         self.critical_share = 1.0 if lr_rule == "adascale" else calibration().step_count_ratio
         self.reset()
 
     def reset(self) -> Window:
-        """Start over, the same world again; the first window at equal shares of the base batch."""
+        """Restart the same world. Returns the first window, with equal shares of the base batch."""
         c = self.clusters
         count, workers = c.shape
         slow = c.slow_off_s, c.slow_on_s, c.slow_strongest
@@ -90,19 +90,19 @@ class ClusterEnv:
         self.neighbour = MovingNeighbour(self.seed, workers, c.neighbour_period_s, c.neighbour_factor)
         self.windows = 0
         self.counts: Ints = np.zeros(count, dtype=np.int64)  # optimizer steps of each cluster
-        self._recent_s = np.full((RECENT, count), np.nan)  # of whole steps in windows; the newest comes last
+        self._recent_s = np.full((RECENT, count), np.nan)  # seconds of whole steps in windows, the newest last
         self.clock_s, self.progress, self._octaves, self._noise_error, self._wave = np.zeros((5, count))
         self._drift = np.zeros(c.shape)
-        self._work: Floats = np.full(c.shape, np.nan)  # what the last step's samples cost, in samples of mean cost
-        self._changed: np.ndarray | None = None  # clusters (C,) whose next step pays for a change,
-        self._deciding: np.ndarray | None = None  # or for a decision
+        self._work: Floats = np.full(c.shape, np.nan)  # cost of the last step's samples, in samples of mean cost
+        self._changed: np.ndarray | None = None  # clusters (C,) whose next step has the cost of a change,
+        self._deciding: np.ndarray | None = None  # or of a decision
         self.batch: Ints = np.broadcast_to((c.base_batch // workers)[:, None], c.shape).copy()
         return self._measure(self.batch, np.full(count, self.interval), np.zeros(count, dtype=np.int64))
 
     def step(self, sizes: Ints, lengths: Ints | None = None) -> Window:
-        """Apply `sizes` (C, W), after the delay where they change, and return the window measured under them.
+        """Apply `sizes` (C, W), after the delay if they differ. Returns the window measured with them.
 
-        lengths   (C,) measured steps, 1 or more; None: `interval` of them everywhere
+        lengths   (C,) measured steps, 1 or more; None: `interval` for all clusters
         """
         if sizes.shape != self.batch.shape:
             raise ConfigError("allocation shape", sizes.shape, str(self.batch.shape), "one size per cluster and worker")
@@ -116,7 +116,7 @@ class ClusterEnv:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the cluster that took most."""
+        """Optimizer steps of the cluster with most."""
         return int(self.counts.max())
 
     @steps.setter
@@ -125,23 +125,23 @@ class ClusterEnv:
 
     @property
     def counter(self) -> Bits:
-        """(C, 1) what the coming step's random numbers are drawn by."""
+        """(C, 1) counter for the next step's random numbers."""
         return self.counts.astype(np.uint64)[:, None]
 
     def decided(self) -> None:
-        """A policy has been asked: where that takes time, the next step pays it."""
+        """Record that a policy was called. If decisions take time, the next step includes it."""
         self._deciding = np.ones(len(self.batch), dtype=bool)
 
     def charge(self, costs: Floats) -> None:
-        """The cost of the next step's samples beside their number, (C, W), if training is real and knows it.
+        """Set the extra cost of the next step's samples, (C, W), if training is real and has such costs.
 
-        Ignored here; a world whose workers take longer for such samples keeps it for its next `advance`.
+        Ignored here. A world with such costs stores it for its next `advance`.
         """
 
     def host_figures(self, busy_s: Floats, whole_s: Floats, steps: int) -> dict[str, Floats]:
         """The readings of the hosts' probes over a window, each (C, W) under its name in `Window`.
 
-        For real training on this world's clock. A figure that is not in it is not measured.
+        For real training on this world's clock. A figure that is absent counts as not measured.
 
         busy_s    (C, W) seconds that each worker computed
         whole_s   (C,) seconds of the window
@@ -152,31 +152,31 @@ class ClusterEnv:
         return {"cpu": np.where(hidden, np.nan, cpu), "memory": np.where(hidden, np.nan, MEMORY)}
 
     def apply(self, sizes: Ints) -> None:
-        """Put `sizes` (C, W) in force; where they differ, the next `advance` pays what a change costs."""
+        """Put `sizes` (C, W) in force. If they differ, the next `advance` includes the cost of a change."""
         if self.clusters.change_cost_s is not None:
             changed = (sizes != self.batch).any(-1)
             self._changed = changed if self._changed is None else self._changed | changed
         self.batch = np.asarray(sizes, dtype=np.int64)
 
     def slowdown(self) -> Floats:
-        """Factors (C, W) on compute now."""
+        """Present factors (C, W) on computing."""
         factor = self.slowdowns.at(self.clock_s) * self.neighbour.at(self.clock_s)
         if self.clusters.stairs is not None:
             factor = factor * self.clusters.stairs.at(self.clock_s)
         return np.asarray(factor if self.trace is None else factor * self.trace.at(self.clock_s))
 
     def expected(self) -> Floats:
-        """Factors (C, W) on compute that a step of this moment has on average: slowdown, drift and mean stall."""
+        """Mean factors (C, W) on a step's computing at this moment: slowdown, drift and mean stall."""
         c, factor = self.clusters, self.slowdown() * (1.0 + self.clusters.stall / 8)[:, None]
         return factor if c.jitter_memory is None else factor * np.maximum(1.0 + c.jitter_sd * self._drift, 0.3)
 
     def exchange(self) -> Floats:
-        """Seconds (C,) that an exchange takes now."""
+        """Present seconds (C,) of an exchange."""
         return self._moving(1.0)
 
     def _moving(self, ratio: float) -> Floats:
-        """Seconds (C,) that `ratio` times the bytes of an exchange take now; where their share of it is not known, they
-        are all of it."""
+        """Seconds (C,) for `ratio` times the bytes of an exchange now. If the bytes' share of it is unknown, they are
+        all of it."""
         c = self.clusters
         if c.bytes_share is None:
             return c.exchange_s * ratio
@@ -185,7 +185,7 @@ class ClusterEnv:
         return exchange_time(c.exchange_s, c.bytes_share, slowed * ratio)
 
     def true_noise_scale(self, batch: Floats | None = None) -> Floats:
-        """phi (C,) now, at global batch `batch` (C,) or (C, K); None: the base batch."""
+        """Present phi (C,) at global batch `batch` (C,) or (C, K); None: the base batch."""
         c = self.clusters
         if c.noise_knots is None or c.noise_from is None:
             phi = noise_scale(c.noise_start, self.progress, c.noise_unit, c.noise_growth)
@@ -204,20 +204,20 @@ class ClusterEnv:
         return np.asarray(phi[more] * (batch / c.base_batch[more]) ** c.noise_rho[more])
 
     def gain(self, batch: Floats) -> Floats:
-        """Progress per sample now (C,) or (C, K) at global batch `batch`, AdaScale's gain at the phi of that batch."""
+        """Present progress per sample (C,) or (C, K) at global batch `batch`: AdaScale's gain at that batch's phi."""
         more = (slice(None), *[None] * (batch.ndim - 1))
         base = self.clusters.base_batch[more].astype(np.float64)
         return efficiency(self.critical_share * self.true_noise_scale(batch), batch, base)
 
     def accuracy(self, model: Generalisation) -> Floats:
-        """Test accuracy (C,) now, by a model of it; progress counts from the start of the whole training."""
+        """Present test accuracy (C,), by a model of it; progress counts from the start of the whole training."""
         c = self.clusters
         done = np.zeros(len(self.progress)) if c.noise_from is None else c.noise_from
         return model.accuracy(done + self.progress / c.noise_unit, self._octaves / np.maximum(self.counts, 1))
 
     def advance(self, running: np.ndarray | None = None) -> tuple[Floats, Floats]:
-        """One optimizer step; compute (C, W) and the whole step (C,), s. Only of the clusters (C,) `running`, if given:
-        the others' figures mean nothing, and they stay as they are."""
+        """Make one optimizer step. Returns computing (C, W) and the whole step (C,), s. If `running` (C,) is given,
+        other clusters do not change, and their values have no meaning."""
         at_rest = self._drift, self._wave, self._changed, self._deciding
         busy = self._computing(self.costs.seconds(self.batch.astype(np.float64)))
         whole = self._changing(step_time(busy.max(-1), self.exchange(), self.clusters.overlap))
@@ -231,8 +231,8 @@ class ClusterEnv:
         return busy, whole
 
     def advance_apart(self, done: RoundApart) -> tuple[Floats, Floats]:
-        """One round of C = 1 cluster, whose workers cut `batch` into `done.pieces`: as `advance`, computing being all
-        of a worker's steps. It is disturbed as one step is, and nothing hides the meeting."""
+        """Make one round of C = 1 cluster, whose workers divide `batch` into `done.pieces`. As `advance`; computing is
+        that of all a worker's steps. Disturbances act as on one step, and averaging overlaps with nothing."""
         steps_s = [self.costs.seconds(sizes.astype(np.float64)) for sizes in done.batches()]
         busy = self._computing(np.sum(steps_s, axis=0))
         whole = self._changing(busy.max(-1) + self._moving(done.bytes_ratio))
@@ -240,7 +240,7 @@ class ClusterEnv:
         return busy, whole
 
     def _computing(self, seconds: Floats) -> Floats:
-        """The seconds (C, W) that undisturbed computing takes in the coming step."""
+        """The seconds (C, W) of the next step's computing, given the undisturbed ones."""
         c = self.clusters
         if c.cost_sigma is not None:
             normal, sigma = self._samples.normal(self.counter), c.cost_sigma[:, None]
@@ -260,7 +260,7 @@ class ClusterEnv:
         return np.asarray(busy)
 
     def _changing(self, whole_s: Floats) -> Floats:
-        """`whole_s` (C,) of the coming step with what a decision under way and a new allocation cost it."""
+        """`whole_s` (C,) of the next step plus the costs of a pending decision and of a new allocation."""
         decision_s, cost_s = self.clusters.decision_s, self.clusters.change_cost_s
         if self._deciding is not None and decision_s is not None:
             whole_s = whole_s + np.where(self._deciding, decision_s, 0.0)
@@ -270,7 +270,7 @@ class ClusterEnv:
         return whole_s
 
     def _passed(self, whole_s: Floats, running: np.ndarray | None = None) -> None:
-        """One optimizer step on the allocation in force took `whole_s` (C,), in the clusters (C,) `running`."""
+        """Record one optimizer step with the present allocation: `whole_s` (C,), in the clusters (C,) `running`."""
         total, took = self.batch.sum(-1).astype(np.float64), 1.0 if running is None else running.astype(np.float64)
         self.progress = self.progress + took * total * self.gain(total)
         self._octaves = self._octaves + took * np.log2(total)
@@ -286,7 +286,7 @@ class ClusterEnv:
         return jitter(bits, c.jitter_sd * deviation, c.stall[:, None])
 
     def _measure(self, sizes: Ints, lengths: Ints, delays: Ints) -> Window:
-        """Windows of `lengths` (C,) steps under `sizes` (C, W), in force after `delays` (C,); all end together."""
+        """Windows of `lengths` (C,) steps with `sizes` (C, W), in force after `delays` (C,); all end together."""
         begins = int((lengths + delays).max()) - lengths
         taken = StepsTaken()
         for now in range(int(begins[0] + lengths[0])):
@@ -300,7 +300,7 @@ class ClusterEnv:
         return self._window(taken.averaged(self._recent_s), lengths)
 
     def _time_errors(self) -> Floats | None:
-        """Factors (C, W) by which the coming step's times are measured wrongly."""
+        """Factors (C, W) for the errors of the next step's measured times."""
         error = self.clusters.time_error
         if error is None:
             return None
@@ -341,17 +341,17 @@ class ClusterEnv:
 
 
 class AnswersWindows(Protocol):
-    """The interface that a rollout asks of a policy: sizes (C, W) for a window of C clusters."""
+    """What a rollout needs from a policy: sizes (C, W) for a window of C clusters."""
 
     def decide(self, window: Window, bounds: Bounds) -> Ints: ...
 
 
 def rollout(policy: AnswersWindows, env: ClusterEnv, windows: int | None = None) -> Iterator[Window]:
-    """Reset `env` and let `policy` decide `windows` times, or (None) for ever: yields the first window and those after.
+    """Reset `env` and let `policy` decide `windows` times, or for ever (None): yields the first window and all others.
 
-    A decision is made when its window is asked for, so between two of them the caller sees `env` as it is then. The
-    answer is applied as it is: policies keep the bounds themselves. A policy with an attribute `window_length`, steps
-    (C,), says how long the next window is (`dynamix.policies.wrappers`).
+    A decision is made when its window is requested, so between two windows the caller sees `env` in that state. The
+    sizes are applied unchanged: policies must respect the bounds themselves. A policy with an attribute
+    `window_length`, steps (C,), sets the next window's length (`dynamix.policies.wrappers`).
 
     >>> from dynamix.policies.proportional import LBBSP
     >>> from dynamix_lab.simulator import sample_clusters

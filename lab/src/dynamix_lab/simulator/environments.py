@@ -1,11 +1,11 @@
-"""The simulator behind other libraries' interfaces: Gymnasium (one cluster, or C at once) and PettingZoo (agents).
+"""The simulator with other libraries' interfaces: Gymnasium (one cluster, or C at once) and PettingZoo (agents).
 
-All see `features` of a window and answer with the logarithm of a factor on each worker's batch size, in units of
-`ACTION_SCALE`; the projection makes sizes of it. The reward, shared by all workers, is the logarithm of the window's
-goodput over that of training at rest with the base batch. Needs gymnasium and pettingzoo: extra `learn`.
+Observations are `features` of a window. Actions are the logarithm of a factor on each worker's batch size, in units of
+`ACTION_SCALE`; the projection turns them into sizes. All workers share the reward: the logarithm of the window's
+goodput over that of undisturbed training with the base batch. Needs gymnasium and pettingzoo: extra `learn`.
 
 Importing this module registers `dynamix/Cluster-v0` with Gymnasium, for one cluster and as a vector. Gymnasium from 1.0
-on looks for no plugins, so a program imports the module, or names it:
+on loads no plugins, so a program imports the module, or names it:
 
 >>> env = gymnasium.make("dynamix_lab.simulator.environments:dynamix/Cluster-v0", workers=3)
 >>> clusters = gymnasium.make_vec("dynamix/Cluster-v0", num_envs=16, workers=3)
@@ -34,20 +34,20 @@ from dynamix_lab.simulator.network import step_time
 Observation = NDArray[np.float32]
 Action = NDArray[np.float32]
 Info = dict[str, Any]
-FAMILY = "affine-slowdowns"  # of `simulator.families`, unless said otherwise
+FAMILY = "affine-slowdowns"  # of `simulator.families`, the default
 ACTION_SCALE = 0.5
-LIMIT = 5.0  # features are clipped there
+LIMIT = 5.0  # features are clipped to it
 _WIDTH = len(FEATURES)
 
 
 class _Worlds:
-    """C clusters of a family, anew at every reset."""
+    """C clusters of a family, new at every reset."""
 
     def __init__(self, family: str, count: int, workers: int, interval: int, delay: int) -> None:
         if count < 1 or workers < 1:
             raise ConfigError("clusters, workers", (count, workers), "1 or more each", "check the arguments")
         self.family, self.count, self.workers, self.interval, self.delay = family, count, workers, interval, delay
-        sample_family(family, 1, workers, 0)  # a wrong name is said now
+        sample_family(family, 1, workers, 0)  # rejects a wrong name at once
 
     def reset(self, seed: int) -> Observation:
         clusters = sample_family(self.family, self.count, self.workers, seed)
@@ -94,7 +94,7 @@ class GymClusterEnv(gymnasium.Env[Observation, Action]):
 
 
 class VectorClusterEnv(VectorEnv[Observation, Action, NDArray[Any]]):
-    """C clusters as one array, the fast form: observations (C, W, F), actions (C, W); all end together.
+    """C clusters as one array, the fast form: observations (C, W, F), actions (C, W). All end together.
 
     The step after an end resets and gives reward 0 (Gymnasium's "next step" mode).
     """
@@ -178,7 +178,7 @@ class ParallelClusterEnv(ParallelEnv[str, Observation, Action]):
 
 
 def vector_environment(num_envs: int = 1, **settings: Any) -> VectorClusterEnv:
-    """`VectorClusterEnv` of `num_envs` clusters, as `gymnasium.make_vec` asks for it."""
+    """`VectorClusterEnv` of `num_envs` clusters, the entry point of `gymnasium.make_vec`."""
     return VectorClusterEnv(clusters=num_envs, **settings)
 
 

@@ -1,7 +1,7 @@
-"""Families of clusters sampled from the calibration. Half of them break what the baselines assume, each from data.
+"""Families of clusters sampled from the calibration. Half of them violate the baselines' assumptions, based on data.
 
-A family is a name and a function that changes the plain cluster: GPUs of one calibrated model, mixed, ring all-reduce
-over equal links, light jitter, errors in what is measured, no disturbance.
+A family is a name and a function that changes the plain cluster: mixed GPUs of one calibrated model, ring all-reduce
+over equal links, light jitter, errors of measurement, no disturbance.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from dynamix_lab.simulator.disturbances import Staircases
 # Models with a fitted noise scale. yolov3 has one too but no affine costs.
 AFFINE_MODELS = ("cifar10", "deepspeech2", "imagenet")
 NEVER = 1e12
-Gpus = list[list[Affine]]  # of every worker of every cluster
+Gpus = list[list[Affine]]  # for every worker of every cluster
 Change = Callable[[Clusters, np.random.Generator], Clusters]
 
 
@@ -38,7 +38,7 @@ def sample_family(name: str, count: int, workers: int, seed: int) -> Clusters:
 
 
 def _plain(models: tuple[str, ...], count: int, workers: int, rng: np.random.Generator) -> Clusters:
-    """The plain cluster. Its noise scale makes most optima interior (see `docs/design/simulator.md`)."""
+    """The plain cluster. With its noise scale most optima are inside the bounds (`docs/design/simulator.md`)."""
     shape = (count, workers)
     gpus, per_worker = _draw_gpus(models, shape, rng)
     alpha, beta = (np.array([[getattr(fit, name) for fit in row] for row in gpus]) for name in ("alpha_s", "beta_s"))
@@ -83,7 +83,7 @@ def _plain(models: tuple[str, ...], count: int, workers: int, rng: np.random.Gen
 
 
 def _draw_gpus(models: tuple[str, ...], shape: tuple[int, int], rng: np.random.Generator) -> tuple[Gpus, Ints]:
-    """One to three GPU types a cluster, and samples per worker (C,) that the smallest memory holds several times."""
+    """One to three GPU types per cluster, and samples per worker (C,) that fit the smallest memory several times."""
     rows, per_worker = [], []
     for _ in range(shape[0]):
         model = str(rng.choice(models))
@@ -99,7 +99,7 @@ def _draw_gpus(models: tuple[str, ...], shape: tuple[int, int], rng: np.random.G
 
 
 def _with_noise(gpus: Gpus, rng: np.random.Generator, clusters: Clusters) -> Clusters:
-    """Noise-scale curves of the clusters' models, at a level where the best B at the start is 0.5 to 2 times B0."""
+    """Noise-scale curves of the clusters' models, scaled so that the best B at the start is 0.5 to 2 times B0."""
     count, known = clusters.shape[0], calibration().noise
     curves = [known.get(row[0].model, known["cifar10"]) for row in gpus]
     base = clusters.base_batch.astype(np.float64)
@@ -117,14 +117,14 @@ def _with_noise(gpus: Gpus, rng: np.random.Generator, clusters: Clusters) -> Clu
 
 
 def _pai_spread(count: int, rng: np.random.Generator) -> Floats:
-    """Spread between like workers: log-normal through the median of 100 PAI jobs, cut at 0.3."""
+    """Spread between equal workers: log-normal through the median of 100 PAI jobs, cut at 0.3."""
     spread = calibration().processes["spread-of-100-jobs"]
     sd = np.log(spread["p90"] / spread["median"]) / 1.2816
     return np.asarray(np.minimum(spread["median"] * np.exp(sd * rng.normal(size=count)), 0.3))
 
 
 def _slowdowns(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """Each worker for itself, rare or frequent."""
+    """Slowdowns of each worker by itself, rare or frequent."""
     count, workers = c.shape
     off = rng.choice([90.0, 25.0], (count, 1)) * np.exp(rng.normal(0, 0.4, c.shape)) * np.sqrt(workers / 4)
     strongest = np.broadcast_to(np.exp(rng.uniform(np.log(1.3), np.log(4), (count, 1))), c.shape)
@@ -140,7 +140,7 @@ def _pai_steady(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _pai_straggler(c: Clusters, rng: np.random.Generator, *, name: str, share: float) -> Clusters:
-    """A share of the workers, at least one, slows down mid-run for some minutes, by factors around that PAI job's."""
+    """A fraction of the workers, at least one, slows down for some minutes, by factors similar to that PAI job's."""
     job = calibration().processes[name]
     hit = _hit(c, share, rng)
     off, strongest = (
@@ -152,14 +152,14 @@ def _pai_straggler(c: Clusters, rng: np.random.Generator, *, name: str, share: f
 
 
 def _dbs(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """DBS's own test: chance 0.1 an epoch of 5-10 s extra per epoch for 4-20 epochs; an epoch takes 15-60 s here."""
+    """DBS's own test: 5-10 s extra per epoch for 4-20 epochs, with chance 0.1 an epoch; here an epoch takes 15-60 s."""
     epoch_s = rng.uniform(15, 60, (c.shape[0], 1)) * np.ones(c.shape)
     c = replace(c, slow_off_s=epoch_s / 0.1, slow_on_s=12 * epoch_s, slow_even=np.ones(c.shape[0], bool))
     return replace(c, slow_weakest=1 + 5 / epoch_s, slow_strongest=1 + 10 / epoch_s)
 
 
 def _links(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """Unequal links, some of which slow down now and then."""
+    """Unequal links, some of which slow down at times."""
     slowness = np.exp(-rng.exponential(0.6, c.shape))
     slowness /= slowness.max(-1, keepdims=True)
     off = rng.uniform(40, 200, c.shape) * max(c.shape[1] / 4, 1)
@@ -174,16 +174,16 @@ def _neighbour(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _cliff(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """Short memory: beyond a part of the largest batch that ran, time grows faster than the batch."""
+    """Too little memory: beyond a part of the largest batch measured, time grows faster than the batch."""
     at = (c.base_batch / c.shape[1])[:, None] * rng.uniform(0.8, 2.0, c.shape)
     return replace(_slowdowns(c, rng), cliff_at=at, cliff_slope=rng.uniform(0.5, 2.0, c.shape))
 
 
 def _colocation(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """Jobs come to share the GPU and go; slowdowns are drawn from Gavel's measured pairs."""
+    """Other jobs share the GPU at times; their slowdowns are drawn from Gavel's measured pairs."""
     measured = np.stack([quantiles for _, quantiles in sorted(calibration().colocation.items())])
     quantiles = measured[rng.integers(0, len(measured), c.shape)]
-    low, high = quantiles[..., 5], np.minimum(quantiles[..., 17], 6.0)  # the middle of what pairs do to each other
+    low, high = quantiles[..., 5], np.minimum(quantiles[..., 17], 6.0)  # the middle of the pairs' slowdowns
     off, on = (np.exp(rng.uniform(np.log(least), np.log(200), c.shape)) for least in (30, 20))
     return replace(c, slow_off_s=off, slow_on_s=on, slow_weakest=low, slow_strongest=high)
 
@@ -197,13 +197,13 @@ def _correlated(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _drifting(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """AR(1) jitter: a step's deviation mostly stays for the next, so speeds wander."""
+    """AR(1) jitter: most of a step's deviation remains in the next, so speeds wander."""
     sd = np.broadcast_to(np.exp(rng.uniform(np.log(0.03), np.log(0.2), (c.shape[0], 1))), c.shape)
     return replace(c, jitter_sd=sd, jitter_memory=rng.uniform(0.7, 0.98, c.shape[0]))
 
 
 def _contention(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """A shared switch: all links slow down together, the more workers the more."""
+    """A shared switch: all links slow down together, more with more workers."""
     alike = np.ones(c.shape)
     strongest = 1.5 + rng.uniform(0.3, 0.8, (c.shape[0], 1)) * np.log2(max(c.shape[1], 2)) * alike
     off, on = (rng.uniform(*range_s, (c.shape[0], 1)) * alike for range_s in ((15, 60), (5, 40)))
@@ -212,24 +212,24 @@ def _contention(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _poor_probes(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """Times with 5-25 % error, up to a third of them missing, and a noise scale that is wild or unknown."""
+    """Times with 5-25 % error, up to a third of them missing, and a noise scale that is very noisy or unknown."""
     c, count = _slowdowns(c, rng), c.shape[0]
     c = replace(c, time_error=rng.uniform(0.05, 0.25, count), missing_times=rng.uniform(0.05, 0.33, count))
     return replace(c, noise_error=rng.uniform(0.3, 1.0, count), missing_noise=rng.random(count) < 0.3)
 
 
 def _data_dependent(c: Clusters, rng: np.random.Generator, *, sigma: float) -> Clusters:
-    """Samples of unlike cost, log-normal: sentences of unlike length. The cost of a batch is known when it is done."""
+    """Samples with log-normal costs, like sentences of different length. A batch's cost is known after it is done."""
     return replace(c, cost_sigma=np.full(c.shape[0], sigma))
 
 
 def with_lengths(clusters: Clusters) -> Clusters:
-    """The same clusters, whose jobs are told what each sample costs (`batch_sampler(dataset, lengths=...)`)."""
+    """The same clusters, for jobs that know each sample's cost (`batch_sampler(dataset, lengths=...)`)."""
     return replace(clusters, costs_known=np.full(clusters.shape[0], True))
 
 
 def _rotating(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """A tenant for every four workers, each of which visits its workers in turn, always in the same order."""
+    """One tenant for every four workers. It visits its workers in turn, always in the same order."""
     count, workers = c.shape
     turns = -(-workers // max(workers // 4, 1))
     turn = rng.permuted(np.broadcast_to(np.arange(workers), c.shape), axis=1) % turns
@@ -240,7 +240,7 @@ def _rotating(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _periodic(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """Half of the workers, at least one, have a tenant that comes and goes with a period of its own."""
+    """Half of the workers, at least one, have a tenant that is there periodically, each with its own period."""
     hit = _hit(c, 0.5, rng)
     period, share = rng.uniform(20, 120, c.shape), rng.uniform(0.2, 0.6, c.shape)
     factor = np.where(hit, rng.uniform(1.3, 4, c.shape), 1.0)
@@ -249,9 +249,9 @@ def _periodic(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _throttling(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """Half of the workers, at least one, grow hot: their clocks fall in six steps, and recover in two, again and again.
+    """Half of the workers, at least one, overheat: their clocks fall in six steps and recover in two, repeatedly.
 
-    Throttling follows the wall clock, whatever a worker computes; ranges are ours.
+    Throttling follows the wall clock, whatever a worker computes; the ranges are ours.
     """
     hit, period = _hit(c, 0.5, rng), rng.uniform(60, 240, c.shape)
     most = np.where(hit, rng.uniform(1.3, 2.5, c.shape), 1.0)[..., None]
@@ -261,7 +261,7 @@ def _throttling(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _warm_up(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """All workers begin slowly (caches, compilers, clocks) and reach their speed at unlike times."""
+    """All workers begin slowly (caches, compilers, clocks) and reach their speed at different times."""
     slowest, slow_s = rng.uniform(1.5, 4, c.shape)[..., None], rng.uniform(5, 40, c.shape)[..., None]
     at = np.linspace(0, 3, 13)
     left = np.append(np.exp(-at[:-1]), 0.0)
@@ -270,9 +270,9 @@ def _warm_up(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _replaced(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """A tenth of the workers, at least one, is lost once. The others wait; the replacement has a speed of its own.
+    """A tenth of the workers, at least one, is lost once. The others wait. The replacement has another speed.
 
-    The step that a loss meets takes longer by the time that a worker is away, at the base batch.
+    The step of the loss takes longer by the time without the worker, at the base batch.
     """
     hit, one = _hit(c, 0.1, rng), np.ones(c.shape)
     lost, away = rng.uniform(15, 120, c.shape), rng.uniform(2, 10, c.shape)
@@ -284,7 +284,7 @@ def _replaced(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _hit(c: Clusters, share: float, rng: np.random.Generator) -> np.ndarray:
-    """A share of the workers (C, W), and one at least in every cluster."""
+    """A fraction of the workers (C, W), at least one in every cluster."""
     hit = rng.random(c.shape) < share
     hit[np.arange(len(hit)), rng.integers(0, c.shape[1], len(hit))] = True
     return np.asarray(hit)
@@ -308,8 +308,8 @@ BREAKING: dict[str, Change] = {
     "link-contention": _contention,
     "poor-probes": _poor_probes,
 }
-# Added later, for development: no shipped policy has learned on them. Anyone who develops sees them, so a claim needs
-# families that nobody saw: `--families-from` of the suites.
+# Added later, for development: no shipped policy was trained on them. Developers see them, so a claim needs unseen
+# families: `--families-from` of the suites.
 DEVELOPMENT: dict[str, Change] = {
     "data-dependent": partial(_data_dependent, sigma=0.5),
     "data-dependent-wide": partial(_data_dependent, sigma=1.0),
@@ -319,11 +319,11 @@ DEVELOPMENT: dict[str, Change] = {
     "warm-up": _warm_up,
     "replaced-worker": _replaced,
 }
-TRAINING: tuple[str, ...] = (*CONFORMING, *BREAKING, "unequal-links")  # what policies learn on unless told otherwise
+TRAINING: tuple[str, ...] = (*CONFORMING, *BREAKING, "unequal-links")  # the default families for training policies
 FAMILIES: dict[str, Change] = {**CONFORMING, **BREAKING, "unequal-links": _links, **DEVELOPMENT}
 
 
 def interior_share(sizes: Ints, clusters: Clusters) -> Any:
-    """Share of workers (C,) whose size is inside its bounds: what a policy can still be better or worse at."""
+    """Fraction of workers (C,) whose size is inside its bounds, so that a policy can change it either way."""
     bounds = bounds_of(clusters)
     return ((sizes > bounds.low) & (sizes < bounds.high)).mean(-1)

@@ -1,4 +1,4 @@
-"""The controller's figures of the steps of its windows: means over them, without the step that holds a pause."""
+"""The controller's figures for its windows: means over their steps, without a step that contains a pause."""
 
 from typing import NamedTuple
 
@@ -6,18 +6,18 @@ import numpy as np
 
 from dynamix.window import Floats
 
-# As `dynamix.probes.timing` has it: a step longer than so many times every other one, also of so many before, is left
-# out.
+# As in `dynamix.probes.timing`: a step is omitted if it is longer than PAUSE times every other one, including the last
+# RECENT ones.
 RECENT, PAUSE = 32, 2.0
 
 
 class Averaged(NamedTuple):
     """Means over the measured steps of each cluster: (C, W), the exchange (C,), all in seconds.
 
-    busy      true computing; `compute` as it was measured, and `compute_std` its standard deviation over the steps
+    busy      true computing; `compute` is the measured one, and `compute_std` its standard deviation over the steps
     wait      for slower workers
-    exchange  that computing did not hide
-    work      what samples cost, in samples of mean cost; None: not known
+    exchange  without its overlap with computing
+    work      cost of the samples, in samples of mean cost; None: unknown
     """
 
     busy: Floats
@@ -29,7 +29,7 @@ class Averaged(NamedTuple):
 
 
 class StepsTaken:
-    """The steps of the windows now open, of C clusters together."""
+    """The steps of the open windows of C clusters."""
 
     def __init__(self) -> None:
         self._busy: list[Floats] = []
@@ -41,11 +41,11 @@ class StepsTaken:
     def add(
         self, busy: Floats, whole: Floats, errors: Floats | None, measured: np.ndarray, work: Floats | None = None
     ) -> None:
-        """A step: computing (C, W) and the whole of it (C,), seconds.
+        """Add a step: computing (C, W) and the whole of it (C,), seconds.
 
-        errors     factors (C, W) on the computing that is measured; None: it is measured as it is
+        errors     factors (C, W) on the measured computing; None: no error
         measured   (C,) whether it belongs to a window
-        work       (C, W) what samples cost; None: not known
+        work       (C, W) cost of the samples; None: unknown
         """
         self._busy.append(busy)
         self._timed.append(busy if errors is None else busy * errors)
@@ -55,8 +55,8 @@ class StepsTaken:
             self._work.append(work)
 
     def averaged(self, recent_s: Floats) -> Averaged:
-        """The windows' means. `recent_s` (RECENT, C) has the whole steps before, NaN where there were fewer; these
-        windows' steps are put in."""
+        """The windows' means. `recent_s` (RECENT, C) has the previous whole steps, NaN if there were fewer; it is
+        updated with these windows' steps."""
         busy, timed, whole, measured = map(np.stack, (self._busy, self._timed, self._whole, self._measured))
         kept = measured & ~_pauses(np.where(measured, whole, np.nan), recent_s)
         for step, belongs in zip(whole, measured, strict=True):
@@ -73,14 +73,14 @@ class StepsTaken:
 
 
 def _sums(values: Floats, of: np.ndarray) -> Floats:
-    """(C, W) of (T, C, W) over the steps (T, C)."""
+    """(C, W): sums of (T, C, W) over the steps `of` (T, C)."""
     if of.all():
         return np.asarray(values.sum(0))
     return np.asarray(np.einsum("tcw,tc->cw", values, of.astype(np.float64)))
 
 
 def _pauses(whole_s: Floats, recent_s: Floats) -> np.ndarray:
-    """(T, C) the one step of each window that is longer than `PAUSE` times every other one, if there is such a step."""
+    """(T, C): in each window the one step longer than `PAUSE` times every other one, if there is such a step."""
     known = np.nan_to_num(whole_s, nan=0.0)
     ordered = np.sort(np.concatenate([known, np.zeros((1, known.shape[1]))]), axis=0)
     others = np.fmax(ordered[-2], np.nan_to_num(recent_s, nan=0.0).max(0))

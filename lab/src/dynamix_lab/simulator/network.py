@@ -1,4 +1,4 @@
-"""Seconds for the gradient exchange: ring all-reduce over unequal links, partly hidden behind backward."""
+"""Seconds for the gradient exchange: ring all-reduce over unequal links, partly overlapping with backward."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,11 +18,11 @@ def ring_all_reduce(workers: int, latency_s: ArrayLike, gradient_bytes: ArrayLik
 
 
 def exchange_time(at_rest_s: Floats, bytes_share: Floats, link: Floats) -> Floats:
-    """Seconds (C,) of an exchange whose slowest link decides.
+    """Seconds (C,) of an exchange, which the slowest link determines.
 
-    at_rest_s     (C,) with every link at rest
-    bytes_share   (C,) the part of it that is bytes over the slowest link; the rest is latency
-    link          (C, W) slowness of each link now, 1 for the slowest at rest
+    at_rest_s     (C,) without slowdown of any link
+    bytes_share   (C,) the fraction of it for bytes over the slowest link; the rest is latency
+    link          (C, W) present slowness of each link, 1 for the slowest at rest
 
     >>> exchange_time(np.array([1.0]), np.array([0.5]), np.array([[1.0, 3.0]])).tolist()
     [2.0]
@@ -31,7 +31,7 @@ def exchange_time(at_rest_s: Floats, bytes_share: Floats, link: Floats) -> Float
 
 
 def step_time(computing: Floats, exchange: Floats, overlap: Floats) -> Floats:
-    """(computing^gamma + exchange^gamma)^(1/gamma) (Pollux): gamma 1 hides nothing, 10 nearly all of the shorter."""
+    """(computing^gamma + exchange^gamma)^(1/gamma) (Pollux): gamma 1 is no overlap, 10 hides most of the shorter."""
     top, other = np.maximum(computing, exchange), np.minimum(computing, exchange)
     ratio = other / np.maximum(top, 1e-12)
     return np.asarray(top * (1.0 + ratio**overlap) ** (1.0 / overlap))

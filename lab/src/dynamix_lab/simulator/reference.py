@@ -1,6 +1,6 @@
-"""References: policies that know the true costs. Not bounds: a policy may beat them, and is then reported so.
+"""References: policies that know the true costs. They are no bounds: if a policy beats them, this is reported.
 
-`lagged` knows what was true when the window closed, `hedged` the chances of what may come.
+`lagged` knows the true state when the window closed, `hedged` also the probabilities of changes.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _GRID = np.exp(np.linspace(np.log(0.15), np.log(8.0), 48))
 def best_allocation(
     costs: Costs, factor: Floats, exchange_s: Floats, overlap: Floats, gain: Gain, base: Floats, high: Floats
 ) -> Floats:
-    """Real sizes (C, W) of highest goodput: equal finishing times, B by search over a grid.
+    """Real sizes (C, W) with the highest goodput: equal finishing times, B by search over a grid.
 
     factor (C, W) slows computing, `gain` gives progress per sample at global batches (C, K), `high` (C, W) caps sizes.
     Affine costs have b_i = (T - alpha_i)/beta_i (arXiv 2402.05302); others the largest size that finishes within T.
@@ -44,7 +44,7 @@ def _candidates(costs: Costs, factor: Floats, base: Floats, high: Floats) -> Flo
 
 
 class LaggedReference:
-    """A policy that knows the true costs, noise scale and disturbances at the close of a window, but not the future."""
+    """A policy that knows the true costs, noise scale and disturbances when a window closes, but not the future."""
 
     def __init__(self, env: ClusterEnv) -> None:
         self.env = env
@@ -73,11 +73,11 @@ class LaggedReference:
 
 
 class HedgedReference(LaggedReference):
-    """Highest goodput averaged over sampled next windows, from the true state and the true chances of change.
+    """Highest goodput averaged over sampled next windows, given the true state and the true probabilities of change.
 
-    Equal times make every worker critical: of many one is late nearly always, and sizes between equal shares and equal
-    times lose less. Candidates: the lagged reference's sizes for every B of a grid, at slowdowns to the powers
-    `softness`.
+    Equal times make every worker critical. With many workers one is nearly always late, so sizes between equal shares
+    and equal times lose less. Candidates: the lagged reference's sizes for every B of a grid, with slowdowns raised to
+    the powers `softness`.
     """
 
     def __init__(self, env: ClusterEnv, *, samples: int = 16, softness: tuple[float, ...] = (0, 0.4, 0.7, 1)) -> None:
@@ -103,7 +103,7 @@ class HedgedReference(LaggedReference):
 
 
 def sampled_slowdown(process: Slowdowns, lasts_s: Floats, rng: np.random.Generator) -> Floats:
-    """Factors (C, W) that may hold a random moment into the next `lasts_s` (C,) seconds, given those that hold now."""
+    """Factors (C, W) at a random moment in the next `lasts_s` (C,) seconds, given the present ones."""
     elapsed = lasts_s[:, None] * rng.random(process.factor.shape)
     on = process.episode % np.uint64(2) == 1
     change = rng.random(process.factor.shape) > np.exp(-elapsed / np.where(on, process.mean_on_s, process.mean_off_s))

@@ -1,4 +1,4 @@
-"""The work between two meetings over parameters, as a simulated cluster needs to know it."""
+"""What a simulated cluster needs to know of a round of local steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dynamix.window import Ints
 class RoundApart:
     """A round of one cluster's workers, each of which takes optimizer steps of its own.
 
-    pieces          of every worker: samples of each of its steps; none for an idle worker
-    payload_bytes   that each worker sends when they meet
-    gradient_bytes  of an exchange of gradients, which is what a cluster's own exchange takes its time for
+    pieces          for every worker the samples of each of its steps; none for an idle worker
+    payload_bytes   that each worker sends when parameters are averaged
+    gradient_bytes  of an exchange of gradients, to which the cluster's exchange time refers
 
     >>> [batch.tolist() for batch in RoundApart(((4, 8), (8,), ()), 100, 100).batches()]
     [[[4, 8, 0]], [[8, 0, 0]]]
@@ -29,10 +29,10 @@ class RoundApart:
 
     @property
     def bytes_ratio(self) -> float:
-        """How many exchanges of gradients the meeting is, by what travels."""
+        """The bytes of the averaging over those of an exchange of gradients."""
         return self.payload_bytes / max(self.gradient_bytes, 1)
 
     def batches(self) -> Iterator[Ints]:
-        """(1, W) samples of the workers' first steps, of their second ones, and so on; 0: this one takes none."""
+        """(1, W) samples of the workers' first steps, of their second ones, and so on; 0 if a worker has none."""
         for sizes in itertools.zip_longest(*self.pieces, fillvalue=0):
             yield np.array([sizes], dtype=np.int64)

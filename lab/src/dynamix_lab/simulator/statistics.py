@@ -1,4 +1,4 @@
-"""The learning of a sample: the gradient noise scale, how it moves, progress per step, and accuracy from progress."""
+"""Training statistics: the gradient noise scale over time, progress per step, and accuracy from progress."""
 
 from dataclasses import dataclass
 
@@ -37,8 +37,8 @@ def along(knots: Floats, fraction: Floats) -> Floats:
 class Generalisation:
     """Test accuracy from progress: best - (best - chance) exp(-rate * fraction), less a penalty for large batches.
 
-    A model of ours, not of any paper: the saturating exponential is the commonest shape of accuracy curves; the
-    penalty, `per_octave` for every doubling of the mean log2 batch above `free` samples, stands for the generalisation
+    This model is ours, not a paper's. The saturating exponential is the commonest shape of accuracy curves. The
+    penalty, `per_octave` for every doubling of the mean log2 batch above `free` samples, represents the generalisation
     gap (Keskar et al. 2017), whose size depends on the task.
     """
 

@@ -1,6 +1,6 @@
-"""Counter-based random numbers: a draw depends on its key and counter only, never on what was drawn before.
+"""Counter-based random numbers: a draw depends only on its key and counter, never on earlier draws.
 
-Two policies on the same clusters therefore meet the same disturbances and the same measurement noise, whatever they do.
+So two policies on the same clusters see the same disturbances and the same measurement noise, whatever they do.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ class RandomStream:
     """
 
     def __init__(self, seed: int, purpose: str, shape: tuple[int, ...], *, group: Ints | None = None) -> None:
-        """`group` (C, W): entities of a row with the same number, below W, draw the same."""
+        """`group` (C, W): entities of a row with equal numbers, below W, draw the same."""
         root = np.array([seed], dtype=np.uint64)
         for letter in purpose.encode():
             root = _mix(root * _STEP + np.uint64(letter))

@@ -1,1 +1,1 @@
-"""The suites that print figures."""
+"""The suites that produce the project's figures."""

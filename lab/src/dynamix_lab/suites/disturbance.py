@@ -1,8 +1,8 @@
 """The DBS paper's own disturbance on simulated clusters: `dynamix bench disturbance`.
 
-Each epoch a worker is hit with chance 0.1, and is then slower for 4 to 20 epochs by what 5 to 10 s are to an epoch of
-15 to 60 s (arXiv 2007.11831 and its code; the epoch's length is ours). A cell is workers that are otherwise alike, or
-that differ as those of the simulator's families, at one W. `dbs` decides once an epoch, all others once a window.
+Each epoch a worker is hit with chance 0.1. For 4 to 20 epochs it is then slower by the ratio of 5 to 10 s to an epoch
+of 15 to 60 s (arXiv 2007.11831 and its code; the epoch's length is ours). A cell has workers that are otherwise equal,
+or that differ as in the simulator's families, at one W. `dbs` decides once an epoch, all others once a window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dynamix_lab.suites.simulated import Projected
 from dynamix_lab.training.evaluation import times_to_common_progress
 
 KINDS = ("alike", "unlike")
-STATIC = "static"  # equal shares at the user's batch size: what the paper compares with
+STATIC = "static"  # equal shares at the user's batch size: the paper's baseline
 CHANCE, EXTRA_S, EPOCH_S, EPOCHS_HIT = 0.1, (5.0, 10.0), (15.0, 60.0), 12.0  # 12 in the mean, uniform in 4 to 20
 SEEDS = (740_001,)
 
@@ -36,9 +36,9 @@ class DisturbancePlan:
     """The settings of one call.
 
     cells        (kind of `KINDS`, W)
-    clusters     of each seed; every cluster is a pair
-    epoch_steps  optimizer steps of an epoch
-    interval     of a window
+    clusters     per seed; every cluster is a pair
+    epoch_steps  optimizer steps per epoch
+    interval     optimizer steps per window
     """
 
     cells: tuple[tuple[str, int], ...] = tuple((kind, workers) for kind in KINDS for workers in (4, 8, 32))
@@ -56,7 +56,7 @@ class DisturbancePlan:
         return cls((("alike", 4),), clusters=6, epochs=5, epoch_steps=40) if quick else cls()
 
     def check(self) -> None:
-        """Raises `ConfigError` before anything runs."""
+        """Raise `ConfigError` before anything runs."""
         for kind, workers in self.cells:
             if kind not in KINDS or workers < 2:
                 raise ConfigError("kind, workers", (kind, workers), f"{', '.join(KINDS)}; 2 or more", "check both")
@@ -102,7 +102,7 @@ class DisturbanceSuite(Suite):
 
 
 def disturbed(kind: str, plan: DisturbancePlan, workers: int, seed: int) -> Clusters:
-    """Quiet clusters under the disturbance, in time of their own epochs at equal shares."""
+    """Quiet clusters with the disturbance, in units of their own epochs at equal shares."""
     c = sample_family("affine-quiet", plan.clusters, workers, seed)
     rng = np.random.default_rng([seed, workers, 17])
     if kind == "alike":
@@ -128,7 +128,7 @@ def _path(name: str, clusters: Clusters, plan: DisturbancePlan, seed: int) -> Fl
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """A row a cell: how much of the static job's time each policy cuts, with 95 % intervals over clusters."""
+    """A row per cell: by how much each policy cuts the static job's time, with 95 % intervals over clusters."""
     cells = result["cells"]
     names = [name for name in next(iter(cells.values()))["time_over_static"] if name != STATIC]
     rows = [

@@ -1,4 +1,4 @@
-"""Policies in simulated clusters as suites play them."""
+"""Policies in simulated clusters, for suites."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EPOCH_WINDOWS = 20  # windows in an epoch, for policies that decide per epoch
 def world_of(
     make: Factory, clusters: Clusters, *, seed: int, windows: int, interval: int, delay: int
 ) -> tuple[Policy, ClusterEnv, int]:
-    """A policy, its environment, and in how many windows it decides there: one that decides per epoch gets windows that
-    long, and its answers wait for nothing."""
+    """A policy, its environment, and the number of windows in which it decides. A policy that decides per epoch gets
+    windows of that length, and its decisions apply without delay."""
     env = ClusterEnv(clusters, seed=seed, interval=interval, delay=delay)
     policy = make(env)
     if boundary(policy) != "epoch":
@@ -27,7 +27,7 @@ def world_of(
 
 
 class Projected:
-    """`policy` whose answers are held to the bounds, as a live job holds them."""
+    """`policy` with its sizes limited to the bounds, as in a live job."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy

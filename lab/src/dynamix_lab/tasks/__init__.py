@@ -21,7 +21,7 @@ __all__ = [
     "workload_names",
 ]
 
-# name -> module with a function `workload`, and what that is called with
+# name -> module with a function `workload`, and its arguments
 _WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "mnist1d": ("mnist1d", {}),
     "mnist1d-noisy-mlp": ("mnist1d_noisy", {}),

@@ -1,4 +1,4 @@
-"""A workload: a model, its data and how its result is scored, none of which needs a download."""
+"""A workload: a model, its data and its score. None needs a download."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dynamix.window import Floats
 
 
 class Arrays(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs and targets held in memory. `__getitems__` takes a whole batch by one index, which a loader then passes on
-    untouched (`collate_fn=as_is`): on a host with a sixth of a core, collating sample by sample would dominate.
+    """Inputs and targets in memory. `__getitems__` takes a whole batch by one index, which a loader passes on unchanged
+    (`collate_fn=as_is`): on a host with a sixth of a core, collating single samples would take most of the time.
 
     inputs    (n, ...) of the model's input type: float32, uint8 pixels, int64 tokens or ids
     targets   (n, ...) int64 classes, or float32 values
@@ -39,7 +39,7 @@ class Arrays(Dataset[tuple[Tensor, Tensor]]):
 
 
 def as_is(batch: Any) -> Any:
-    """`collate_fn` for `Arrays`, whose batches are complete already."""
+    """`collate_fn` for `Arrays`, whose batches are already complete."""
     return batch
 
 
@@ -53,21 +53,21 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Everything a run needs to know about a task.
+    """Everything that a run needs to know about a task.
 
     make_data(seed, *, train=, test=)   samples to train and to test on; the same for the same seed
-    make_model(seed)        the same initial weights for the same seed; global random state is left alone
+    make_model(seed)        the same initial weights for the same seed; does not change global random state
     make_optimizer(params)  for the base batch; parameters may have sparse gradients
-    loss(logits, targets)   mean over the batch: over its samples, or over what `count` counts
-    metric(logits, targets) in [0, 1], higher is better; a mean over what `count` counts, where that is given
+    loss(logits, targets)   mean over the batch: over its samples, or over the units of `count`
+    metric(logits, targets) in [0, 1], higher is better; a mean over the units of `count`, if that is given
     min_batch, max_batch    samples per worker that make sense here: the bounds of its batch sizes
-    target                  metric that counts as trained, fixed beforehand (see docs/design/comparison.md); None
-                            where nobody has measured one
-    count(targets)          divisor of the mean loss where that is not the number of samples: tokens, for
+    target                  metric at which training counts as done, fixed beforehand (docs/design/comparison.md); None
+                            if it has not been measured
+    count(targets)          divisor of the mean loss if that is not the number of samples: tokens, for
                             `controller.weight(loss, count=...)`
-    costs(data)             what computing each sample costs beyond the same for all, shape (n,), in tokens or other
-                            units (`per_cost_ms` of a device); None where all samples cost the same
-    base_batch              global batch that the optimizer's learning rate is for
+    costs(data)             cost of computing each sample beyond the constant part, shape (n,), in tokens or other units
+                            (`per_cost_ms` of a device); None if all samples have the same cost
+    base_batch              global batch for which the optimizer's learning rate is meant
     metric_name             of the metric, for tables
     description             one line: data, model, size
     """
@@ -88,19 +88,19 @@ class Workload:
     description: str = ""
 
     def fixed_target(self) -> float:
-        """The target; raises `ConfigError` if none was fixed."""
+        """The target. Raises `ConfigError` if none was fixed."""
         if self.target is None:
             allowed = "a workload whose target was fixed beforehand (mnist1d)"
             raise ConfigError("workload", self.name, allowed, "take that one, or train a given number of steps")
         return self.target
 
     def divisor(self, targets: Tensor) -> int:
-        """The number by which the mean loss of these targets was divided: their `count`, or the number of samples."""
+        """The divisor of these targets' mean loss: their `count`, or the number of samples."""
         return len(targets) if self.count is None else self.count(targets)
 
 
 def accuracy(logits: Tensor, targets: Tensor) -> float:
-    """Share of rows whose largest logit is the target's.
+    """Fraction of rows whose largest logit is the target's.
 
     >>> accuracy(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 1]))
     0.5
@@ -109,9 +109,9 @@ def accuracy(logits: Tensor, targets: Tensor) -> float:
 
 
 def score(workload: Workload, model: nn.Module, data: Arrays, *, rows: int = 250) -> float:
-    """The workload's metric of `model` on `data`, `rows` samples at a time; the model's mode is put back.
+    """The workload's metric of `model` on `data`, `rows` samples at a time. Restores the model's mode.
 
-    If there is a `count`, the parts' metrics are averaged by it: the logits of all tokens would not fit into memory.
+    With `count`, the parts' metrics are averaged by it, because the logits of all tokens would not fit into memory.
     """
     training = model.training
     model.eval()
@@ -136,7 +136,7 @@ def _score_by_count(
 
 
 def held_out_loss(workload: Workload, model: nn.Module, data: Arrays, *, rows: int = 250) -> float:
-    """The workload's mean loss of `model` on `data`, `rows` samples at a time; the model's mode is put back."""
+    """The workload's mean loss of `model` on `data`, `rows` samples at a time. Restores the model's mode."""
     training = model.training
     model.eval()
     total = weight = 0.0
@@ -150,14 +150,14 @@ def held_out_loss(workload: Workload, model: nn.Module, data: Arrays, *, rows: i
 
 @contextlib.contextmanager
 def initial_weights(seed: int) -> Iterator[None]:
-    """Weights made inside depend on `seed` alone; torch's global random state is put back."""
+    """Weights made inside depend only on `seed`. Restores torch's global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def check_sizes(train: int, test: int, *, most: int | None = None, what: str = "samples") -> None:
-    """Raises `ConfigError` unless both are 1 or more and, together, at most `most`."""
+    """Raise `ConfigError` unless both are 1 or more and their sum is at most `most`."""
     if train < 1 or test < 1:
         raise ConfigError(what, (train, test), "1 or more to train and 1 or more to test", "ask for some of each")
     if most is not None and train + test > most:

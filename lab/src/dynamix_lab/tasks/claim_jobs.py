@@ -1,7 +1,7 @@
-"""Jobs for claims: those whose step-count curve still falls where several devices work at a good rate.
+"""Jobs for claims: their step-count curve still falls at batches with which several devices work efficiently.
 
-Chosen by the curve before any policy is run on them, and frozen: a hash stands for what makes data, model and target.
-How they were chosen, and which were refused: docs/design/jobs.md.
+They were chosen by the curve, before any policy was run on them, and frozen: a hash covers data, model and target.
+docs/design/jobs.md says how they were chosen, and which were rejected.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PROBE_SEED, _PROBE_SAMPLES = 9001, (600, 100)
 
 @dataclass(frozen=True, slots=True)
 class ClaimJob:
-    """A workload, its target, and what the tuning seeds say of it.
+    """A workload, its target, and its measurements on the tuning seeds.
 
     rates           best learning rate by global batch
-    steps           to the target at that rate, by global batch: mean of the tuning seeds
+    steps           to the target at that rate, by global batch: mean over the tuning seeds
     critical_batch  of the fit steps = s (1 + critical / B)
     sha256          of `definition`
     """
@@ -41,7 +41,7 @@ class ClaimJob:
     sha256: str
 
     def rate_at(self, batch: int) -> float:
-        """The best learning rate at the measured global batch that is nearest, by ratio."""
+        """The best learning rate at the nearest measured global batch, by ratio."""
         return self.rates[min(self.rates, key=lambda known: abs(np.log(known / batch)))]
 
     def load(self) -> Workload:
@@ -59,10 +59,10 @@ def definition_sha256(workload: Workload) -> str:
 
 
 def definition(workload: Workload) -> dict[str, Any]:
-    """The definition of data, model and target, as plain values. It takes some ms, or seconds where data are generated.
+    """The definition of data, model and target, as plain values. It takes some ms, or seconds if data are generated.
 
-    Of the data it holds figures of a small set of one seed, rounded so that another machine's last digits do not
-    count. Of a workload with `costs` these are the costs alone: the text is that of the interpreter.
+    For the data it has figures of a small set of one seed, rounded so that another machine's last digits do not matter.
+    For a workload with `costs` it has only the costs, because the text is the interpreter's.
     """
     train, test = _PROBE_SAMPLES
     data, model = workload.make_data(_PROBE_SEED, train=train, test=test), workload.make_model(_PROBE_SEED)

@@ -1,6 +1,6 @@
 """digits: 1,797 handwritten digits of 8 x 8 pixels (UCI, Alpaydin and Kaynak 1998), bundled with scikit-learn.
 
-Small enough to train to its plateau in seconds; too small for figures about batch sizes beyond 256.
+It trains to its plateau in seconds. It is too small to measure batch sizes beyond 256.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
 def make_data(seed: int, *, train: int = TRAIN_SAMPLES, test: int = TEST_SAMPLES) -> Data:
     """`train` and `test` of the 1,797 digits, shuffled by `seed`: (n, 1, 8, 8) in [0, 1].
 
-    Raises `ConfigError` when scikit-learn is missing or there are not so many.
+    Raises `ConfigError` if scikit-learn is missing or there are not enough digits.
     """
     check_sizes(train, test, most=SAMPLES)
     try:

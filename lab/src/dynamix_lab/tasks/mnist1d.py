@@ -1,7 +1,7 @@
-"""mnist1d (Greydanus, arXiv 2011.14439): ten digit templates, stretched, shifted, sheared and buried in noise.
+"""mnist1d (Greydanus, arXiv 2011.14439): ten digit templates, stretched, shifted, sheared and with added noise.
 
-Generated here by the `mnist1d` package at any size; nothing is downloaded. 28,000 samples take about 15 s, so they are
-kept in the user's cache directory.
+The `mnist1d` package generates any number of samples here; nothing is downloaded. 28,000 samples take about 15 s, so
+they are stored in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MOMENTUM = 0.9
 WIDTH = 128
 LENGTH = 40
 
-# 98 % of the plateau (0.966) of static training at a global batch of 512 on these seeds, which are never used again;
-# how it was chosen: docs/design/comparison.md.
+# 98 % of the plateau (0.966) of static training with a global batch of 512 on these seeds, which are never used again.
+# docs/design/comparison.md says how it was chosen.
 TARGET_ACCURACY = 0.947
 TUNING_SEEDS = (9001, 9002)
 
@@ -59,9 +59,9 @@ def workload() -> Workload:
 
 
 def make_model(seed: int) -> nn.Module:
-    """The data set's own three-layer convolutional shape, 128 wide: 1 x 40 -> 10 logits, 112,138 parameters.
+    """The data set's own three-layer convolutional net, 128 wide: 1 x 40 -> 10 logits, 112,138 parameters.
 
-    No batch norm and no dropout, so one weighted all-reduce is exactly one pass over the union batch.
+    Without batch norm and dropout, so that one weighted all-reduce equals one pass over the union batch.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -86,7 +86,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
 def make_data(seed: int, *, train: int = TRAIN_SAMPLES, test: int = TEST_SAMPLES) -> Data:
     """`train` and `test` samples (their sum a multiple of 10); the same for the same seed and version of `mnist1d`.
 
-    Raises `ConfigError` when the package is missing or a size is impossible.
+    Raises `ConfigError` if the package is missing or a size is impossible.
     """
     if train < 1 or test < 1 or (train + test) % 10:
         fix = "every digit gets the same number of samples"
@@ -110,9 +110,9 @@ def _generate(seed: int, train: int, test: int) -> dict[str, NDArray[Any]]:
         raise ConfigError("workload", "mnist1d", "a workload whose packages are installed", fix) from error
     arguments = get_dataset_args()  # type: ignore[no-untyped-call]
     arguments.num_samples = train + test
-    arguments.train_split = (train + 0.5) / (train + test)  # cut by int(): half a sample keeps it off the edge
+    arguments.train_split = (train + 0.5) / (train + test)  # int() truncates it; half a sample avoids rounding errors
     arguments.seed = seed
-    with _random_state_kept():  # the generator seeds the global ones
+    with _random_state_kept():  # the generator seeds the global generators
         made = make_dataset(arguments)  # type: ignore[no-untyped-call]
     return {
         "inputs": np.concatenate([made["x"], made["x_test"]]).astype(np.float32),
@@ -142,8 +142,7 @@ def _cache_path(seed: int, size: str) -> Path:
 
 
 def _load(path: Path, samples: int) -> dict[str, NDArray[Any]]:
-    """The data that `_save` wrote. Raises `ConfigError` for anything else: a torn copy, a full disk, another program's
-    file."""
+    """The data that `_save` wrote. Raises `ConfigError` for other files: truncated, or written by another program."""
     try:
         with path.open("rb") as file, np.load(file) as saved:
             arrays = {name: saved[name] for name in ("inputs", "targets")}
@@ -157,7 +156,7 @@ def _load(path: Path, samples: int) -> dict[str, NDArray[Any]]:
 
 
 def _save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
-    """Whole or not at all, so that a reader never sees half a file; a read-only home is no reason to fail."""
+    """Write all or nothing, so that no reader sees half a file. A read-only home is no error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:

@@ -1,6 +1,6 @@
 """A third of mnist1d with the two kinds of nets of the DYNAMIX paper, each with SGD and with Adam.
 
-More noise is on the signals, so that nets end between 70 and 95 %, as on CIFAR-10.
+Signals have more noise, so that nets reach 70 to 95 %, as on CIFAR-10.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NETS = ("vgg", "resnet")
 TRAIN_SAMPLES, TEST_SAMPLES = 8_000, 2_000
 SGD_RATE, ADAM_RATE, MOMENTUM = 0.02, 0.001, 0.9  # for 16 samples
 WIDTH = 16
-NOISE = 0.2  # on every point of a signal, whose deviation is about 1
+NOISE = 0.2  # on every point of a signal, whose standard deviation is about 1
 
 
 def workload(net: str = "vgg", *, adam: bool = False) -> Workload:
@@ -46,7 +46,7 @@ def workload(net: str = "vgg", *, adam: bool = False) -> Workload:
 
 @functools.lru_cache(maxsize=2)
 def make_data(seed: int, *, train: int = TRAIN_SAMPLES, test: int = TEST_SAMPLES) -> Data:
-    """The first of mnist1d's samples of the same seed, noisier; `train` and `test` as `mnist1d.make_data` if others."""
+    """The first of mnist1d's samples for the same seed, with more noise. `train`, `test` as `mnist1d.make_data`."""
     usual = (train, test) == (TRAIN_SAMPLES, TEST_SAMPLES)
     full = mnist1d.make_data(seed) if usual else mnist1d.make_data(seed, train=train, test=test)
     generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,6 @@
-"""mnist1d with half of the labels to train on drawn at random: the same data, but large batches pay.
+"""mnist1d with half of the training labels random: the same data, but large batches pay.
 
-A perceptron. Labels to test on are the true ones.
+The net is a perceptron. Test labels are the true ones.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ RANDOM_LABELS = 0.5
 TEST_SAMPLES = 2_000
 LEARNING_RATE = 0.2
 MOMENTUM = 0.9
-TARGET = 0.54  # by the rule of docs/design/jobs.md, for the usual noise
+TARGET = 0.54  # by the rule of docs/design/jobs.md, for the default noise
 
 
 def workload(*, noise: float = RANDOM_LABELS) -> Workload:
-    """mnist1d with a part `noise` of its training labels random, and two hidden layers."""
+    """mnist1d with a fraction `noise` of its training labels random, and two hidden layers."""
     if not 0 <= noise < 1:
         raise ConfigError("noise", noise, "0 to below 1", "take a number in that range")
     return Workload(
@@ -55,9 +55,9 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
 def make_data(
     seed: int, *, noise: float = RANDOM_LABELS, train: int = mnist1d.TRAIN_SAMPLES, test: int = TEST_SAMPLES
 ) -> Data:
-    """mnist1d's samples of the same seed, their training labels made noisy; `train` and `test` as `mnist1d.make_data`.
+    """mnist1d's samples for the same seed, with noisy training labels. `train`, `test` as `mnist1d.make_data`.
 
-    The first 2,000 of mnist1d's 4,000 samples to test are taken: scoring is a large part of so small a job.
+    It takes the first 2,000 of mnist1d's 4,000 test samples, because scoring is a large part of such a small job.
     """
     kept = mnist1d.TEST_SAMPLES if (train, test) == (mnist1d.TRAIN_SAMPLES, TEST_SAMPLES) else test
     clean = mnist1d.make_data(seed, train=train, test=kept)

@@ -1,7 +1,7 @@
-"""pulse: where a pulse in a noisy signal is, and how wide, long in its waves and strong. A net estimates these numbers.
+"""pulse: a net estimates a pulse in a noisy signal: its place, width, wavelength and strength.
 
-A residual net with batch norm in one dimension, a plain convolution in two. Numbers to train on are noisy, so large
-batches pay; those to test on are not, so scores are smooth. Data of any size are made in a moment.
+The net is residual with batch norm in one dimension, and a plain convolution in two. Training numbers are noisy, so
+large batches pay; test numbers are not, so scores are smooth. Data of any size are generated quickly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dynamix_lab.tasks.teacher import explained
 SIDE = {1: 40, 2: 12}
 CHANNELS = 8
 SIGNAL_NOISE = 0.3  # on every point of a signal, whose strength is 0.5 to 1.5
-TARGET_NOISE = {1: 1.0, 2: 1.5}  # on every number to train on, which have unit variance
+TARGET_NOISE = {1: 1.0, 2: 1.5}  # on every training number; these have unit variance
 TRAIN_SAMPLES = 65_536
 TEST_SAMPLES = 4_000
 LEARNING_RATES = {1: 0.1, 2: 0.2}

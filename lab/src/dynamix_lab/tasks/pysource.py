@@ -1,9 +1,9 @@
-"""pysource: a byte-level language model of the running interpreter's own standard library. Real text on every machine.
+"""pysource: a byte-level language model of the running interpreter's standard library. Real text on every machine.
 
 A sample is as many whole lines of one file as fit into 129 bytes (longer lines are cut): 128 inputs, and the byte after
-each as its target. Samples therefore differ in length, and the divisor of the mean loss is a number of bytes: train
-with `controller.weight(loss, count=workload.divisor(targets))`. Files, not samples, are split into train and test. The
-text is that of the interpreter: scores compare under one version of Python.
+each as its target. So samples differ in length, and the divisor of the mean loss is a number of bytes: train with
+`controller.weight(loss, count=workload.divisor(targets))`. Files, not samples, are split into train and test. The text
+is the interpreter's, so scores are comparable only with the same version of Python.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEST_SAMPLES = 1_000
 NETS = ("transformer", "lstm")
 LEARNING_RATES = {"transformer": 3e-3, "lstm": 1e-2}
 
-# Not code of the library: what was installed beside it, and tests, which are mostly tables.
+# Not the library's own code: installed packages, and tests, which are mostly tables.
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
@@ -61,12 +61,12 @@ def workload(net: str = "transformer") -> Workload:
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy (nats) over the bytes that are there; logits (n, 256, length), targets (n, length)."""
+    """Mean cross-entropy (nats) over the existing bytes; logits (n, 256, length), targets (n, length)."""
     return F.cross_entropy(logits, targets, ignore_index=IGNORE)
 
 
 def count(targets: Tensor) -> int:
-    """How many bytes that is the mean over.
+    """The number of bytes of that mean.
 
     >>> count(torch.tensor([[7, 8, IGNORE], [9, IGNORE, IGNORE]]))
     3
@@ -75,7 +75,7 @@ def count(targets: Tensor) -> int:
 
 
 def byte_accuracy(logits: Tensor, targets: Tensor) -> float:
-    """Share of bytes whose largest logit is the right one."""
+    """Fraction of bytes whose largest logit is the right one."""
     there = targets != IGNORE
     return float((logits.argmax(1)[there] == targets[there]).float().mean())
 
@@ -84,11 +84,11 @@ def byte_accuracy(logits: Tensor, targets: Tensor) -> float:
 def make_data(
     seed: int, *, train: int = TRAIN_SAMPLES, test: int = TEST_SAMPLES, folder: str | Path | None = None
 ) -> Data:
-    """`train` and `test` samples of whole files, drawn in an order made by `seed`: inputs and targets (n, 128) int64.
+    """`train` and `test` samples of whole files, in an order drawn by `seed`: inputs and targets (n, 128) int64.
 
     folder   of Python source; None: the running interpreter's standard library
 
-    Raises `ConfigError` when there is no source (a frozen interpreter), or not so much.
+    Raises `ConfigError` if there is no source (a frozen interpreter), or not enough.
     """
     check_sizes(train, test)
     files = source_files(folder)
@@ -115,7 +115,7 @@ def source_files(folder: str | Path | None = None) -> list[Path]:
     root = Path(folder) if folder is not None else Path(sysconfig.get_path("stdlib"))
     found = []
     for place, inner, names in os.walk(root):
-        inner[:] = sorted(set(inner) - _LEFT_OUT)  # not even looked into: installed packages are many
+        inner[:] = sorted(set(inner) - _LEFT_OUT)  # do not search them: installed packages are many
         paths = (Path(place) / name for name in names if name.endswith(".py"))
         found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
     if not found:
@@ -126,8 +126,8 @@ def source_files(folder: str | Path | None = None) -> list[Path]:
 
 
 def cut(text: bytes, *, longest: int = CONTEXT + 1) -> list[bytes]:
-    """Whole lines, as many together as fit into `longest` bytes; a longer line is cut. Nothing of the text is lost,
-    except pieces of one byte, which predict nothing.
+    """Whole lines, as many together as fit into `longest` bytes; a longer line is cut. No text is lost, except pieces
+    of one byte, which predict nothing.
 
     >>> cut(b"import os" + bytes([10]) + b"import sys", longest=12)
     [b'import os\\n', b'import sys']

@@ -1,10 +1,10 @@
-"""pysource-pieces: short pieces of Python source whose lengths are log-normal, so that step times depend on the data.
+"""pysource-pieces: short pieces of Python source with log-normal lengths, so that step times depend on the data.
 
-A sample costs as many units as it has bytes (`Workload.costs`), and a batch is cut to its longest sample. The text is
-that of `pysource`; its bytes become 98 tokens. The net is Bengio's of 2003: the six bytes before predict the next one.
-A transformer this cheap does not exist: with one layer, 32 wide, 64 samples take six times as long.
+A sample's cost is its number of bytes (`Workload.costs`), and a batch is cut to its longest sample. The text is that of
+`pysource`; its bytes become 98 tokens. The net is Bengio's of 2003: the six previous bytes predict the next one. No
+transformer is as cheap: with one layer, 32 wide, 64 samples take six times as long.
 
-The loss is the sum over bytes divided by the number of samples and by the usual length of one. So it is a mean over
+The loss is the sum over bytes, divided by the number of samples and by the usual length of one. So it is a mean over
 samples, exact under weights by samples, and a longer sample counts for more, as in a mean over bytes.
 """
 
@@ -26,11 +26,11 @@ from dynamix.window import Floats
 from dynamix_lab.tasks.base import Arrays, Data, Workload, check_sizes, initial_weights
 from dynamix_lab.tasks.pysource import IGNORE, byte_accuracy, source_files
 
-LONGEST = 32  # bytes that are predicted, at most
+LONGEST = 32  # most bytes predicted per sample
 MEDIAN_BYTES = 6.0
 SIGMA = 0.7  # of the logarithm of a length
-USUAL_BYTES = 7.6  # the mean of such lengths, cut off at LONGEST
-TOKENS = 98  # nothing, 95 printable characters, the end of a line, anything else
+USUAL_BYTES = 7.6  # the mean of such lengths, limited to LONGEST
+TOKENS = 98  # padding, 95 printable characters, the end of a line, anything else
 TRAIN_SAMPLES = 65_536
 TEST_SAMPLES = 1_000
 LEARNING_RATE = 0.5
@@ -42,7 +42,7 @@ HIDDEN = 64
 
 
 def workload(*, adamw: bool = False) -> Workload:
-    """Pieces of the standard library's source and a perceptron over the six bytes before each; SGD, or AdamW."""
+    """Pieces of the standard library's source and a perceptron over the six previous bytes; SGD, or AdamW."""
     return Workload(
         name="pysource-pieces-adamw" if adamw else "pysource-pieces",
         make_data=make_data,
@@ -60,7 +60,7 @@ def workload(*, adamw: bool = False) -> Workload:
 
 
 class BytesBefore(nn.Module):
-    """The next byte from those before it (Bengio et al., JMLR 2003): (n, length) tokens to (n, 98, length) logits."""
+    """The next byte from the previous ones (Bengio et al., JMLR 2003): (n, length) tokens to (n, 98, length) logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,9 +76,9 @@ class BytesBefore(nn.Module):
 
 
 class Sequences(Arrays):
-    """Sequences of unlike length, filled up at the end. A batch is cut to its longest.
+    """Sequences of different length, padded at the end. A batch is cut to its longest.
 
-    targets   (n, longest) int64; `IGNORE` where a sequence has ended
+    targets   (n, longest) int64; `IGNORE` after the end of a sequence
     """
 
     def __getitems__(self, indices: object) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class Sequences(Arrays):
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy (nats) summed over the bytes that are there, over samples times `USUAL_BYTES`."""
+    """Cross-entropy (nats) summed over the existing bytes, over samples times `USUAL_BYTES`."""
     return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") / (len(targets) * USUAL_BYTES)
 
 
@@ -115,9 +115,9 @@ def make_model(seed: int) -> nn.Module:
 
 @functools.lru_cache(maxsize=2)
 def make_data(seed: int, *, train: int = TRAIN_SAMPLES, test: int = TEST_SAMPLES) -> Data:
-    """`train` and `test` pieces from different files, whose order and cuts `seed` draws.
+    """`train` and `test` pieces from different files, in an order and with cuts drawn by `seed`.
 
-    Raises `ConfigError` when there is no source, or not so much.
+    Raises `ConfigError` if there is no source, or not enough.
     """
     check_sizes(train, test)
     rng = np.random.default_rng(seed)
@@ -131,7 +131,7 @@ def make_data(seed: int, *, train: int = TRAIN_SAMPLES, test: int = TEST_SAMPLES
 
 
 def _pieces(rng: np.random.Generator, wanted: int, files: Iterator[Path]) -> Sequences:
-    """So many pieces of as many files as they need."""
+    """`wanted` pieces, from as many files as they need."""
     lengths = _lengths(rng, wanted)
     needed, text = int(lengths.sum()) + wanted, bytearray()
     while len(text) < needed:
@@ -150,7 +150,7 @@ def tokens(text: bytes) -> NDArray[np.int64]:
 
 
 def _cut(tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> Sequences:
-    """One piece after another; the first byte of each has nothing before it and is only read."""
+    """Pieces one after another. The first byte of each has no previous bytes and is only read."""
     starts = np.concatenate([[0], np.cumsum(lengths + 1)[:-1]])
     column = np.arange(LONGEST)
     there = column < lengths[:, None]

@@ -1,7 +1,7 @@
 """pysource-windows: windows of equal length of Python source, so that weights by samples are exact.
 
-The text is that of `pysource`, its tokens those of `pysource-pieces`. The files to test on are the same for all seeds,
-so that one target suits all. Half of the bytes to predict in training are drawn at random, so that large batches pay.
+The text is that of `pysource`, its tokens those of `pysource-pieces`. Test files are the same for all seeds, so that
+one target suits all. Half of the training targets are random bytes, so that large batches pay.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CONTEXT = 16
 WIDTH = 32
 HEADS = 2
 RANDOM_BYTES = 0.5
-BETAS = (0.8, 0.95)  # of AdamW: a transformer this small takes larger steps with them
-EMBED_SD, POSITION_SD = 1.0, 0.5  # a transformer that starts so tells tokens and places apart at once
+BETAS = (0.8, 0.95)  # of AdamW: with them a transformer this small can take larger steps
+EMBED_SD, POSITION_SD = 1.0, 0.5  # with these initial values a transformer distinguishes tokens and positions at once
 TRAIN_SAMPLES = 65_536
 TEST_SAMPLES = 4_000
-TEST_SEED = 0  # of the order in which files are set aside to test on
+TEST_SEED = 0  # of the order in which test files are chosen
 NETS = ("transformer", "lstm")
 LEARNING_RATES = {"transformer": 0.032, "lstm": 0.0625}
 TARGETS = {"transformer": 0.431, "lstm": 0.455}  # by the rule of docs/design/jobs.md
@@ -74,11 +74,11 @@ def workload(net: str = "transformer") -> Workload:
 def make_data(
     seed: int, *, train: int = TRAIN_SAMPLES, test: int = TEST_SAMPLES, folder: str | Path | None = None
 ) -> Data:
-    """Windows of whole files, to train on in an order made by `seed`: inputs and targets (n, 16) int64, one byte apart.
+    """Windows of whole files, in an order drawn by `seed`: inputs and targets (n, 16) int64, one byte apart.
 
     folder   of Python source; None: the running interpreter's standard library
 
-    Raises `ConfigError` when there is no source, or not so much.
+    Raises `ConfigError` if there is no source, or not enough.
     """
     check_sizes(train, test)
     files = _shuffled(source_files(folder), TEST_SEED)
@@ -94,7 +94,7 @@ def _shuffled(files: list[Path], seed: int) -> Iterator[Path]:
 
 
 def _windows(files: Iterator[Path], wanted: int) -> Arrays:
-    """So many windows, side by side, of as many files as they need."""
+    """`wanted` adjacent windows, from as many files as they need."""
     text = bytearray()
     while len(text) <= wanted * CONTEXT:
         path = next(files, None)

@@ -1,9 +1,9 @@
-"""ratings: a made recommender. Users rate items; what they think has a low rank, and few items get most ratings.
+"""ratings: a synthetic recommender. Users rate items; ratings have a low rank, and few items get most of them.
 
-A rating is mean + user + item + <p_u, q_i> + noise with rank 4 and unit-variance parts, its pair drawn without
-repetition by Zipf popularity of users and items. So gradients are as in real recommenders: most rows of an embedding
-get none in a step. The score is the share of the test ratings' variance that is explained (R2, at least 0); noise keeps
-it below `CEILING`.
+A rating is mean + user + item + <p_u, q_i> + noise with rank 4 and unit-variance parts. Its pair is drawn without
+repetition by the Zipf popularity of users and items. So gradients are as in real recommenders: most rows of an
+embedding have none in a step. The score is the explained fraction of the test ratings' variance (R2, at least 0); noise
+keeps it below `CEILING`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRAIN_SAMPLES = 120_000
 TEST_SAMPLES = 10_000
 FACTORS = 8
 LEARNING_RATE = 0.3
-# Variance of a rating: user 0.25, item 0.25, taste 1, noise 0.25; popularity moves it a little from seed to seed.
+# Variance of a rating: user 0.25, item 0.25, taste 1, noise 0.25. Popularity changes it a little from seed to seed.
 CEILING = 1 - NOISE**2 / (0.25 + 0.25 + 1 + NOISE**2)
 
 
@@ -80,8 +80,8 @@ class Factorisation(nn.Module):
 
 
 class SparseAdagrad(Adagrad):
-    """Adagrad, with which rare rows keep large steps. Sparse tensors it makes of valid ones need no check, said to
-    torch so that it does not warn."""
+    """Adagrad, with which rare rows keep large steps. It tells torch that the sparse tensors it makes of valid ones
+    need no check, which would warn."""
 
     def step(self, closure: Any = None) -> Any:
         with torch.sparse.check_sparse_tensor_invariants(enable=False):
@@ -108,7 +108,7 @@ def make_data(seed: int, *, train: int = TRAIN_SAMPLES, test: int = TEST_SAMPLES
     """`train` and `test` ratings of different pairs (user, item): inputs (n, 2) int64, targets (n,) float32."""
     check_sizes(train, test, most=USERS * ITEMS // 2)
     rng = np.random.default_rng(seed)
-    # Gumbel's trick: the largest keys are draws without repetition in proportion to the product of popularities.
+    # Gumbel's trick: the largest keys are draws without repetition, in proportion to the product of popularities.
     keys = _log_popularity(rng, USERS)[:, None] + _log_popularity(rng, ITEMS) + rng.gumbel(size=(USERS, ITEMS))
     drawn = rng.permutation(np.argpartition(-keys.ravel(), train + test)[: train + test])
     user, item = np.unravel_index(drawn, (USERS, ITEMS))

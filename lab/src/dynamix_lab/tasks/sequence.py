@@ -1,4 +1,4 @@
-"""Next-token models: a small causal transformer and an LSTM. Logits are (n, tokens, length), as cross_entropy wants
+"""Next-token models: a small causal transformer and an LSTM. Logits are (n, tokens, length), as cross_entropy needs
 them.
 """
 
@@ -40,7 +40,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a perceptron, each on the normalised sum of what came before."""
+    """Causal self-attention and a perceptron, each on the normalised sum of all previous outputs."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""teacher: a student network learns what a fixed teacher network says of random inputs, through noise on its labels.
+"""teacher: a student network learns a fixed teacher network's outputs for random inputs, with noise on its labels.
 
-The noise decides how large a batch pays: it is in every gradient, and it leaves the plateau far away. Data of any size
-are made in a moment. Labels to train on are noisy; labels to test on are not, so scores and held-out losses are smooth.
+The noise decides how large a batch pays: it is in every gradient, and the plateau is far away. Data of any size are
+generated quickly. Training labels are noisy; test labels are not, so scores and held-out losses are smooth.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ INPUTS = 32
 TEACHER_WIDTH = {"regression": 8, "classes": 16}
 OUTPUTS = {"regression": 4, "classes": 10}
 NOISE = {"regression": 2.0, "classes": 0.8}
-TEACHER_SEED = 0  # one teacher for all seeds: seeds differ by inputs, noise and weights alone
-TEACHER_SAMPLES = 8_192  # that its outputs are standardised on
+TEACHER_SEED = 0  # one teacher for all seeds: seeds change only inputs, noise and weights
+TEACHER_SAMPLES = 8_192  # samples to standardise its outputs
 TRAIN_SAMPLES = 65_536
 TEST_SAMPLES = 2_000
 WIDTH = 128
 LEARNING_RATE = 0.1
-# By the rule of docs/design/jobs.md, for the usual noise and width.
+# By the rule of docs/design/jobs.md, for the default noise and width.
 TARGETS = {"regression": 0.824, "classes": 0.56}
 MOMENTUM = 0.9
 
@@ -37,7 +37,7 @@ MOMENTUM = 0.9
 def workload(kind: str = "regression", *, noise: float | None = None, width: int = WIDTH) -> Workload:
     """`regression`: four outputs of unit variance; `classes`: which of ten outputs is largest.
 
-    noise   standard deviation that is added to each output (2.0), or the part of labels that are random (0.8)
+    noise   standard deviation of the noise on each output (2.0), or the fraction of random labels (0.8)
     width   of both hidden layers of the student
     """
     if kind not in OUTPUTS:
@@ -103,14 +103,14 @@ def make_data(seed: int, *, kind: str, noise: float, train: int = TRAIN_SAMPLES,
 
 
 def randomise(labels: Tensor, part: float, classes: int, generator: torch.Generator) -> None:
-    """Replace about `part` of the labels, in place, by classes drawn at random, the right one among them."""
+    """Replace about a fraction `part` of the labels, in place, by random classes, which may be the right ones."""
     chosen = torch.rand(len(labels), generator=generator) < part
     labels[chosen] = torch.randint(classes, (int(chosen.sum()),), generator=generator)
 
 
 @functools.lru_cache
 def _teacher(kind: str) -> nn.Module:
-    """tanh between two random layers, its outputs standardised."""
+    """tanh between two random layers, with standardised outputs."""
     generator = torch.Generator().manual_seed(TEACHER_SEED)
     width = TEACHER_WIDTH[kind]
     first = 2 * torch.randn(INPUTS, width, generator=generator) / math.sqrt(INPUTS)

@@ -1,1 +1,1 @@
-"""How policies are learned in the simulator."""
+"""Training of policies in the simulator."""

@@ -1,4 +1,4 @@
-"""Rollouts of a student in the simulator, with or without a teacher at hand (DAgger, Ross et al. 2011)."""
+"""Rollouts of a student in the simulator, with or without a teacher (DAgger, Ross et al. 2011)."""
 
 import numpy as np
 import torch
@@ -11,9 +11,9 @@ from dynamix_lab.training.hindsight import DecisionRecorder, Decisions, Recordin
 
 
 def demonstrate(net: ResidualNet, env: RecordingEnv, *, windows: int, seed: int, guided: float | None) -> Decisions:
-    """One rollout: clusters follow a teacher with chance `guided`, else the student; None: no teacher, no labels.
+    """One rollout: clusters follow a teacher with probability `guided`, else the student; None: no teacher, no labels.
 
-    Teachers are the references `lagged` and `hedged`; a cluster's label is of the one that did better there.
+    Teachers are the references `lagged` and `hedged`; a cluster's label is from the one that did better there.
     """
     rng, student = np.random.default_rng([seed, 1]), LearnedPolicy(net)
     teachers = None if guided is None else (LaggedReference(env), HedgedReference(env, samples=8))
@@ -24,7 +24,7 @@ def demonstrate(net: ResidualNet, env: RecordingEnv, *, windows: int, seed: int,
         observed = student.observe(window, env.bounds)
         lagged, hedged = (None, None) if teachers is None else [teacher.target() for teacher in teachers]
         recorder.before(student, window, observed, lagged)
-        # A little noise, so that elasticities and mistakes are met on the way.
+        # A little noise, so that rollouts include changes of size and mistakes.
         delta, growth = student.act(observed, window.batch_size > 0)
         noisy = rng.random(len(growth)) < 0.5
         delta = delta + 0.05 * noisy[:, None] * rng.normal(size=delta.shape)
@@ -43,14 +43,14 @@ def demonstrate(net: ResidualNet, env: RecordingEnv, *, windows: int, seed: int,
 
 
 def _take_better(decisions: Decisions, other: torch.Tensor, clusters: int) -> None:
-    """Targets become, cluster by cluster, `other` (N, W) where its log goodput is better on average."""
+    """Replace, cluster by cluster, targets by `other` (N, W) if its log goodput is better on average."""
     gains = decisions.log_goodput(other) - decisions.log_goodput(decisions.target)
     wins = gains.reshape(-1, clusters).mean(0) > 0
     decisions.target.copy_(torch.where(wins.repeat(len(other) // clusters)[:, None], other, decisions.target))
 
 
 def perturbed(sizes: Ints, env: ClusterEnv, rng: np.random.Generator, own_sd: float, shared_sd: float) -> Ints:
-    """Half of the clusters thrown off their allocation, so that coming back is learned too; deviations of log sizes."""
+    """Perturb the allocation of half of the clusters, so that recovery is learned, too; deviations of log sizes."""
     thrown = rng.random((len(sizes), 1)) < 0.5
     factor = np.exp(own_sd * rng.normal(size=sizes.shape) + shared_sd * rng.normal(size=(len(sizes), 1)))
     return project(np.maximum(sizes * np.where(thrown, factor, 1.0), 1.0), env.bounds)

@@ -1,8 +1,8 @@
-"""Episodes for PPO: what whole trainings gain over the goodput rule, in the same worlds, under decisions as they ship.
+"""Episodes for PPO: what whole trainings gain over the goodput rule, in the same worlds, with decisions as in use.
 
-Every window is paid log goodput of the policy less that of the rule, which trains a twin of the cluster with the same
-random numbers: what both meet alike cancels out. The return sums that over many windows, so it counts what one window
-cannot show: the price of changes, what a size teaches the rule, what a step forbids the next ones.
+Every window's reward is the policy's log goodput less the rule's. The rule trains a twin of the cluster with the same
+random numbers, so common effects cancel. The return sums this over many windows, so it includes what one window cannot
+show: the price of changes, what a size teaches the rule, and how a step limits the next ones.
 """
 
 import numpy as np
@@ -17,15 +17,15 @@ from dynamix_lab.training.hindsight import DecisionRecorder, RecordingEnv
 from dynamix_lab.training.ppo import PPO
 from dynamix_lab.training.rewards import SimulatedRegret
 
-SCALE = 20.0  # of rewards: log goodputs differ by a few per cent
-LARGEST = 0.5  # log goodput: two that train on apart from each other must not meet one slowdown and none
+SCALE = 20.0  # of rewards: log goodputs differ by only a few per cent
+LARGEST = 0.5  # log goodput: limits the effect of a slowdown that hits one of the two, as their clocks drift apart
 
 
 def paired_episode(ppo: PPO, env: RecordingEnv, twin: ClusterEnv, *, windows: int) -> Episode:
     """Sampled decisions in `env`, the goodput rule's in `twin`, which is the same world.
 
-    What an action did to the window that follows is known exactly (`Decisions`): its log goodput less what it would
-    have been, had that one action been its mean. So it replaces the window's own reward in the action's advantage.
+    The effect of an action on the next window is known exactly (`Decisions`): the window's log goodput less that with
+    the action's mean instead. It replaces the window's own reward in the action's advantage.
     """
     assert isinstance(ppo.net, ResidualNet)
     policy, window = LearnedPolicy(ppo.net), env.reset()
@@ -50,7 +50,7 @@ def paired_episode(ppo: PPO, env: RecordingEnv, twin: ClusterEnv, *, windows: in
     log_chosen, log_shared, values = (torch.stack(part) for part in zip(*evaluated, strict=True))
     final = torch.from_numpy(policy.observe(window, env.bounds)), torch.from_numpy(window.batch_size > 0)
     credit = _credit(ppo.net, recorder, chosen, shared)
-    # A decision that keeps all sizes did nothing to its window, whoever wished for what.
+    # A decision that changes no size has no effect on its window, whatever the actions were.
     at_once = SCALE * credit[0] * acted.unsqueeze(-1), SCALE * credit[1] * acted
     known = log_chosen, log_shared, torch.cat([values, ppo.value(*final)[None]])
     duration = torch.ones_like(rewards)
@@ -59,7 +59,7 @@ def paired_episode(ppo: PPO, env: RecordingEnv, twin: ClusterEnv, *, windows: in
 
 @torch.no_grad()
 def _credit(net: ResidualNet, recorder: DecisionRecorder, chosen: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, N, W) and (T, N) from actions (T, N, W, 1) and (T, N, 1)."""
+    """Credits (T, N, W) and (T, N) of actions (T, N, W, 1) and (T, N, 1)."""
     decisions = recorder.decisions()
     local, usual, _ = net(decisions.observed, decisions.mask)
     delta, growth = chosen.flatten(0, 1).squeeze(-1), shared.flatten(0, 1).squeeze(-1)

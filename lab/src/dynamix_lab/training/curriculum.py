@@ -1,7 +1,7 @@
-"""The clusters on which policies learn: every mechanism of the simulator, in random company and wide random ranges.
+"""The clusters for training policies: every mechanism of the simulator, in random combinations and wide random ranges.
 
-Families of `simulator.families` that break an assumption are tests. Training clusters share with them the simulator's
-mechanisms, but no parameters, no measured curves that are not affine, no co-location or PAI figures, and no seed.
+Families of `simulator.families` that violate an assumption are tests. Training clusters share the simulator's
+mechanisms with them, but no parameters, no measured non-affine curves, no co-location or PAI figures, and no seed.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from dynamix_lab.simulator.disturbances import Staircases
 from dynamix_lab.simulator.families import NEVER
 
 Mechanism = Callable[[Clusters, np.random.Generator, Floats], Clusters]
-_FIRST_SEED = 5_000_000  # of what underlies training clusters; suites and evaluation use seeds below a million
+_FIRST_SEED = 5_000_000  # of training clusters; suites and evaluation use seeds below a million
 
 
 def training_clusters(count: int, workers: int, seed: int, *, hardness: float = 1.0) -> Clusters:
-    """`count` clusters of `workers`. `hardness` in [0, 1] scales how often each mechanism is at work; in two clusters
-    of five hardly any but slowdowns is. Costs are those of calibrated GPUs or of `sample_clusters`.
+    """`count` clusters of `workers`. `hardness` in [0, 1] scales how often each mechanism acts. In two clusters of five
+    there is little but slowdowns. Costs are those of calibrated GPUs or of `sample_clusters`.
 
     >>> training_clusters(3, 4, seed=0).shape
     (3, 4)
@@ -33,14 +33,14 @@ def training_clusters(count: int, workers: int, seed: int, *, hardness: float = 
 
 
 def disturbed(clusters: Clusters, rng: np.random.Generator, rate: Floats) -> Clusters:
-    """Clusters with every mechanism but small batches at work, as often as `rate` (C, 1) says."""
+    """Clusters with every mechanism except small batches, as often as `rate` (C, 1) says."""
     for mechanism in (_slowed, _neighbour, _jitter, _bent, _links, _measured, _unlike, _recurring):
         clusters = mechanism(clusters, rng, rate)
     return clusters
 
 
 def _rate(rng: np.random.Generator, hardness: float, count: int) -> Floats:
-    """How often mechanisms are at work, (C, 1): in two clusters of five hardly at all."""
+    """How often mechanisms act, (C, 1): in two clusters of five hardly ever."""
     return hardness * np.where(_hit(rng, 0.4, count), 0.1, 1.0)
 
 
@@ -54,7 +54,7 @@ def _hit(rng: np.random.Generator, chance: Floats | float, count: int) -> np.nda
 
 
 def _small(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
-    """Small batches, and batches whose fixed costs dominate: small networks on throttled hosts."""
+    """Small batches, and batches with dominating fixed costs: small networks on throttled hosts."""
     count, workers = c.shape
     old = (c.base_batch / workers)[:, None]
     new = np.where(_hit(rng, 0.25, count), np.minimum(rng.integers(4, 33, (count, 1)), old), old).astype(np.int64)
@@ -71,7 +71,7 @@ def _small(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
 
 
 def _cheap(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """In a third of the clusters computing samples is nearly all: fixed costs and exchange are some percent."""
+    """In a third of the clusters the samples take nearly all time: fixed costs and exchange are some per cent."""
     count = c.shape[0]
     cheap, share = _hit(rng, 1 / 3, count), (c.base_batch / c.shape[1])[:, None]
     whole = c.alpha + c.beta * share
@@ -83,7 +83,7 @@ def _cheap(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _slowed(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
-    """Slowdowns of any length and rate, of some or all workers, each for itself or by rack."""
+    """Slowdowns of any length and rate, of some or all workers, each by itself or by rack."""
     count, workers = c.shape
     spread = np.exp(0.5 * rng.normal(size=c.shape))
     off = _log_uniform(rng, 15, 300, (count, 1)) * spread * (workers / 4) ** rng.uniform(0, 0.5, (count, 1))
@@ -108,11 +108,11 @@ def _neighbour(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clust
 
 
 def _jitter(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
-    """Jitter from hardly any to strong, from white to slow, of each step or of all workers alike; stalls."""
+    """Jitter from nearly none to strong, from white to slow, of each step or common to all workers; stalls."""
     count = c.shape[0]
     computing = (c.alpha + c.beta * (c.base_batch[:, None] / c.shape[1])).mean(-1, keepdims=True)
     sd = _log_uniform(rng, 0.005, 0.05 + 0.15 * hardness, (count, 1)) * np.ones(c.shape)
-    # White or slow in all clusters of a call: `lagged` takes the last deviation for one that stays.
+    # White or slow in all clusters of a call, because `lagged` takes the last deviation as permanent.
     memory = rng.uniform(0.4, 0.99, count) if rng.random() < 0.35 * hardness.mean() else None
     stall = np.where(_hit(rng, 0.3 * hardness, count)[:, 0], rng.uniform(0.03, 0.35, count), 0.0)
     c = replace(
@@ -123,7 +123,7 @@ def _jitter(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters
 
 
 def _bent(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
-    """Time that grows faster than the batch from some size on: at once steeply, or early and gently."""
+    """Time that grows faster than the batch from some size on: steeply at once, or early and gently."""
     count, workers = c.shape
     share = (c.base_batch / workers)[:, None]
     steep, gentle = _hit(rng, 0.3 * hardness, count), _hit(rng, 0.15 * hardness, count)
@@ -135,7 +135,7 @@ def _bent(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
 
 
 def _links(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
-    """Unequal links that slow down now and then, each for itself or all together."""
+    """Unequal links that slow down at times, each by itself or all together."""
     count, workers = c.shape
     slowness = np.exp(-rng.exponential(0.5, c.shape) * _hit(rng, 0.5, count))
     together = _hit(rng, 0.5, count)
@@ -149,7 +149,7 @@ def _links(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
 
 
 def _measured(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
-    """Errors of times and of the noise scale, lost times, what a change costs."""
+    """Errors of times and of the noise scale, missing times, and the cost of a change."""
     count = c.shape[0]
 
     def some(chance: float, low: float, high: float, otherwise: Floats) -> Floats:
@@ -168,7 +168,7 @@ def _measured(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Cluste
 
 
 def _unlike(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
-    """In some calls samples cost unlike much in a half of the clusters."""
+    """In some calls the samples' costs differ much in half of the clusters."""
     rng, count = rng.spawn(1)[0], c.shape[0]
     if rng.random() > 0.4:
         return c
@@ -177,7 +177,7 @@ def _unlike(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters
 
 
 def _recurring(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
-    """In some calls workers of a half of the clusters go through four speeds, once or again and again."""
+    """In some calls workers of half of the clusters go through four speeds, once or repeatedly."""
     rng, (count, workers) = rng.spawn(1)[0], c.shape
     if rng.random() > 0.4:
         return c
@@ -193,8 +193,8 @@ def _recurring(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clust
 
 
 def _interior(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """The noise scale's level such that the best B at the start is 0.35 to 3 times B0, were all costs affine; in two
-    clusters of seven 0.1 to 0.35: a user's batch size is often too large."""
+    """Scale the noise scale so that the best B at the start is 0.35 to 3 times B0 for affine costs. In two clusters of
+    seven it is 0.1 to 0.35, because a user's batch size is often too large."""
     count, base = c.shape[0], c.base_batch.astype(np.float64)
     growing, fixed = base / (1 / c.beta).sum(-1), c.exchange_s + c.alpha.mean(-1)
     usual, small = _log_uniform(rng, 0.35, 3.0, (count,)), _log_uniform(rng, 0.1, 0.35, (count,))
@@ -205,9 +205,9 @@ def _interior(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 def _short(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """Short trainings: the noise scale of a third of the clusters changes much within a rollout, often falling first.
+    """Short trainings: in a third of the clusters the noise scale changes much in a rollout, often falling first.
 
-    A new network's gradients disagree; within some steps they agree, and later they disagree more and more.
+    A new network's gradients disagree. Within some steps they agree, and later they disagree more and more.
     """
     if c.noise_knots is None or c.noise_from is None:
         return replace(c, noise_unit=c.noise_unit * np.where(rng.random(c.shape[0]) < 1 / 3, 0.3, 1.0))

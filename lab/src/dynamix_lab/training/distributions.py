@@ -1,7 +1,7 @@
-"""Distributions of actions that a policy network's outputs stand for, in N clusters of W workers.
+"""Distributions of actions, given a policy network's outputs, for N clusters of W workers.
 
-Every worker has an action of its own; a cluster may have one more, which all workers share ("shared", (N, G); G is 0
-where there is none).
+Every worker has its own action. A cluster may have one more, which all workers share ("shared", (N, G); G is 0 if there
+is none).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributions import Normal
 
 
 class ActionDistribution(Protocol):
-    """Actions (N, W, ...) of the workers and (N, G) of the clusters. Masks (N, W) say which workers there are."""
+    """Actions (N, W, ...) of the workers and (N, G) of the clusters. Masks (N, W) mark the existing workers."""
 
     def sample(self, generator: torch.Generator, /) -> tuple[Tensor, Tensor]:
         """Actions of the workers and of the clusters."""
@@ -24,10 +24,10 @@ class ActionDistribution(Protocol):
         """Log-probabilities of actions: (N, W) and (N,)."""
 
     def entropy(self, mask: Tensor, /) -> Tensor:
-        """The part that an entropy bonus is paid for, a scalar."""
+        """The entropy for an entropy bonus, a scalar."""
 
     def distance(self, other: Any, mask: Tensor, /) -> Tensor:
-        """How far this is from another distribution of the kind, (N,), which gets no gradient."""
+        """The distance (N,) from another distribution of the kind, which gets no gradient."""
 
 
 Head = Callable[[nn.Module, Tensor, Tensor], tuple[ActionDistribution, Tensor]]
@@ -62,7 +62,7 @@ class Categorical:
 
 
 class Gaussian:
-    """Real actions (N, W, L) and (N, G) around means, with standard deviations (L,) and (G,) that all states share."""
+    """Real actions (N, W, L) and (N, G) with means, and standard deviations (L,) and (G,) that all states share."""
 
     def __init__(self, local: Tensor, shared: Tensor, log_std_local: Tensor, log_std_shared: Tensor) -> None:
         self.local, self.shared = local, shared
@@ -77,11 +77,11 @@ class Gaussian:
         return log_local, Normal(self.shared, self.std_shared).log_prob(shared).sum(-1)
 
     def entropy(self, mask: Tensor, /) -> Tensor:
-        """Summed over the actions' parts, up to a constant."""
+        """Summed over the actions' components, up to a constant."""
         return self.std_local.log().sum() + self.std_shared.log().sum()
 
     def distance(self, other: Gaussian, mask: Tensor, /) -> Tensor:
-        """Squared distance of the means, in standard deviations of this one, summed over workers."""
+        """Squared distance of the means, in units of this one's standard deviations, summed over workers."""
         local = ((self.local - other.local.detach()) / self.std_local.detach()) ** 2
         shared = ((self.shared - other.shared.detach()) / self.std_shared.detach()) ** 2
         return local.sum(-1).mul(mask).sum(-1) + shared.sum(-1)

@@ -1,7 +1,7 @@
 """Training of `dynamix-paper`, the paper's own form, in the calibrated simulator.
 
-Episodes come from all families and several W. Optionally a warm start: imitation of the lagged reference by the nearest
-action (DAgger). The checkpoint kept is the best on validation clusters, which training never meets.
+Episodes are from all families and several W. An optional warm start imitates the lagged reference by the nearest action
+(DAgger). The stored checkpoint is the best on validation clusters, which are never used for training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dynamix_lab.training.rewards import Reward, SimulatedPaper, SimulatedRegret
 from dynamix_lab.training.simplified import Simplified, SimplifiedConfig
 from dynamix_lab.training.worlds import lr_rule_of, sample_world
 
-Labelled = tuple[Tensor, Tensor]  # what a policy saw, and the action it should have taken
+Labelled = tuple[Tensor, Tensor]  # what a policy saw, and the action that it should have taken
 VALIDATION_SEED, TEST_SEED = 920_001, 930_001
 # Of the learner "ppo"; gamma (0.8) is per second.
 PER_SECOND = PPOConfig(5e-4, 0.8, 0.9, epochs=3, worker_rows=4096, entropy_weight=0.002, max_gradient_norm=1.0)
@@ -40,25 +40,25 @@ PER_SECOND = PPOConfig(5e-4, 0.8, 0.9, epochs=3, worker_rows=4096, entropy_weigh
 
 @dataclass(frozen=True, slots=True)
 class PaperTrainingConfig:
-    """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds never meet them.
+    """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds are never among them.
 
     learner        "ppo" (ppo.py) or "simplified" (simplified.py)
     reward         "regret", or the paper's "sgd" and "adam" (rewards.py)
-    without        families of the state that are left out: network, system, statistics
-    actions        samples that an action adds or takes, and how they scale
+    without        families of the state to leave out: network, system, statistics
+    actions        samples that an action adds or removes, and how they scale
     hidden         width of the network
-    families       and worlds (`worlds.py`) that episodes come from
-    workers        numbers of workers that episodes have
-    intervals, delays   steps of a window, and steps until a decision counts, that episodes are drawn from
+    families       families, and worlds (`worlds.py`), of the episodes
+    workers        numbers of workers in episodes
+    intervals, delays   steps of a window, and steps until a decision applies, for episodes
     rows           clusters times workers of an episode
     windows        decisions of an episode
     updates        of the learner
     clone_rounds   rounds of imitation before learning by reward; 0: none, as in the paper
     clone_windows, clone_epochs, clone_keep, clone_rate   decisions of a round, passes over its data, rounds of data
-                   that are kept, rate of learning
+                   to keep, learning rate
     validate_every updates
-    validation_workers, validation_clusters, validation_windows   of the clusters that checkpoints are chosen on: so
-                   many of each family, at one of the numbers of workers in turn
+    validation_workers, validation_clusters, validation_windows   of the clusters for choosing checkpoints: so many of
+                   each family, with each number of workers in turn
     """
 
     learner: Literal["ppo", "simplified"] = "ppo"
@@ -90,7 +90,7 @@ class PaperTrainingConfig:
 
 
 def train(config: PaperTrainingConfig | None = None, seed: int = 0, *, progress: Tell | None = None) -> AdditivePolicy:
-    """A policy from nothing; the same config and seed give the same weights. `progress(what, fraction done)`."""
+    """Train a policy from scratch. The same config and seed give the same weights. `progress(what, fraction done)`."""
     with one_thread():
         return _train(config or PaperTrainingConfig(), seed, progress or (lambda what, fraction: None))
 
@@ -124,14 +124,14 @@ def _train(c: PaperTrainingConfig, seed: int, tell: Tell) -> AdditivePolicy:
 
 
 def make_learner(net: AdditiveNet, config: PaperTrainingConfig, seed: int) -> PPO | Simplified:
-    """The learner a recipe names."""
+    """The recipe's learner."""
     if config.learner == "simplified":
         return Simplified(net, SimplifiedConfig(), seed=seed)
     return PPO(net, categorical, PER_SECOND, seed=seed)
 
 
 def evaluation(policy: AdditivePolicy, config: PaperTrainingConfig) -> dict[str, Any]:
-    """The figures of the policy file on test clusters, which were never used before."""
+    """The policy file's figures on test clusters, which were never used before."""
     scores = {str(w): round(_Validation(config, (w,), 2 * 8, TEST_SEED)(policy), 4) for w in (2, 8, 32)}
     return {"seed": TEST_SEED, "goodput_over_lagged_reference_by_workers": scores}
 
@@ -156,7 +156,7 @@ def _episode(
 
 
 def _clone(net: AdditiveNet, c: PaperTrainingConfig, seed: int, seen: _Seen, tell: Tell) -> None:
-    """DAgger (Ross et al. 2011): label every state met with the action nearest the lagged reference's size."""
+    """DAgger (Ross et al. 2011): label every state visited with the action nearest the lagged reference's size."""
     optimizer = torch.optim.Adam(net.parameters(), lr=c.clone_rate)
     generator, data = Generator().manual_seed(seed), list[Labelled]()
     for i in range(c.clone_rounds):
@@ -193,10 +193,10 @@ def _demonstrate(
 
 
 def nearest_action(actions: Actions, window: Window, target: Floats) -> Ints:
-    """Index (..., W) of the action whose size comes nearest `target` (..., W), in proportion."""
+    """Index (..., W) of the action whose size is nearest `target` (..., W), by ratio."""
     options = [actions.sizes(window, np.full(target.shape, a)) for a in range(len(actions.steps))]
     distance = np.abs(np.log(np.maximum(np.stack(options, -1), 0.5)) - np.log(np.maximum(target, 0.5))[..., None])
-    # Of equals (at a clamp) the smallest step.
+    # Of equal ones (at a clamp) take the smallest step.
     distance = distance + 1e-6 * np.abs(np.asarray(actions.steps)) / max(map(abs, actions.steps))
     return np.asarray(distance.argmin(-1), dtype=np.int64)
 
@@ -217,7 +217,7 @@ def _fit(net: AdditiveNet, optimizer: torch.optim.Optimizer, data: list[Labelled
 
 
 class _Validation:
-    """Mean over families and W of log(average goodput / the lagged reference's), as a factor; 1 is the reference."""
+    """Geometric mean over families and W of average goodput / the lagged reference's; 1 is the reference."""
 
     def __init__(self, c: PaperTrainingConfig, workers: tuple[int, ...], clusters: int, seed: int) -> None:
         self.cells = [(family, workers[i % len(workers)]) for i, family in enumerate(c.families)]
@@ -239,7 +239,7 @@ class _Validation:
 
 
 class _Seen:
-    """Which inputs ever varied, and the value of those that did not."""
+    """Which inputs have varied, and the value of those that have not."""
 
     def __init__(self, inputs: int) -> None:
         self.least, self.most = torch.full((inputs,), torch.inf), torch.full((inputs,), -torch.inf)
@@ -249,5 +249,5 @@ class _Seen:
         self.least, self.most = torch.minimum(self.least, flat.amin(0)), torch.maximum(self.most, flat.amax(0))
 
     def constant(self) -> tuple[Tensor, Tensor]:
-        """Mask (F,) of inputs that never varied, and their values (0 where nothing was ever seen)."""
+        """Mask (F,) of inputs that never varied, and their values (0 if none was seen)."""
         return self.most <= self.least, torch.nan_to_num(self.least, posinf=0.0)

@@ -1,8 +1,8 @@
-"""Learning the `dynamix` policy in the simulator: a short cloning, regret in hindsight, then PPO on whole trainings.
+"""Trains the `dynamix` policy in the simulator: a short cloning, regret in hindsight, then PPO on whole trainings.
 
-The checkpoint of each learner is kept that is best on validation clusters. The policy that PPO made is the result if it
-is ahead of what it began with on validation seeds of the simulator's families; else the simpler one is. Stopped and
-resumed, a training ends in the same weights.
+Of each learner the checkpoint that is best on validation clusters is kept. PPO's policy is the result if it is ahead of
+its starting point on validation seeds of the simulator's families, else the starting point is. A training that is
+stopped and resumed ends with the same weights.
 """
 
 import contextlib
@@ -43,35 +43,35 @@ from dynamix_lab.training.worlds import MIXED, lr_rule_of, sample_world
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds never meet them.
+    """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds are never among them.
 
-    A round is one rollout per entry of `workers` and `epochs` passes over it. The first third of the rounds becomes
-    harder step by step, and its first sixth stays at W <= `easy_workers`.
+    A round is one rollout per entry of `workers`, and `epochs` passes over it. The first third of the rounds becomes
+    harder step by step. In its first sixth W is at most `easy_workers`.
 
-    workers            numbers of workers that rollouts have
-    easy_workers       the most of them at the start
+    workers            numbers of workers in rollouts
+    easy_workers       the largest of them at the start
     rows               clusters times workers of an environment; at least six clusters
     intervals, delays  steps of a window, and steps until a decision counts, that environments are drawn from
     clone_rounds       rounds that imitate references
-    regret_rounds      rounds that learn from what the coming window met
+    regret_rounds      rounds that learn in hindsight, from the window that followed
     windows            decisions of a rollout
     epochs             passes over a round
-    rate               of learning, falling to a twentieth
+    rate               learning rate, falling to a twentieth
     batch              workers in a gradient step
-    restraint          weight of the squared distance from the rule's answer, in log sizes
+    restraint          weight of the squared distance from the rule's sizes, in log sizes
     growth_price       log goodput that an e-fold of the global batch away from the rule's must be worth
     ppo_updates        updates by PPO on whole trainings, after all rounds
     ppo_workers, ppo_windows   numbers of workers and decisions of its trainings
-    ppo_rate           of its learning, falling to a tenth
-    ppo_log_std        log of the deviation of its actions, in log sizes
-    gamma              discount of a decision; 0.95 counts some twenty windows
-    anchor_weight      pull towards the policy that PPO began with
+    ppo_rate           its learning rate, falling to a tenth
+    ppo_log_std        log of the standard deviation of its actions, in log sizes
+    gamma              discount per decision; 0.95 counts some twenty windows
+    anchor_weight      pull towards PPO's starting policy
     validate_every     rounds
-    validation_workers, validation_rows, validation_windows   of the clusters that checkpoints are chosen on
+    validation_workers, validation_rows, validation_windows   of the clusters for choosing checkpoints
     judged_workers, judged_rows   of the families on which policies with and without PPO are compared
-    families           so many kinds of clusters to learn on
+    families           number of kinds of clusters to train on
     hidden             width of the network
-    world              whose clusters to learn on: mixed, a family, or your own MODULE:NAME
+    world              whose clusters to train on: mixed, a family, or your own MODULE:NAME
     """
 
     workers: tuple[int, ...] = (2, 4, 8, 32, 128, 256)
@@ -106,9 +106,9 @@ class TrainingConfig:
 
 
 Arrays = dict[str, np.ndarray]
-_HERE = SimpleNamespace(map=map)  # the part of an executor that training uses, without other processes
+_HERE = SimpleNamespace(map=map)  # the part of an executor that training uses, within this process
 VALIDATION_SEED, CHOICE_SEED, TEST_SEED = 900_001, 920_001, 991_001
-PPO_VALIDATES_EVERY = 2  # updates; a few of them already matter
+PPO_VALIDATES_EVERY = 2  # updates; even a few of them matter
 PLAIN, TUNED = "without PPO", "with PPO"  # the stages, as policy files name them
 
 
@@ -121,12 +121,12 @@ def train(
     processes: int = 1,
     tested: bool = False,
 ) -> LearnedPolicy:
-    """A policy from nothing: minutes on 2 cores; the same config and seed give the same weights.
+    """Train a policy from scratch, in minutes on 2 cores. The same config and seed give the same weights.
 
-    progress     called now and then as `progress(what, fraction done)`
-    checkpoint   file written after every round; a training found there goes on where it stopped
-    processes    that play rollouts; their number changes the time taken, not the weights
-    tested       also score both stages on test clusters, once all is chosen (`about["evaluation"]`)
+    progress     called at times as `progress(what, fraction done)`
+    checkpoint   file written after every round; a training found there is resumed
+    processes    for rollouts; their number changes the time taken, not the weights
+    tested       also score both stages on test clusters, after all choices (`about["evaluation"]`)
     """
     with one_thread(), _pool(processes) as pool:
         training = ResidualTraining(config or TrainingConfig(), seed)
@@ -145,7 +145,7 @@ def _factories(nets: dict[str, ResidualNet]) -> dict[str, Factory]:
 
 
 def _scored(c: TrainingConfig, made: dict[str, Factory], seed: int, tell: Tell) -> dict[str, Any]:
-    """Speed over the goodput rule's on clusters of one seed, as the policy file keeps it."""
+    """Speed over the goodput rule's on clusters of one seed, for the policy file."""
     families = (*CONFORMING, *BREAKING, *DEVELOPMENT) if c.world == MIXED else (c.world,)
     size: dict[str, Any] = {"workers": c.judged_workers, "rows": c.judged_rows, "windows": c.validation_windows}
     logs = log_speeds(made, [seed], families=families[: c.families], **size, tell=lambda what: tell(what, 1.0))
@@ -158,7 +158,7 @@ def _scored(c: TrainingConfig, made: dict[str, Factory], seed: int, tell: Tell) 
 
 
 class ResidualTraining:
-    """All that a training has at the end of a round; `state_dict` holds everything the next one depends on."""
+    """The state of a training at the end of a round; `state_dict` holds everything that the next one depends on."""
 
     def __init__(self, config: TrainingConfig, seed: int) -> None:
         self.config, self.seed = config, seed
@@ -169,7 +169,7 @@ class ResidualTraining:
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.rate)
         self.generator = torch.Generator().manual_seed(seed)
         self.best, self.best_score = copy.deepcopy(self.net), -np.inf
-        self.tuned, self.tuned_score = copy.deepcopy(self.net), -np.inf  # the best that PPO made
+        self.tuned, self.tuned_score = copy.deepcopy(self.net), -np.inf  # PPO's best
         self.scores: list[list[float]] = []  # round, score
         self.round, self.rounds = 0, config.clone_rounds + config.regret_rounds + config.ppo_updates
         self.ppo: PPO | None = None
@@ -192,12 +192,12 @@ class ResidualTraining:
                 torch.save(self.state_dict(), checkpoint)
 
     def stages(self) -> dict[str, ResidualNet]:
-        """The best network without PPO, and with it where there was any."""
+        """The best network without PPO, and PPO's best if PPO ran."""
         nets = {PLAIN: self.best} if self.ppo is None else {PLAIN: self.best, TUNED: self.tuned}
         return copy.deepcopy(nets)
 
     def result(self, tell: Tell = lambda what, done: None) -> LearnedPolicy:
-        """The better stage as a policy; PPO's only if the whole interval says that it is faster."""
+        """The better stage as a policy; PPO's only if the whole interval shows that it is faster."""
         nets, chosen = self.stages(), PLAIN
         about = {"training": dataclasses.asdict(self.config), "seed": self.seed, "validation": self.scores}
         about |= {"trust": TRUST}
@@ -216,7 +216,7 @@ class ResidualTraining:
         guided = 0.5**i if stage == "clone" else None
         work = [(c, self._seed(w), w, hardness, guided) for w in c.workers if not easy or w <= c.easy_workers]
         weights = {name: value.numpy() for name, value in self.net.state_dict().items()}
-        # The largest take longest, so they start first; the order of the parts stays.
+        # The largest take longest, so they start first. The order of the parts does not change.
         played = list(self.pool.map(partial(_play, weights), reversed(work)))[::-1]
         parts = [Decisions(**{name: torch.from_numpy(value) for name, value in one.items()}) for one in played]
         for group in self.optimizer.param_groups:
@@ -230,7 +230,7 @@ class ResidualTraining:
         return _environment(self.config, self._seed(workers), workers, 1.0)
 
     def _pass(self, parts: list[Decisions], stage: str) -> float:
-        """One pass over the round's decisions; the mean loss."""
+        """Make one pass over the round's decisions. Returns the mean loss."""
         work = []
         for part in parts:
             rows = max(self.config.batch // part.wish.shape[1], 8)
@@ -249,21 +249,21 @@ class ResidualTraining:
         sizes = some.sizes(delta, growth)
         strayed = (sizes / some.wish).log().square().mean()
         if stage == "clone":
-            # Huber: a slowdown that nobody could have seen must not outweigh all that can be learned.
+            # Huber: an unpredictable slowdown must not outweigh everything that can be learned.
             missed = sizes.log() - some.target.clamp(some.low, some.high).log()
             cloned: Tensor = torch.nn.functional.huber_loss(missed, torch.zeros_like(missed), delta=0.3)
             return cloned
         asked = some.wish.clamp(some.low, some.high)
         with torch.no_grad():
             rule = some.log_goodput(asked)
-        # Actions beyond the limits have no gradient back, so they are drawn back softly.
+        # Actions beyond the limits have no gradient, so a soft penalty pulls them back.
         beyond = delta.abs() - 1.2, growth - MOST_GROWTH, LEAST_GROWTH + 0.2 - growth
         outside = sum((part.clamp(min=0).square().mean() for part in beyond), start=torch.zeros(()))
         loss: Tensor = (rule - some.log_goodput(sizes)).mean() + self.config.restraint * strayed + outside
         return loss + self.config.growth_price * (sizes.sum(-1) / asked.sum(-1)).log().abs().mean()
 
     def _improve(self) -> float:
-        """One update of PPO; the mean regret of its rollouts."""
+        """Make one update of PPO. Returns the mean regret of its rollouts."""
         c, ppo = self.config, self.ppo or self._start_ppo()
         played = [paired_episode(ppo, self._env(w), self._env(w), windows=c.ppo_windows) for w in c.ppo_workers]
         done = (self.round - c.clone_rounds - c.regret_rounds) / c.ppo_updates
@@ -314,7 +314,7 @@ class ResidualTraining:
         return state | {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises `ConfigError` when the checkpoint is of another recipe or seed."""
+        """Load a checkpoint. Raises `ConfigError` if it is from another recipe or seed."""
         if (state["config"], state["seed"]) != (str(self.config), self.seed):
             raise ConfigError("checkpoint", "of another recipe or seed", "the one begun there", "name another file")
         self.round, self.scores, self.best_score = state["round"], state["scores"], state["best_score"]
@@ -344,7 +344,7 @@ def _environment(c: TrainingConfig, seed: int, workers: int, hardness: float) ->
 
 
 def _play(weights: Arrays, job: tuple[TrainingConfig, int, int, float, float | None]) -> Arrays:
-    """One rollout as plain arrays, wherever it runs."""
+    """One rollout as plain arrays, in any process."""
     config, seed, workers, hardness, guided = job
     net = ResidualNet(hidden=config.hidden)
     net.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})

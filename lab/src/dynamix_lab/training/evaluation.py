@@ -67,15 +67,15 @@ def evaluate_families(
     hedged: bool = True,
     progress: Tell | None = None,
 ) -> dict[str, Any]:
-    """Policies on the calibrated families or other worlds (`worlds.py`): `cells` by "family-W", and `summary`.
+    """Compare policies on the calibrated families or other worlds (`worlds.py`): `cells` by "family-W", and `summary`.
 
-    rows     clusters * W a seed, at least 4 and at most 64 clusters
-    hedged   False leaves out the hedged reference, which takes most of the time at large W, and with it `gap_closed`
+    rows     clusters * W per seed, at least 4 and at most 64 clusters
+    hedged   False omits the hedged reference, which takes most of the time at large W, and with it `gap_closed`
 
-    Static, LB-BSP, Cannikin and the goodput rule are always added. A cell holds, for every policy, time of
-    `lagged` / its time (`geometric_mean`, `worst_decile`), paired ratios to Cannikin's and the goodput rule's times
-    with their 95 % intervals (above 1: faster), and `gap_closed` = (G - G_lbbsp) / (G_hedged - G_lbbsp), G being
-    1 / geometric mean time; None where hedged is less than 1 % ahead.
+    Static, LB-BSP, Cannikin and the goodput rule are always added. A cell has, for every policy, `lagged`'s time over
+    its time (`geometric_mean`, `worst_decile`), paired ratios to Cannikin's and the goodput rule's times with their
+    95 % intervals (above 1: faster), and `gap_closed` = (G - G_lbbsp) / (G_hedged - G_lbbsp), G being 1 / geometric
+    mean time. It is None if hedged is less than 1 % ahead.
     """
     factories: dict[str, Factory] = {"lagged": LaggedReference, **BASELINES, **RULES, **policies}
     if hedged:
@@ -105,9 +105,9 @@ def log_speeds(
     windows: int,
     tell: Callable[[str], None] = lambda what: None,
 ) -> dict[str, dict[int, Floats]]:
-    """Log of the speed of policies over the goodput rule's, of every cluster, by policy and number of workers.
+    """Log of policies' speeds over the goodput rule's, for every cluster, by policy and number of workers.
 
-    rows   clusters * W of a family and seed, at least 4 and at most 64 clusters
+    rows   clusters * W per family and seed, at least 4 and at most 64 clusters
     """
     found: dict[str, dict[int, list[Floats]]] = {name: {w: [] for w in workers} for name in policies}
     factories: dict[str, Factory] = {"": lambda _: Goodput(), **policies}
@@ -123,7 +123,7 @@ def log_speeds(
 
 
 def speeds_with_intervals(logs: Mapping[int, Floats]) -> dict[str, list[float]]:
-    """Of one policy's `log_speeds`: `paired` by number of workers, and "all" of them together."""
+    """For one policy's `log_speeds`: `paired` by number of workers, and "all" of them together."""
     return {**{str(w): paired(log) for w, log in logs.items()}, "all": paired(np.concatenate(list(logs.values())))}
 
 
@@ -175,7 +175,7 @@ def summary(ratio: Floats) -> dict[str, float]:
 
 
 def paired(log_ratio: Floats) -> list[float]:
-    """Geometric mean and 95 % interval (Student's t, over pairs); the mean alone is its own interval."""
+    """Geometric mean and 95 % interval (Student's t, over pairs); for a single pair the interval is the mean."""
     try:
         from scipy import stats
     except ModuleNotFoundError as error:
@@ -186,7 +186,7 @@ def paired(log_ratio: Floats) -> list[float]:
 
 
 def _over_cells(cells: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Medians over cells, and the cells where the policy is ahead of or behind the goodput rule (interval beside 1)."""
+    """Medians over cells, and the cells with the policy ahead of or behind the goodput rule (interval excludes 1)."""
     scores = [cell[name] for cell in cells.values()]
     gaps = [score["gap_closed"] for score in scores if score["gap_closed"] is not None]
     return {
@@ -199,7 +199,7 @@ def _over_cells(cells: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def chosen_cells(families: str | None, workers: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Comma-separated lists as a user writes them. Raises `ConfigError` for what does not exist.
+    """Parse a user's comma-separated lists. Raises `ConfigError` for unknown entries.
 
     >>> chosen_cells("pai-steady", "2,8")
     (('pai-steady',), (2, 8))

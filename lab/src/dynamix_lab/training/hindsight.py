@@ -1,8 +1,8 @@
-"""The outcome of another allocation in the window that came: exact in the simulator, and differentiable.
+"""What another allocation would have done in the window that followed: exact in the simulator, and differentiable.
 
-A decision is judged under the very slowdowns, jitter and exchange times that the next window met, so its gradient
-needs no sampling of actions and no critic. The realised steps are used, not their means: being the slowest now and then
-has its price, and hedging is learned with it.
+A decision is judged under the actual slowdowns, jitter and exchange times of the next window, so its gradient needs no
+sampled actions and no critic. It uses the actual steps, not their means: being the slowest at times has a cost, and so
+hedging is learned.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dynamix_lab.simulator.compute import near_normal
 
 
 class RecordingEnv(ClusterEnv):
-    """A `ClusterEnv` that keeps what disturbed the steps of its last window.
+    """A `ClusterEnv` that records the disturbances of its last window's steps.
 
-    Of its k steps: `factors` (C, W, k) on the undisturbed seconds, `extras` (C, W, k) seconds on top whatever the
-    batch, `normals` (C, W, k) draws that say how costly the samples were, `exchanges` (C, k) in seconds.
+    For its k steps: `factors` (C, W, k) on the undisturbed seconds, `extras` (C, W, k) added seconds whatever the
+    batch, `normals` (C, W, k) draws that determine the samples' costs, `exchanges` (C, k) in seconds.
     """
 
     def step(self, sizes: Ints, lengths: Ints | None = None) -> Window:
@@ -54,16 +54,16 @@ class RecordingEnv(ClusterEnv):
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """N decisions of one W and what came after them. All tensors float32, but mask and guided bool.
+    """N decisions with one W, and what followed. All tensors are float32, except mask and guided, which are bool.
 
-    observed, mask      (N, W, F) what the policy saw; (N, W) active workers
-    guided              (N,) whether a noise scale is known, without which the global batch stays
-    wish, low, high     (N, W) the rule's sizes, and what trust and bounds allow
+    observed, mask      (N, W, F) the policy's input; (N, W) active workers
+    guided              (N,) whether a noise scale is known; otherwise the global batch does not change
+    wish, low, high     (N, W) the rule's sizes, and the limits by trust and bounds
     alpha, beta, cliff_at, cliff_slope   (N, W) true costs (`simulator.compute.Costs`)
     factors, extras, normals, exchanges   (N, W, k), thrice, and (N, k) `RecordingEnv`
     sigma               (N,) sd of the log of one sample's cost
     overlap, base, noise, rate   (N,) exponent of the step time; base batch; noise scale at it, growth with log B
-    target              (N, W) a teacher's sizes; NaN where there is none
+    target              (N, W) a teacher's sizes; NaN if there are none
     """
 
     observed: Tensor
@@ -95,7 +95,7 @@ class Decisions:
         return Decisions(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     def sizes(self, delta: Tensor, growth: Tensor) -> Tensor:
-        """Real sizes (N, W) of an action (N, W), (N,), as `LearnedPolicy.allocate` forms them before rounding."""
+        """Real sizes (N, W) of actions (N, W), (N,), as `LearnedPolicy.allocate` computes them before rounding."""
         log_wish = self.wish.log()
         moved = log_wish + delta - delta.mean(-1, keepdim=True)
         growth = torch.where(self.guided, growth.clamp(LEAST_GROWTH, MOST_GROWTH), torch.zeros_like(growth))
@@ -105,7 +105,7 @@ class Decisions:
         return torch.where(self.guided.unsqueeze(-1), sizes, sizes * kept)
 
     def log_goodput(self, sizes: Tensor) -> Tensor:
-        """Log progress a second (N,) of the window that came, up to a constant, had `sizes` (N, W) been in force."""
+        """Log progress a second (N,) of the window that followed, up to a constant, if it had had `sizes` (N, W)."""
         return self._log_goodput(sizes.sum(-1), self.busy(sizes).amax(1))
 
     def busy(self, sizes: Tensor) -> Tensor:
@@ -113,14 +113,14 @@ class Decisions:
         beyond = (sizes / self.cliff_at - 1).clamp(min=0)
         seconds = ((self.alpha + self.beta * sizes) * (1 + self.cliff_slope * beyond)).unsqueeze(-1)
         if self.sigma.any():
-            # As `costs_of_samples`: other sizes would have met samples drawn alike, and many of them vary less.
+            # As `costs_of_samples`: other sizes would have had similar samples, whose sum varies less for more of them.
             variance = (self.sigma.square().expm1()[:, None] / sizes.clamp(min=1.0)).log1p().unsqueeze(-1) + 1e-12
             unlike = (variance.sqrt() * self.normals - variance / 2).expm1()
             seconds = seconds + (self.beta * sizes).unsqueeze(-1) * unlike
         return (seconds * self.factors + self.extras).clamp(min=1e-6)
 
     def _log_goodput(self, total: Tensor, slowest: Tensor) -> Tensor:
-        """For totals (N, ...) and slowest seconds (N, ..., k)."""
+        """Log goodput for totals (N, ...) and slowest seconds (N, ..., k)."""
         more = (slice(None), *[None] * (total.dim() - 1))
         overlap, exchange = self.overlap[more].unsqueeze(-1), self.exchanges[more].clamp(min=1e-9)
         if total.dim() > 1:
@@ -131,7 +131,7 @@ class Decisions:
         return total.log() + gain.log() - step.exp().mean(-1).log()
 
     def credit(self, delta: Tensor, growth: Tensor, usual: Tensor) -> Tensor:
-        """Counterfactual credit (N, W): log goodput less that with worker i alone acting as `usual` (N, W) would."""
+        """Counterfactual credit (N, W): log goodput less that if only worker i had acted as `usual` (N, W)."""
         sizes, others = self.sizes(delta, growth), self.sizes(usual, growth)
         busy, total = self.busy(sizes), sizes.sum(-1)
         top, second = busy.topk(2, dim=1).values.unbind(1) if busy.shape[1] > 1 else (busy[:, 0], 0 * busy[:, 0])
@@ -153,7 +153,7 @@ class DecisionRecorder:
         self.rows: list[dict[str, np.ndarray]] = []
 
     def before(self, policy: LearnedPolicy, window: Window, observed: np.ndarray, target: Floats | None) -> None:
-        """Note the state in which a decision is taken, after `policy.observe`."""
+        """Record the state in which a decision is made, after `policy.observe`."""
         env, bounds = self.env, self.env.bounds
         low, high = policy.trusted(window)
         row = {"observed": observed, "mask": window.batch_size > 0, "guided": policy.fitted.now.guided}
@@ -163,12 +163,12 @@ class DecisionRecorder:
         self.rows.append(row)
 
     def after(self) -> None:
-        """Note what the window after that decision met."""
+        """Record the disturbances of the window after that decision."""
         met = ("factors", "extras", "normals", "exchanges")
         self.rows[-1] |= {name: getattr(self.env, name) for name in met}
 
     def decisions(self) -> Decisions:
-        """All of them, (T * C) rows in order of time."""
+        """All decisions, (T * C) rows in order of time."""
         c, times = self.env.clusters, len(self.rows)
         fixed: dict[str, Any] = {"alpha": c.alpha, "beta": c.beta, "overlap": c.overlap, "base": c.base_batch}
         fixed["cliff_at"] = np.full(c.shape, 1e12) if c.cliff_at is None else c.cliff_at

@@ -1,4 +1,4 @@
-"""The base of learners: a network, its optimizer, a random generator of their own, and exact resume."""
+"""The base of learners: a network, its optimizer, its own random generator, and exact resume."""
 
 import contextlib
 import copy
@@ -13,7 +13,7 @@ from dynamix_lab.training.distributions import Head
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Training on one core: the order of sums, hence the weights, must not depend on how many the machine has."""
+    """Train on one core: the order of sums, and so the weights, must not depend on the number of cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
 
 
 def descend(net: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, max_norm: float = 1.0) -> None:
-    """One gradient step, the gradient's norm cut at `max_norm`."""
+    """Make one gradient step, with the gradient's norm limited to `max_norm`."""
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(net.parameters(), max_norm)
@@ -31,9 +31,9 @@ def descend(net: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, max_
 
 
 class Learner:
-    """Learns the weights of `net`, whose outputs `head` reads. Global random state neither matters nor moves.
+    """Learns the weights of `net`, whose outputs `head` reads. It neither uses nor changes global random state.
 
-    `state_dict` holds weights, optimizer and generator: stopping and resuming gives bit-identical weights.
+    `state_dict` has weights, optimizer and generator, so that stopping and resuming gives bit-identical weights.
     """
 
     def __init__(self, net: nn.Module, head: Head, *, learning_rate: float, seed: int) -> None:
@@ -47,7 +47,7 @@ class Learner:
         return self.head(self.net, observed, mask)[0].sample(self.generator)
 
     def choose(self, observed: Tensor, mask: Tensor) -> Tensor:
-        """Sample the workers' actions (N, W, ...) alone."""
+        """Sample only the workers' actions (N, W, ...)."""
         return self.act(observed, mask)[0]
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The pay of a learner: the paper's forms for SGD and Adam-like optimisers, and regret (our default).
+"""Rewards of a learner: the paper's forms for SGD and Adam-like optimisers, and regret (our default).
 
-`update` is called once per window, in order; where it answers NaN, learners leave the window out. The paper's form uses
-only what a job measures; the simulated ones know the world.
+`update` is called once per window, in order; learners skip a window if it returns NaN. The paper's form uses only
+measurements of a job; the simulated ones know the world.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from dynamix_lab.simulator import ClusterEnv, Generalisation, LaggedReference, r
 from dynamix_lab.simulator.env import AnswersWindows
 
 Optimizer = Literal["sgd", "adam"]
-LARGEST_SIGMA = 10.0  # an unmeasurable signal makes sigma_norm infinite; a reward must not be
+LARGEST_SIGMA = 10.0  # an unmeasurable signal makes sigma_norm infinite, but a reward must be finite
 
 
 class Reward(Protocol):
@@ -30,7 +30,7 @@ class Reward(Protocol):
 class RewardWeights:
     """Weights of the paper's terms; the sources give none, so all are ours.
 
-    accuracy      a gain of one accuracy point in a window is worth one reference iteration time at 100
+    accuracy      a gain of one accuracy point in a window equals one reference iteration time at 100
     time          of -T_iter / T_ref
     retransmits   of -(retransmits per second, mean over workers)
     sigma         of -sigma_norm (Adam only)
@@ -43,12 +43,12 @@ class RewardWeights:
 
 
 class PaperReward:
-    """DYNAMIX (arXiv 2510.08522): generalisation, speed, gradient stability; forms at second hand, weights ours.
+    """DYNAMIX (arXiv 2510.08522): generalisation, speed, gradient stability. The form is second-hand, weights are ours.
 
     SGD:  r = w_acc dA - w_time T_iter/T_ref - w_retx retx;  Adam: the same - w_sigma sigma_norm. dA is the change of
-    batch accuracy since the last window (of test accuracy where `update` is given it), T_ref the first window's
-    iteration time, `sigma_norm` that of the applied gradient, unlike the state's, because an action cannot change tr
-    Sigma. A figure that is not measured counts nothing, except the iteration time.
+    batch accuracy since the last window (of test accuracy if `update` is given it), and T_ref the first window's
+    iteration time. `sigma_norm` is that of the applied gradient, unlike the state's, because an action cannot change tr
+    Sigma. A figure that is not measured counts as 0, except the iteration time.
 
     >>> reward = PaperReward("sgd", RewardWeights(accuracy=10.0))
     >>> float(reward.update(Window.of([8, 8], compute=1.0, accuracy=0.5)))
@@ -88,9 +88,9 @@ class PaperReward:
 
 
 class SimulatedRegret:
-    """log(goodput / another's) in the same world: needs a second environment, paired with the first.
+    """log(goodput / another's) in the same world. It needs a second environment, paired with the first.
 
-    other   makes the policy that decides there; the lagged reference, unless told otherwise
+    other   makes the policy that decides there; the default is the lagged reference
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class SimulatedRegret:
 
 
 class SimulatedPaper:
-    """The paper's reward with the test accuracy that the simulator's model of generalisation gives."""
+    """The paper's reward with test accuracy from the simulator's model of generalisation."""
 
     def __init__(self, env: ClusterEnv, optimizer: Optimizer = "sgd", weights: RewardWeights | None = None) -> None:
         self.env, self.model, self.reward = env, Generalisation(), PaperReward(optimizer, weights)
@@ -126,7 +126,7 @@ class SimulatedPaper:
 
 
 def sigma_norm(window: Window) -> Floats:
-    """sqrt(tr Sigma / B) / |G|, (...): standard deviation of the applied gradient over its norm; NaN where unknown."""
+    """sqrt(tr Sigma / B) / |G|, (...): the applied gradient's standard deviation over its norm; NaN if unknown."""
     scale = window.noise_scale / np.maximum(window.global_batch, 1.0)
     return np.asarray(np.minimum(np.sqrt(scale), LARGEST_SIGMA))
 

@@ -1,4 +1,4 @@
-"""Trains the policies that dynamix ships, by name: what `dynamix policy train` calls."""
+"""Trains the policies that dynamix ships, by name, for `dynamix policy train`."""
 
 import dataclasses
 import inspect
@@ -30,11 +30,11 @@ def train_shipped(
     progress: Tell | None = None,
     checkpoint: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Train the policy `name` (`RECIPES`), write it to `out` with a .json beside it, and return its description.
+    """Train the policy `name` (`RECIPES`), write it to `out` with a .json next to it, and return its description.
 
-    The same seed and settings give the same weights. `settings` are "NAME=VALUE" of the recipe. `progress` is called as
-    `progress(what, fraction done)`. Only `dynamix` takes `checkpoint` (a file; a stopped training goes on from it).
-    Raises `ConfigError`.
+    The same seed and settings give the same weights. `settings` are the recipe's, as "NAME=VALUE". `progress` is called
+    as `progress(what, fraction done)`. Only `dynamix` takes `checkpoint` (a file, from which a stopped training is
+    resumed). Raises `ConfigError`.
     """
     recipe: Any = recipe_of(name, settings)
     if name != "dynamix" and checkpoint is not None:
@@ -81,7 +81,7 @@ def settings_of(recipe: Recipe) -> dict[str, str]:
 
 
 def meanings_of(recipe: Recipe) -> dict[str, str]:
-    """The meaning of each setting, from the docstring of its recipe: "names   meaning", with lines that go on.
+    """The meaning of each setting, from its recipe's docstring: "names   meaning", with indented continuation lines.
 
     >>> meanings_of(recipe_of("dynamix"))["delays"]
     'steps of a window, and steps until a decision counts, that environments are drawn from'

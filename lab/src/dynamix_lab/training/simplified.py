@@ -21,7 +21,7 @@ from dynamix_lab.training.learner import Learner, descend
 
 @dataclass(frozen=True, slots=True)
 class SimplifiedConfig:
-    """`discount_per_s` ours: the paper's is per decision, which lasts 0.2 s in one job and 20 s in another."""
+    """`discount_per_s` is ours: the paper's is per decision, which lasts 0.2 s in one job and 20 s in another."""
 
     learning_rate: float = 1e-3
     discount_per_s: float = 0.8
@@ -30,7 +30,7 @@ class SimplifiedConfig:
 
 
 class Simplified(Learner):
-    """Learner around a network that maps (N, W, F) and (N, W) to logits (N, W, A) and something it does not use."""
+    """Learner for a network that maps (N, W, F) and (N, W) to logits (N, W, A) and an output that is ignored."""
 
     def __init__(self, net: nn.Module, config: SimplifiedConfig | None = None, *, seed: int = 0) -> None:
         self.config = config or SimplifiedConfig()
@@ -52,7 +52,7 @@ class Simplified(Learner):
 
 
 def reward_to_go(reward: Tensor, seconds: Tensor, discount_per_s: float) -> Tensor:
-    """Discounted sum (T, N) of each window's reward and all later ones; unknown rewards count nothing.
+    """Discounted sum (T, N) of each window's reward and all later ones; unknown rewards count as 0.
 
     >>> two = torch.tensor([[1.0], [8.0]])
     >>> reward_to_go(two, torch.tensor([[3.0], [1.0]]), 0.5).flatten().tolist()        # 1 + 0.5^3 * 8

@@ -1,7 +1,7 @@
-"""Learning the numbers of the stigmergic rule: the cross-entropy method, on clusters that grow from 1 to 32 workers.
+"""Learns the numbers of the stigmergic rule: the cross-entropy method, on clusters that grow from 1 to 32 workers.
 
-A candidate is one set of numbers for all workers, judged by the time that they take for the progress that the lagged
-reference makes meanwhile; all candidates of a generation meet the same clusters. Fourteen numbers need no gradient
+A candidate is one set of numbers for all workers. Its score is the time that they take for the progress that the lagged
+reference makes meanwhile. All candidates of a generation get the same clusters. Fourteen numbers need no gradient
 (Rubinstein 1999; de Boer et al. 2005).
 """
 
@@ -26,20 +26,20 @@ VALIDATION_SEED = 905_001
 
 @dataclass(frozen=True, slots=True)
 class SearchConfig:
-    """The recipe. Seeds of training clusters are derived from `seed`; validation and bench seeds never meet them.
+    """The recipe. Seeds of training clusters are derived from `seed`; validation and bench seeds are never among them.
 
     stages       numbers of workers, stage after stage
     generations  of each stage
-    tried, kept  candidates of a generation, and how many of them the next is drawn around
-    worlds       that a generation plays, of its stage's numbers of workers
+    tried, kept  candidates of a generation, and how many of them define the next
+    worlds       per generation, with its stage's numbers of workers
     spread       standard deviation at the start, in logits of a number's range
-    least        that it never falls below
+    least        its lower limit
     rows         clusters times workers of a world; at least six clusters
     windows      decisions of a run
-    intervals, delays   steps of a window, and steps until a decision counts, that worlds are drawn from
-    noisier      by how much a world's noise scale is larger than that of `training_clusters`, whose best batches lie
-                 mostly below the base batch; validation takes the first and the last
-    validation_workers, validation_clusters   of the clusters that stages are compared on
+    intervals, delays   steps of a window, and steps until a decision applies, for worlds
+    noisier      factors on the noise scale of `training_clusters`, whose best batches are mostly below the base batch;
+                 validation takes the first and the last
+    validation_workers, validation_clusters   of the clusters for comparing stages
     """
 
     stages: tuple[tuple[int, ...], ...] = ((1, 2), (2, 4, 8), (4, 8, 16, 32), (2, 8, 32))
@@ -61,9 +61,9 @@ class SearchConfig:
 def train(
     config: SearchConfig | None = None, seed: int = 0, *, rule: Rule = StigmergicPolicy, progress: Tell | None = None
 ) -> StigmergicPolicy:
-    """The best on validation clusters of the numbers set by hand and the mean of every stage; same seed, same numbers.
+    """The best on validation clusters among the numbers set by hand and each stage's mean. Same seed, same numbers.
 
-    rule   what uses the numbers while they are learned: the policy itself, or one from which something is taken away
+    rule   uses the numbers during training: the policy itself, or a variant from which something is removed
     """
     c, tell = config or SearchConfig(), progress or (lambda what, done: None)
     rng = np.random.default_rng([seed, 31])
@@ -73,7 +73,7 @@ def train(
     scores, done = [round(score, 4)], 0
     tell(f"by hand: {score:.4f}", 0.0)
     for stage, workers in enumerate(c.stages):
-        spread = np.maximum(spread, 0.5 * c.spread)  # a new stage may ask for something else
+        spread = np.maximum(spread, 0.5 * c.spread)  # a new stage may need other numbers
         for _ in range(c.generations[stage]):
             worlds = [_world(c, int(w), rng) for w in rng.choice(workers, c.worlds)]
             drawn = mean + spread * rng.normal(size=(c.tried, len(mean)))
@@ -130,18 +130,18 @@ def _world(c: SearchConfig, workers: int, rng: np.random.Generator) -> Speed:
 
 
 def _noisier(clusters: Clusters, by: float) -> Clusters:
-    """The same clusters with so many times the noise scale, for which larger batches are best."""
+    """The same clusters with the noise scale multiplied by `by`, so that larger batches are best."""
     return dataclasses.replace(clusters, noise_start=clusters.noise_start * by)
 
 
 def _judge(rule: Rule, parameters: Parameters, world: Speed) -> float:
-    """Mean over clusters; the slowest tenth counts once more, so that no cluster is given up."""
+    """Mean over clusters. The slowest tenth counts twice, so that no cluster is neglected."""
     speed = world(lambda _: rule(parameters))
     return float(speed.mean() + 0.25 * np.quantile(speed, 0.1))
 
 
 def _validate(c: SearchConfig, rule: Rule, parameters: Parameters) -> float:
-    """Reference's time / own time on clusters that no training meets: geometric mean over W, clusters and noise."""
+    """Reference's time / own time on clusters never used for training: geometric mean over W, clusters and noise."""
     logs = []
     for w in c.validation_workers:
         clusters = training_clusters(max(c.validation_clusters * 8 // max(w, 8), 6), w, VALIDATION_SEED)

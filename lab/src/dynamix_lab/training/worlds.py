@@ -1,4 +1,4 @@
-"""Clusters to learn on and to be judged on, by name: training clusters, a simulator's family, or one's own world."""
+"""Clusters for training and evaluation, by name: training clusters, a simulator's family, or your own world."""
 
 import importlib
 from typing import Protocol
@@ -7,12 +7,12 @@ from dynamix.errors import ConfigError
 from dynamix_lab.simulator import FAMILIES, Clusters, sample_clusters, sample_family
 from dynamix_lab.training.curriculum import training_clusters
 
-MIXED = "mixed"  # the clusters that `dynamix` learned on
-SAMPLED = "sampled"  # the older `sample_clusters`, the world that the goodput rule assumes
+MIXED = "mixed"  # the training clusters of `dynamix`
+SAMPLED = "sampled"  # the older `sample_clusters`, which match the goodput rule's assumptions
 
 
 class World(Protocol):
-    """A world of one's own, named "MODULE:NAME": `WORLDS[NAME]` of that module."""
+    """A world of your own, named "MODULE:NAME": `WORLDS[NAME]` of that module."""
 
     @property
     def lr_rule(self) -> str:
@@ -38,7 +38,7 @@ def sample_world(name: str, count: int, workers: int, seed: int, *, hardness: fl
 
 
 def check_world(name: str) -> None:
-    """Raises `ConfigError` for what is not a world."""
+    """Raise `ConfigError` for an unknown world."""
     if name not in (*FAMILIES, MIXED, SAMPLED):
         _own(name)
 

@@ -1,1 +1,1 @@
-"""The virtual clock: real training in one process, on the time of simulated workers."""
+"""The virtual clock: real training in one process, with times of simulated workers."""

@@ -1,4 +1,4 @@
-"""The arguments of `VirtualCluster(...)`, and what it makes of them."""
+"""Checks and converts the arguments of `VirtualCluster(...)`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dynamix_lab.virtual.union_gradient import Indices, Load
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise `ConfigError` for a model that one process cannot train for several, or an optimizer of another one."""
+    """Raise `ConfigError` if one process cannot train the model for several, or if the optimizer is for another one."""
     if isinstance(model, DistributedDataParallel):
         fix = "pass model.module: there are no ranks"
         raise ConfigError("model", "DistributedDataParallel", "the bare module", fix)
@@ -34,7 +34,7 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_meeting(meet: str, rounds: str, averaging: Averaging | None) -> None:
-    """Raise `ConfigError` for what does not go with the way to meet, beyond what `JobConfig` checks."""
+    """Raise `ConfigError` for arguments that do not fit `meet`, beyond the checks of `JobConfig`."""
     if rounds not in ("fixed", "adaptive"):
         raise ConfigError("rounds", rounds, "'fixed' or 'adaptive'", "check the spelling")
     if rounds == "adaptive" and meet == "gradients":
@@ -46,9 +46,9 @@ def check_meeting(meet: str, rounds: str, averaging: Averaging | None) -> None:
 
 
 def limits_of(bounds: Bounds | None, clusters: Clusters, batch_size: int, *, apart: bool, adaptive: bool) -> Limits:
-    """The limits that say `bounds` (W,), of the global batch too if it is `adaptive`.
+    """The limits for `bounds` (W,), also of the global batch if it is `adaptive`.
 
-    None: what the simulated memory holds, or for workers that step `apart` the limits of a live job.
+    None: what the simulated memory holds, or for local steps (`apart`) the limits of a live job.
     """
     workers, most = clusters.shape[1], 8 * batch_size
     if bounds is None and apart:
@@ -64,7 +64,7 @@ def limits_of(bounds: Bounds | None, clusters: Clusters, batch_size: int, *, apa
 
 
 def costs_of(sample_costs: ArrayLike, samples: int) -> Floats:
-    """As numbers. Raises `ConfigError` unless there is a finite one, 0 or more, for every sample."""
+    """The costs as an array. Raises `ConfigError` unless every sample has a finite one, 0 or more."""
     costs = np.asarray(sample_costs, dtype=np.float64)
     if costs.shape != (samples,):
         raise ConfigError("shape of sample_costs", costs.shape, f"({samples},)", "give one for each sample")
@@ -74,7 +74,7 @@ def costs_of(sample_costs: ArrayLike, samples: int) -> Floats:
 
 
 def loader_of(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> Load:
-    """Indices to a collated batch, as DataLoader fetches it."""
+    """A function from indices to a collated batch, as DataLoader fetches it."""
 
     def load(indices: Indices) -> tuple[Any, Any]:
         whole = getattr(dataset, "__getitems__", None)

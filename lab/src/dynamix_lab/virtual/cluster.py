@@ -1,4 +1,4 @@
-"""The virtual clock: real training in one process, on the time of simulated workers."""
+"""The virtual clock: real training in one process, with times of simulated workers."""
 
 from __future__ import annotations
 
@@ -55,33 +55,33 @@ class VirtualCluster:
     """Real model, data, gradients and accuracy in this process; time from one simulated cluster of W workers.
 
     The applied gradient is the weighted all-reduce's (`UnionGradient`). With meet="parameters" there is none: replicas
-    of model and optimizer step apart and become one (`Replicas`), `model` and `optimizer` being the first worker's, and
-    what this class calls a step is a round. With meet="auto" both occur. Sample order, windows, the moment at which a
-    decision applies, learning-rate rules and events.jsonl come from the same code as in a live job, and the same
-    allocations give the same losses within float error; with dropout, losses of the same kind, as masks come from one
-    stream instead of one per rank. Evaluation and data loading take no time of this clock, deciding none unless the
-    world says so (`ClusterEnv.decided`).
+    of model and optimizer take local steps and are averaged (`Replicas`). `model` and `optimizer` are the first
+    worker's, and a "step" of this class is a round. With meet="auto" both occur. Sample order, windows, the moment at
+    which a decision applies, learning-rate rules and events.jsonl come from a live job's code. The same allocations
+    give the same losses within float error, or with dropout losses of the same kind, because all masks come from one
+    stream instead of one per rank. Evaluation and data loading take no time on this clock, and decisions take none
+    unless the world says so (`ClusterEnv.decided`).
 
     model, optimizer   as for one process (no DDP)
     loss               loss(model(inputs), target): mean over the batch
     dataset            items (inputs, target); indexable, with a length
-    clusters           one simulated cluster (`Clusters` with C=1), or its `ClusterEnv`, which also says the decision's
-                       delay and goes on from where it stands
+    clusters           one simulated cluster (`Clusters` with C=1), or its `ClusterEnv`, which also sets the decision's
+                       delay and continues from its present state
     batch_size         samples per worker at the start
-    bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size, or what the simulated memory holds
+    bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size, limited by the simulated memory
     policy, interval, lr_rule, rate_for, collate_fn   as in `Controller` and DataLoader
     seed               of the sample order, of all random numbers of training, and of a world made from `Clusters`
-    sample_costs       (n,) what each sample of `dataset` costs beside being one, e.g. its tokens; a world that knows
-                       such costs then charges each worker for its own samples (`ClusterEnv.charge`)
+    sample_costs       (n,) extra cost of each sample of `dataset`, e.g. its tokens; a world with such costs then
+                       charges each worker for its own samples (`ClusterEnv.charge`)
     lengths, padded    as in `Controller.batch_sampler`: what the job knows of `sample_costs`, or of anything else
     meet               "gradients", "parameters" or "auto", as in `Controller`
-    micro_batch        most samples that pass through the model at once: a matter of memory only, so with BatchNorm
-                       shares are never cut. With meet="parameters" it is the piece, as in `Controller`: the samples of
-                       an optimizer step, less where the simulated memory holds less
-    rounds             unless meet="gradients": "fixed", a round (with "auto" a step of all workers) has the samples of
-                       the first, `batch_size` a worker; or "adaptive", their number follows from what is measured, as
-                       with global_batch="adaptive" live
-    averaging          unless meet="gradients": how models become one, as in `Controller.wrap`
+    micro_batch        most samples that pass through the model at once. It only limits memory, so with BatchNorm shares
+                       are never cut. With meet="parameters" it is the piece, as in `Controller`: the samples of an
+                       optimizer step, fewer if the simulated memory holds fewer
+    rounds             unless meet="gradients": "fixed", each round (with "auto" each step of all workers) has the first
+                       one's samples, `batch_size` a worker; or "adaptive", measurements set their number, as with
+                       global_batch="adaptive" live
+    averaging          unless meet="gradients": how models are averaged, as in `Controller.wrap`
     events             file that gets one JSON line per window; `time_s` is the virtual clock's
     replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and
                        interval must be that run's, so that windows close at the same steps
@@ -132,7 +132,7 @@ class VirtualCluster:
             raise ConfigError("dataset", type(dataset).__name__, "one with a length and indices", fix)
         check_meeting(meet, rounds, averaging)
         self.world, apart = one_world(clusters, seed), meet == "parameters"
-        adaptive = meet == "gradients" or rounds == "adaptive"  # over gradients bounds say how the global batch moves
+        adaptive = meet == "gradients" or rounds == "adaptive"  # with gradients, bounds also limit the global batch
         config = JobConfig(
             self.world.clusters.shape[1],
             policy,
@@ -166,7 +166,7 @@ class VirtualCluster:
                 averaging=how,
                 at_times=meet == "auto",
             )
-        # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
+        # A delay above one step is what a loader's workers prefetch: steps issued with the old allocation.
         ahead = max(self.world.delay - 1, 0) if config.slack else 0
         facts = JobFacts(config, slack=min(config.slack, self.world.delay), ahead=ahead)
         facts.limit_to(len(dataset))
@@ -187,7 +187,7 @@ class VirtualCluster:
             self._job.rates.add(each)
         one_total = bool(config.bounds.total_low == config.bounds.total_high)
         costs = costs_by_length(lengths, padded, len(dataset), apart=meet != "gradients", fixed=one_total)
-        whole = {**self._job.of_source(), "micro_batch": None}  # all workers' shares of a round at once
+        whole = {**self._job.of_source(), "micro_batch": None}  # all workers' shares of a round together
         self._sampler = BatchSampler(len(dataset), self._job.allocations, seed=seed, costs=costs, **whole)
         self._job.feed(self._sampler)
         self._rng = random_state.capture()
@@ -218,12 +218,12 @@ class VirtualCluster:
 
     @property
     def samples_seen(self) -> int:
-        """Samples trained on so far, by all workers."""
+        """Samples trained so far by all workers."""
         return self._job.progress.samples
 
     @property
     def batch_sizes(self) -> Ints:
-        """Samples of every worker in the coming step, int64 (W,)."""
+        """Samples of every worker in the next step, int64 (W,)."""
         return self._job.windows.batch_sizes
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
@@ -231,7 +231,7 @@ class VirtualCluster:
         return self._job.schedule(scheduler, nominal_batch_size)
 
     def budget(self, samples: int, *, count: str = "progress") -> Budget:
-        """How much is to be learned, as `Controller.budget` has it."""
+        """How much is to be trained, as in `Controller.budget`."""
         return self._job.rates.spend(self._sampler, samples, count=count)
 
     def run(
@@ -242,11 +242,11 @@ class VirtualCluster:
         score: Callable[[nn.Module], float] | None = None,
         until: Callable[[Snapshot], bool] | None = None,
     ) -> VirtualRun:
-        """Train on, until `steps` more optimizer steps are done or `until` is true of a snapshot.
+        """Train until `steps` more optimizer steps are done or `until` is true for a snapshot.
 
-        snapshot_samples   a snapshot whenever this many more samples are trained on
-        score              of the model at a snapshot, in eval mode and without gradients; off the clock
-        Raises `ConfigError` when nothing would end the run, `DynamixError` where a live run would.
+        snapshot_samples   take a snapshot each time this many more samples are trained
+        score              scores the model at a snapshot, in eval mode and without gradients; off the clock
+        Raises `ConfigError` if nothing would end the run, and `DynamixError` as in a live run.
         """
         if steps is None and until is None:
             raise ConfigError("steps", None, "1 or more", "say how many steps, or give until=")
@@ -269,7 +269,7 @@ class VirtualCluster:
         return VirtualRun.of(done, snapshots)
 
     def close(self) -> None:
-        """Close the events file and take the hooks off the optimizer, as the end of `with` does. Safe to repeat."""
+        """Close the events file and remove the hooks from the optimizer, as the end of `with` does. Safe to repeat."""
         self._job.windows.settle()
         if self._events is not None:
             self._events.close()
@@ -282,7 +282,7 @@ class VirtualCluster:
         self.close()
 
     def _all_epochs(self) -> Iterator[Step]:
-        """One optimizer step a turn, epoch after epoch, for ever."""
+        """One optimizer step per iteration, epoch after epoch, for ever."""
         while True:
             yield from map(self._step, self._sampler)
 
@@ -334,7 +334,7 @@ class VirtualCluster:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Training draws from its own generators, so that scoring or a second cluster changes nothing."""
+        """Training uses its own generators, so that scoring or a second cluster does not change it."""
         outside = random_state.capture()
         random_state.restore(self._rng)
         try:
@@ -345,15 +345,15 @@ class VirtualCluster:
 
 
 class _AllRecorders(Recorder):
-    """All workers' recorders as one; its row is the rows (W, n) of all."""
+    """All workers' recorders as one; its row is all their rows (W, n)."""
 
     def __init__(self, workers: VirtualWorkers, facts: JobFacts) -> None:
         super().__init__(torch.device("meta"))
         self._workers, self._facts = workers, facts
-        self._of_step: tuple[Round, Floats, float, Shares, float | None]  # what `VirtualWorkers.record` takes
+        self._of_step: tuple[Round, Floats, float, Shares, float | None]  # the arguments of `VirtualWorkers.record`
 
     def saw(self, done: Round, busy_s: Floats, whole_s: float, seen: Shares, global_sq: float | None) -> None:
-        """The view of all workers of the step that is about to be done."""
+        """Set the observations of all workers for the step that is about to be recorded."""
         self._of_step = done, busy_s, whole_s, seen, global_sq
 
     def add(self, name: str, value: Tensor | float, *, part: int = 0, weight: float = 1.0) -> None:
@@ -374,7 +374,7 @@ class _AllRecorders(Recorder):
 
 
 class _ForAll(Decider):
-    """Decides in place: the one row that `InPlace` stacks is everyone's, (1, W, n)."""
+    """Decides in place: the one row that `InPlace` stacks holds all workers' rows, (1, W, n)."""
 
     def decide(self, rows: Floats, closing: ClosedWindow | None = None) -> Message:
         return super().decide(rows[0], closing)

@@ -1,4 +1,4 @@
-"""Workers that step apart and meet over parameters, in one process: a replica of model and optimizer for each."""
+"""Workers with local steps and averaged parameters, in one process: a replica of model and optimizer for each."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveragi
 from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.virtual.union_gradient import Indices, Load, ShareSeen, forward, moved
 
-NOISE_EVERY = 64  # gradients of a worker, of which two that follow each other tell the noise scale, as live
+NOISE_EVERY = 64  # gradients of a worker, of which two consecutive ones give the noise scale, as live
 
 
 class Replicas:
-    """W workers, the first of which has `model` and `optimizer` themselves and the others deep copies.
+    """W workers. The first has `model` and `optimizer` themselves, the others deep copies.
 
-    Each takes an optimizer step on every piece of its share, in the order in which they begin at even paces, and then
-    the models become one by the code of a live job (`ParameterAveraging`). Masks of dropout come from one stream.
-    Learning rates and other settings of `optimizer` are everybody's.
+    Each takes an optimizer step on every piece of its share, in the order in which they begin at even paces. Then a
+    live job's code averages the models (`ParameterAveraging`). Dropout masks come from one stream. Learning rates and
+    other settings of `optimizer` hold for all workers.
 
     load       indices -> (inputs, targets), already collated
-    recorders  of the workers, which are told of their noise scale
+    recorders  of the workers, which get their noise scale
     most       samples of a piece, by worker
-    whole      samples of the piece that learning rates are for
-    at_times   the first one is trained by others too, and then the replicas go on from what it is
+    whole      samples of the piece for which learning rates are meant
+    at_times   the first one is also trained outside; the replicas then continue from its state
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class Replicas:
             for pair, workers, recorder in zip(pairs, self._hall.workers, recorders, strict=True)
         ]
 
-        self._together = at_times  # the first one has gone on alone
+        self._together = at_times  # the first one has trained alone
 
     def together(self) -> None:
-        """A step over gradients begins, which the first replica takes for all."""
+        """Prepare for a step over gradients, which the first replica takes for all."""
         if not self._together:
             self._hall.meet(replica.meeting.rejoin for replica in self._all)
             self._together = True
 
     @property
     def payload(self) -> float:
-        """Bytes that a meeting moves, over those of a gradient."""
+        """Bytes of an averaging over those of a gradient."""
         return self._all[0].meeting.payload
 
     @property
@@ -92,11 +92,11 @@ class Replicas:
         begins: Callable[[float], None],
         follow: Callable[[float], None],
     ) -> tuple[list[list[ShareSeen]], RoundApart]:
-        """A round on the workers' `shares`: what each saw of its pieces, and what it takes a simulated cluster.
+        """Make a round on the workers' `shares`. Returns what each saw of its pieces, and the round for a cluster.
 
-        most     samples of a worker's piece, at most; of a `whole` one as many as it has where memory allows
-        begins   told the part of the round that is over, 0 to 1, when a piece begins: schedules go on
-        follow   lets learning rates fit a part of a whole piece
+        most     upper limit on each worker's samples per piece: those of a `whole` one, or fewer if memory is short
+        begins   gets the finished fraction of the round, 0 to 1, when a piece begins, so that schedules advance
+        follow   adapts learning rates to a part of a whole piece
         """
         first = self._all[0].optimizer
         if self._together:
@@ -124,7 +124,7 @@ class Replicas:
         return seen, RoundApart(pieces, payload_bytes, self.gradient_bytes)
 
     def _step(self, replica: _Replica, piece: Indices) -> ShareSeen:
-        """One worker's optimizer step."""
+        """Make one worker's optimizer step."""
         outputs, targets, value = forward(replica.model, self.loss, moved(self.load(piece), self.device))
         value.backward()
         replica.observe_pair(len(piece))
@@ -137,7 +137,7 @@ class Replicas:
 
 
 class _Replica:
-    """One worker's model and optimizer, and its side of the meetings."""
+    """One worker's model and optimizer, and its side of the averaging."""
 
     def __init__(
         self,
@@ -155,13 +155,13 @@ class _Replica:
         self._pairs = ConsecutiveNoise(NOISE_EVERY)
 
     def follow(self, first: Optimizer) -> None:
-        """Take over the settings of the first worker's optimizer: a scheduler may have changed them."""
+        """Copy the settings of the first worker's optimizer, which a scheduler may have changed."""
         for own, group in zip(self.optimizer.param_groups, first.param_groups, strict=True):
             own.update({name: value for name, value in group.items() if name != "params"})
 
     @torch.no_grad()
     def go_on_from(self, first: _Replica) -> None:
-        """Parameters, buffers and what the optimizer remembers become those of `first`."""
+        """Copy parameters, buffers and optimizer state from `first`."""
         mine, theirs = self.model, first.model
         for own, other in zip(
             (*mine.parameters(), *mine.buffers()), (*theirs.parameters(), *theirs.buffers()), strict=True
@@ -175,7 +175,7 @@ class _Replica:
                 self.optimizer.state.pop(own, None)
 
     def observe_pair(self, samples: int) -> None:
-        """The noise scale, from this worker's gradients that follow each other."""
+        """Estimate the noise scale from two consecutive gradients of this worker."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
         if pair := self._pairs.observe(gradients, float(samples)):
@@ -184,8 +184,8 @@ class _Replica:
 
 
 class Hall:
-    """The meeting place of the workers of one process, each in a thread of its own: what all have begun is reduced over
-    them once all have come so far."""
+    """The synchronisation point of the workers of one process, each in its own thread: reduces their tensors once all
+    have reached it."""
 
     def __init__(self, count: int) -> None:
         self.workers = [HallWorkers(count, self) for _ in range(count)]
@@ -194,7 +194,7 @@ class Hall:
         self._sent = 0
 
     def meet(self, meetings: Iterable[Callable[[], None]]) -> int:
-        """Let every worker's meeting run until all are over; returns the bytes that each has sent."""
+        """Run every worker's averaging until all are done. Returns the bytes that each has sent."""
         self._sent = 0
         self.all_here.reset()
         under_way = [self._threads.submit(self._run, meeting) for meeting in meetings]
@@ -226,7 +226,7 @@ class Hall:
 
 
 class HallWorkers(Workers):
-    """The view of one of them, as `Workers`."""
+    """One worker's view of it, as `Workers`."""
 
     def __init__(self, count: int, hall: Hall) -> None:
         super().__init__(None)
@@ -259,7 +259,7 @@ _REDUCED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def _cut(share: Indices, most: int) -> Iterator[Indices]:
-    """The pieces of a share, in order; none of an empty one."""
+    """The pieces of a share, in order; none for an empty one."""
     at = 0
     for size in pieces_of(len(share), most) if share else ():
         yield share[at : at + size]

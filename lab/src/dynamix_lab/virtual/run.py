@@ -21,7 +21,7 @@ class Snapshot:
 
 
 class Step(NamedTuple):
-    """One optimizer step; the fields are `VirtualRun`'s, in its order."""
+    """One optimizer step. Its fields are `VirtualRun`'s, in the same order."""
 
     time_s: float
     step_s: float
@@ -33,14 +33,14 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VirtualRun:
-    """The outcome of one call of `VirtualCluster.run`: k optimizer steps of W workers.
+    """The result of one call of `VirtualCluster.run`: k optimizer steps of W workers.
 
     time_s      (k,) virtual seconds at the end of each step, since the cluster was made
-    step_s      (k,) how long each step took
-    compute_s   (k, W) of which each worker computed; the rest is waiting and transfer
-    counts      (k, W) samples each worker used
+    step_s      (k,) duration of each step
+    compute_s   (k, W) of this, each worker's computing; the rest is waiting and transfer
+    counts      (k, W) samples of each worker
     loss        (k,) mean loss of the union batch, before the step's update
-    pieces      (k,) samples of a worker's own step, where it was a round of these; 0: a step of all workers
+    pieces      (k,) samples of a worker's local step; 0: a step of all workers
     snapshots   in order
     """
 
@@ -60,6 +60,6 @@ class VirtualRun:
 
     @property
     def wait_fraction(self) -> float:
-        """Share of all workers' time that was spent waiting for slower ones (transfer not counted)."""
+        """Fraction of all workers' time that was spent waiting for slower ones (without transfer)."""
         waited = (self.compute_s.max(1, keepdims=True) - self.compute_s).sum()
         return float(waited / (self.step_s.sum() * self.counts.shape[1]))

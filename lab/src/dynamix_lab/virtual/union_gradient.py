@@ -1,4 +1,4 @@
-"""The gradient of the union batch, share by share in one process, with what each worker would have seen of its own."""
+"""The gradient of the union batch, computed share by share in one process, with each worker's own observations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ Load = Callable[[Indices], tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ShareSeen:
-    """The view of one worker of its share, or of a piece of it.
+    """One worker's observations of its share, or of a piece of it.
 
     samples         in it
     loss            mean over them
-    norm_sq         |g_i|^2 of its mean gradient, NaN where that was not asked for
-    logits, target  the first rows (`ACCURACY_ROWS`), on the CPU; None where one of them is no tensor
+    norm_sq         |g_i|^2 of its mean gradient, NaN if not requested
+    logits, target  the first rows (`ACCURACY_ROWS`), on the CPU; None if one of them is no tensor
     """
 
     samples: int
@@ -35,9 +35,9 @@ class ShareSeen:
 class UnionGradient:
     """Leaves sum_i (n_i/N) g_i in the parameters' `.grad`, as the weighted all-reduce of a live job does.
 
-    One backward pass per share gives every worker's own gradient g_i, hence |g_i|^2; all together cost the samples of
+    One backward pass per share gives every worker's own gradient g_i, and so |g_i|^2. All together cost the samples of
     the union batch, and one more copy of the gradients in memory. Buffers (BatchNorm statistics) follow DDP: every
-    worker starts from those that worker 0 had after the step before.
+    worker starts from those of worker 0 after the previous step.
 
     load          indices -> (inputs, targets), already collated
     micro_batch   most samples that pass through the model at once; with BatchNorm a share is never cut, because its
@@ -55,10 +55,10 @@ class UnionGradient:
     def __call__(
         self, shares: Sequence[Indices], *, placeholder: Indices = (), norms: bool = True
     ) -> list[list[ShareSeen]]:
-        """The views of the workers, nothing of shares of zero; `.grad` then holds the union batch's mean gradient.
+        """The workers' observations, empty for shares of zero. `.grad` then holds the union batch's mean gradient.
 
         norms         whether to measure |g_i|^2
-        placeholder   what worker 0 loads when its share is zero: a forward pass of it updates the buffers, as live
+        placeholder   loaded by worker 0 if its share is zero: its forward pass updates the buffers, as live
         """
         total = sum(len(share) for share in shares)
         union: list[Tensor | None] = [None] * len(self.parameters)
@@ -81,7 +81,7 @@ class UnionGradient:
         return seen
 
     def norm_sq(self) -> float:
-        """|g|^2 of what is in `.grad` now, summed in double precision."""
+        """|g|^2 of the present `.grad`, summed in double precision."""
         return squared_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def _one(self, share: Indices, *, norms: bool) -> ShareSeen:
@@ -104,7 +104,7 @@ class UnionGradient:
         return ShareSeen(len(share), loss, self.norm_sq() if norms else float("nan"), *heads)
 
     def _add_to(self, union: list[Tensor | None], weight: float) -> None:
-        """Take the gradients of one share; in place, so that no third copy is ever needed."""
+        """Add the gradients of one share in place, so that no third copy is needed."""
         for at, parameter in enumerate(self.parameters):
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
@@ -134,7 +134,7 @@ def squared_norm(gradients: Sequence[Tensor]) -> float:
 
 
 def forward(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: tuple[Any, Any]) -> tuple[Any, Any, Tensor]:
-    """Outputs, targets and mean loss of a batch. Raises `ConfigError` for a loss that is no mean."""
+    """Outputs, targets and mean loss of a batch. Raises `ConfigError` if the loss is no mean."""
     inputs, targets = batch
     outputs = model(inputs)
     value = loss(outputs, targets)
@@ -145,7 +145,7 @@ def forward(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: tuple[A
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A batch on `device`, whatever it is made of."""
+    """A batch on `device`, of any structure."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, (list, tuple)):

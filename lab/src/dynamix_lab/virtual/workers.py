@@ -1,4 +1,4 @@
-"""Workers of the virtual clock: a live job's recorders, on times that a simulated cluster gives."""
+"""Workers of the virtual clock: a live job's recorders, with times from a simulated cluster."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,13 @@ from dynamix_lab.simulator.env import ClusterEnv
 from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.virtual.union_gradient import ShareSeen
 
-Shares = Sequence[Sequence[ShareSeen]]  # by worker: what it sees of its pieces; nothing of a share of zero
-_NO_DEVICE = torch.device("meta")  # a recorder there looks at no host
+Shares = Sequence[Sequence[ShareSeen]]  # by worker: its observations of its pieces; empty for a share of zero
+_NO_DEVICE = torch.device("meta")  # a recorder on it inspects no host
 _COMPUTE = [ROW.index("compute"), ROW.index("compute_std")]
 
 
 class VirtualTime(CpuClock):
-    """The clock of simulated workers: it reads what it is set to, in seconds."""
+    """The clock of simulated workers: it returns the time that was set, in seconds."""
 
     now_s = 0.0
 
@@ -32,7 +32,7 @@ class VirtualTime(CpuClock):
 
 class VirtualWorkers:
     """W recorders whose marks are set by the simulated step: forward at its start, gradients ready after the worker's
-    own computing, reduction at its end. Waits and transfer then follow by the same code as in a live job."""
+    own computing, reduction at its end. A live job's code then derives waits and transfer."""
 
     def __init__(self, world: ClusterEnv) -> None:
         self.world, self.time = world, VirtualTime()
@@ -47,17 +47,17 @@ class VirtualWorkers:
     def spend(
         self, coming: Round, costs: Floats | None = None, apart: RoundApart | None = None
     ) -> tuple[Floats, float]:
-        """Advance the world by one step on `coming.counts` (1, W): seconds each worker computes (W,), and of it all.
+        """Advance the world by one step on `coming.counts` (1, W). Returns each worker's computing (W,), and the total.
 
-        costs   (W,) what the samples of each worker cost beside their number; None: nothing
-        apart   how the workers cut these counts where they step apart; None: they meet over gradients
+        costs   (W,) extra cost of each worker's samples; None: 0
+        apart   how the workers divide these counts into local steps; None: they average gradients
         """
         counts = np.array(coming.counts, dtype=np.int64)
         changed = self._applied is not None and not np.array_equal(counts, self._applied)
         if coming.regular and changed:
             self.world.apply(counts)
         else:
-            self.world.batch = counts  # the tail of an epoch is no new allocation
+            self.world.batch = counts  # the end of an epoch is no new allocation
         self._applied = counts if coming.regular else self._applied
         if costs is not None:
             self.world.charge(costs[None])
@@ -71,7 +71,7 @@ class VirtualWorkers:
         return [int(most) for most in held]
 
     def norms_due(self) -> bool:
-        """Whether the coming step's squared norms are to be measured, as in a live job."""
+        """Whether the next step's squared norms must be measured, as in a live job."""
         return self.recorders[0].norms_due()
 
     def record(
@@ -85,9 +85,9 @@ class VirtualWorkers:
         keep: bool,
         first_of_epoch: bool,
     ) -> None:
-        """The optimizer step `done` in every worker's recorder; the clock stands at its end afterwards.
+        """Record the optimizer step `done` in every worker's recorder. The clock is then at its end.
 
-        global_sq   |g|^2, None where norms were not due
+        global_sq   |g|^2, None if norms were not due
         """
         begin = self.time.now_s
         if keep:
@@ -110,7 +110,7 @@ class VirtualWorkers:
             recorder.step_done(keep=keep, first_of_epoch=first_of_epoch, dealt=done.dealt_to(rank))
 
     def rows(self, sizes: Ints, *, issued: int) -> Floats:
-        """Close the window: the rows (W, n) that `assemble` takes."""
+        """Close the window. Returns the rows (W, n) for `assemble`."""
         total = float(sizes.sum())
         parts = zip(self.recorders, map(float, sizes.tolist()), strict=True)
         rows = np.stack([recorder.row(issued=issued, count=n, weight=n / total) for recorder, n in parts])
@@ -118,18 +118,18 @@ class VirtualWorkers:
         for name, values in self.world.host_figures(self._busy_s[None], whole_s, steps).items():
             rows[:, ROW.index(name)] = values[0]
         self._clear()
-        rows[np.ix_(sizes == 0, _COMPUTE)] = np.nan  # an idle worker's speed is not known, rather than infinite
+        rows[np.ix_(sizes == 0, _COMPUTE)] = np.nan  # an idle worker's speed is unknown, not infinite
         return rows
 
     def reset(self) -> None:
-        """Forget the open window."""
+        """Discard the open window."""
         self._clear()
         for recorder in self.recorders:
             recorder.reset()
 
 
 def one_world(clusters: Clusters | ClusterEnv, seed: int) -> ClusterEnv:
-    """The environment whose clock to use. Raises `ConfigError` unless it is of one cluster."""
+    """The environment whose clock is used. Raises `ConfigError` unless it has one cluster."""
     shape = clusters.shape if isinstance(clusters, Clusters) else clusters.clusters.shape
     if shape[0] != 1:
         raise ConfigError("clusters", f"{shape[0]} clusters", "1 cluster", "choose one with clusters.take([i])")

@@ -1,4 +1,4 @@
-"""The part of a device host that lives inside its rank. Standard library alone until torch is there.
+"""The part of a device host that runs inside its rank. It uses only the standard library until torch is loaded.
 
-`dynamix.startup` loads it where Python starts.
+`dynamix.startup` loads it when Python starts.
 """

@@ -1,14 +1,14 @@
-"""Makes training steps take what the rank's device would take. The real arithmetic happens inside that time.
+"""Makes training steps take as long as on the rank's device. The real arithmetic happens within that time.
 
 A pass is the outermost call of a module with trainable parameters, with gradients enabled, and its backward. Its work
-is `fixed + per_sample * batch + per_cost * cost` device-seconds: a third is waited for at the end of forward, the rest
-evenly over the layers (modules with parameters of their own) in hooks on the parameters' gradients. Those run before
-anybody else's, so that a bucket leaves no earlier than its gradients would be there.
+is `fixed + per_sample * batch + per_cost * cost` device-seconds. A third of it passes at the end of forward. The rest
+is spread evenly over the layers (modules with parameters of their own), in hooks on the parameters' gradients. These
+run before all other hooks, so that no bucket leaves before its gradients would be ready.
 
-Waits have absolute deadlines on a clock of device-seconds, which runs at the host's speed of the moment, and stands
-still while the thread that trains waits for a collective, or for the buffers that DDP exchanges before a forward.
+Waits have absolute deadlines on a clock of device-seconds. It runs at the host's present speed, and stops while the
+training thread waits for a collective, or for the buffers that DDP exchanges before a forward.
 
-Loaded by path in ranks that may have no dynamix: standard library only, and torch is handed in.
+It is loaded by path in ranks that may not have dynamix: it uses only the standard library, and is handed torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-VARIABLE = "DYNAMIX_DEVICE"  # file, host, fixed_ms, per_sample_ms and per_cost_ms, one a line
+VARIABLE = "DYNAMIX_DEVICE"  # file, host, fixed_ms, per_sample_ms and per_cost_ms, one per line
 CREDIT_VARIABLE = "DYNAMIX_DEVICE_CREDIT"  # 0: the time between steps hides no computing
-# A host's record in the file: numbers of 8 bytes, which are read and written whole.
+# A host's record in the file: numbers of 8 bytes, which are read and written atomically.
 SLOTS = 8
 SPEED, STEPS, OVERRUNS, OVERRUN_S = range(4)
 FORWARD = 1 / 3  # of a pass's work
@@ -48,30 +48,30 @@ class DeviceClock:
         self.at, self.done = time.monotonic(), 0.0
 
     def advance(self) -> float:
-        """Brings `done` up to now; returns the speed."""
+        """Advance `done` to the present. Returns the speed."""
         now, speed = time.monotonic(), float(self.record[SPEED])
         self.done += speed * (now - self.at)
         self.at = now
         return speed
 
     def reach(self, due: float) -> None:
-        """Sleeps until `done` is `due`, in slices, as the speed may change."""
+        """Sleep until `done` is `due`, in slices, because the speed may change."""
         while (speed := self.advance()) and self.done < due:
             time.sleep(min(_SLICE_S, (due - self.done) / speed))
 
 
 @dataclass(eq=False)
 class _Pass:
-    """A forward, or several of different modules, before one backward."""
+    """One forward, or forwards of several modules, before one backward."""
 
     work: float
     modules: set[int] = field(default_factory=set)
     layers: set[int] = field(default_factory=set)
-    begun: bool = False  # its backward
+    begun: bool = False  # whether its backward has begun
 
 
 class Pacer:
-    """Paces this process. `credit`: the time since the last step, or the last backward, counts as device time."""
+    """Paces this process. With `credit` the time since the last step or backward counts as device time."""
 
     def __init__(
         self,
@@ -88,23 +88,23 @@ class Pacer:
         self._fixed_s, self._per_sample_s, self._per_cost_s = fixed_s, per_sample_s, per_cost_s
         self._credit, self._credited = credit, False
         self._inside, self._still, self._thread = False, False, 0
-        self._due = 0.0  # on the clock, before the backward that runs
+        self._due = 0.0  # on the clock, before the current backward
         self._open: _Pass | None = None
-        self._running: list[_Pass] = []  # in this backward
+        self._running: list[_Pass] = []  # passes of the current backward
         self._layers: set[int] = set()
         self._ready: set[int] = set()
-        self._ended_s: float | None = None  # on the clock, when the last gradient was there
+        self._ended_s: float | None = None  # on the clock, when the last gradient was ready
         self._hooked = torch.utils.weak.WeakIdKeyDictionary()
 
     def install(self) -> None:
-        """Takes hold of forward calls, optimizer steps and waits for collectives."""
+        """Intercept forward calls, optimizer steps and waits for collectives."""
         torch = self._torch
         module_class, call, graph_task = torch.nn.Module, torch.nn.Module.__call__, torch._C._current_graph_task_id
 
         def paced_call(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self._inside or not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return call(module, *args, **kwargs)
-            # What a backward calls is a checkpoint that is computed again.
+            # A call within backward is a checkpoint that is recomputed.
             if not self._record[SPEED] or graph_task() != -1 or not any(p.requires_grad for p in module.parameters()):
                 return call(module, *args, **kwargs)
             return self._forward(call, module, args, kwargs)
@@ -135,14 +135,14 @@ class Pacer:
         return output
 
     def _start(self, module: Any, args: Any, kwargs: Any) -> _Pass:
-        """A new pass, or the open one where another module goes on with it (an encoder's decoder)."""
-        self._running.clear()  # a backward that failed
+        """A new pass, or the open one if another module continues it (a decoder after its encoder)."""
+        self._running.clear()  # left over if a backward failed
         if self._open is None or self._open.begun or id(module) in self._open.modules:
             self._open = _Pass(self._work(args, kwargs))
             self._due = FORWARD * self._open.work
             self._clock.advance()
             if self._credit and self._credited:
-                # No more than forward's part: what was between steps, an evaluation perhaps, is no late step.
+                # At most forward's part: time between steps, perhaps an evaluation, does not make a step late.
                 self._clock.done = min(self._clock.done, self._due)
             else:
                 self._clock.restart()
@@ -177,9 +177,9 @@ class Pacer:
         self._backward_work += (1 - FORWARD) * begun.work
 
     def _layer_ready(self, layer: int) -> None:
-        """A gradient of a layer is there; the layer's first one waits."""
+        """A layer's gradient is ready. The layer's first one waits."""
         if not self._running and self._open is not None and not self._open.begun:
-            self._begin_backward(self._open)  # its output showed no tensor
+            self._begin_backward(self._open)  # its output contained no tensor
         if self._running and layer in self._layers and layer not in self._ready:
             self._ready.add(layer)
             self._clock.reach(self._due + self._backward_work * len(self._ready) / len(self._layers))
@@ -188,12 +188,12 @@ class Pacer:
             self._ended_s = self._clock.done
 
     def _end_backward(self) -> None:
-        """All gradients are there; what others do at the end of backward, as DDP's wait, comes after this.
+        """All gradients are ready. Other work at the end of backward, such as DDP's wait, comes after this.
 
-        Late is what computed the gradients. The work of others' hooks with the last of them is no part of the device.
+        Only the computing of gradients can make a step late. Other hooks on the last gradients are not the device's.
         """
         due = self._due + self._backward_work
-        self._clock.reach(due)  # layers without a gradient
+        self._clock.reach(due)  # for layers without a gradient
         if speed := self._clock.advance():
             late_s = ((self._clock.done if self._ended_s is None else self._ended_s) - due) / speed
             self._record[STEPS] += 1
@@ -206,7 +206,7 @@ class Pacer:
         self._queue(self._free)
 
     def _free(self) -> None:
-        """The device has nothing to do from now on."""
+        """The device is idle from now on."""
         self._open, self._credited = None, True
         self._clock.restart()
 
@@ -227,7 +227,7 @@ class Pacer:
         return waiting
 
     def _hook_layers(self, module: Any) -> set[int]:
-        """Hooks what has no hook yet; returns the modules with trainable parameters of their own."""
+        """Add missing hooks. Returns the modules with trainable parameters of their own."""
         layers = set()
         for owner in module.modules():
             own = ((id(owner), parameter) for parameter in owner._parameters.values())
@@ -257,7 +257,7 @@ class Pacer:
 
 
 def _unsharded(module: Any) -> Iterator[tuple[int, Any]]:
-    """(layer, parameter) that FSDP2 gathers for computing: these get gradients, the module's own ones do not."""
+    """(layer, parameter) that FSDP2 gathers for computing. These get gradients, not the module's own parameters."""
     if not hasattr(module, "_get_fsdp_state"):
         return
     for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):
@@ -272,7 +272,7 @@ def open_record(path: str, host: int) -> memoryview[float]:
 
 
 def start(torch: Any) -> None:
-    """Paces this process as the environment says. Does nothing once the emulation is over."""
+    """Pace this process as its environment says. Does nothing after the emulation has ended."""
     global current
     path, host, *times_ms = os.environ[VARIABLE].split("\n")
     if not os.path.exists(path):

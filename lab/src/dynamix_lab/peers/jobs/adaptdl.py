@@ -1,6 +1,6 @@
 """AdaptDL without Kubernetes: one global batch for all, grown by goodput, learning rate by AdaScale.
 
-Its environment variables make a job of a fixed number of replicas; it then never restarts and never asks a scheduler.
+Its environment variables define a job with a fixed number of replicas. It then never restarts, and asks no scheduler.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def main(path: str) -> None:
     model = adaptdl.AdaptiveDataParallel(net, optimizer)
     loader = adaptdl.AdaptiveDataLoader(task.data, batch_size=task.total, shuffle=True, collate_fn=as_is)
     least, most = task.settings["local_batch_bounds"]
-    # Up to the largest global batch that the local bounds allow no gradient is ever accumulated. Saying so by
-    # gradient_accumulation=False would end in `np.int`, which NumPy no longer has.
+    # Up to the largest global batch that the local bounds allow, it never accumulates gradients. Demanding this by
+    # gradient_accumulation=False would fail in `np.int`, which NumPy has removed.
     loader.autoscale_batch_size(most * task.world_size, local_bsz_bounds=(least, most), gradient_accumulation=True)
     run = Run(task, net)
     run.begin()

@@ -1,7 +1,7 @@
-"""Hivemind: every rank at its own speed; a global step once all together have gathered the target batch.
+"""Hivemind: each rank runs at its own speed. A global step follows once all together have reached the target batch.
 
-Two ways of its own: gradients averaged by samples (its default, equivalent to synchronous training), or local updates
-(each rank steps by itself, parameters are averaged every so many samples).
+Its two modes: gradients averaged by samples (the default, equivalent to synchronous training), or local updates (each
+rank steps by itself, and parameters are averaged after a number of samples).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ START_ATTEMPTS = 5
 def main(path: str) -> None:
     task = Task(path)
     hivemind = importlib.import_module("hivemind")
-    # Its daemon's sockets would stay in /tmp when their process is killed.
+    # When the process is killed, its daemon's sockets would stay in /tmp.
     importlib.import_module("hivemind.p2p.p2p_daemon").P2P._UNIX_SOCKET_PREFIX = f"/unix{task.config['snapshots']}/"
     dht = join(hivemind, task)
     net = task.model()
@@ -35,7 +35,7 @@ def main(path: str) -> None:
     run = Run(task, net, in_step=False)
     batches = forever(task)
     run.begin()
-    optimizer.tracker.performance_ema.reset_timer()  # what came before the clock is no measure of this rank's speed
+    optimizer.tracker.performance_ema.reset_timer()  # time before the clock starts does not measure this rank's speed
     for inputs, targets in batches:
         before = optimizer.local_epoch
         loss = task.loss(net(inputs), targets)
@@ -52,11 +52,11 @@ def main(path: str) -> None:
 
 
 def make_optimizer(hivemind: Any, task: Task, dht: Any, net: nn.Module) -> Any:
-    """Settings and their reasons: docs/design/peers.md."""
+    """The optimizer. docs/design/peers.md explains its settings."""
     settings = task.settings
     averager = {"target_group_size": task.world_size, "request_timeout": settings["request_timeout_s"]}
-    # Its documentation says that averager_opts reach both averagers; version 1.1.12 hands them to that of the state
-    # only.
+    # Its documentation says that averager_opts apply to both averagers; version 1.1.12 passes them only to that of the
+    # state.
     gradients = (
         None
         if settings["local_updates"]
@@ -64,7 +64,7 @@ def make_optimizer(hivemind: Any, task: Task, dht: Any, net: nn.Module) -> Any:
     )
     return hivemind.Optimizer(
         dht=dht,
-        run_id=f"{task.name}-{task.seed}".replace(".", "_"),  # it may have no dots
+        run_id=f"{task.name}-{task.seed}".replace(".", "_"),  # dots are not allowed
         batch_size_per_step=settings["batch_size_per_step"],
         target_batch_size=settings["target_batch_size"],
         params=list(net.parameters()),
@@ -84,10 +84,10 @@ def make_optimizer(hivemind: Any, task: Task, dht: Any, net: nn.Module) -> Any:
 
 
 def join(hivemind: Any, task: Task) -> Any:
-    """The distributed hash table on the emulated hosts' addresses; rank 0 is who the others ask first.
+    """Join the distributed hash table on the emulated hosts' addresses; the others first contact rank 0.
 
-    They are clients: all rounds are then led by rank 0. Without that four averagers that begin together ask one another
-    in circles, which only its timeouts end, and most rounds have two or three of them.
+    They are clients, so rank 0 leads all rounds. Otherwise four averagers that begin together ask one another in
+    circles until a timeout, and most rounds have only two or three of them.
     """
     common = {
         "host_maddrs": [f"/ip4/{task.address()}/tcp/0"], "start": True,
@@ -99,14 +99,14 @@ def join(hivemind: Any, task: Task) -> Any:
         return dht
     peers = task.announced().split()
     for _ in range(START_ATTEMPTS - 1):
-        # A machine that is busy with starting four ranks may not answer within Hivemind's 3 s.
+        # A machine busy with starting four ranks may not answer within Hivemind's 3 s.
         with contextlib.suppress(RuntimeError):
             return hivemind.DHT(initial_peers=peers, client_mode=True, **common)
     return hivemind.DHT(initial_peers=peers, client_mode=True, **common)
 
 
 def forever(task: Task) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each rank shuffles the whole set by itself, as Hivemind's examples do: it has no sampler."""
+    """Each rank shuffles the whole set by itself, as in Hivemind's examples: it has no sampler."""
     generator = torch.Generator().manual_seed(1000 * task.seed + task.rank)
     loader = DataLoader(
         task.data, batch_size=task.settings["batch_size_per_step"], shuffle=True, drop_last=True, collate_fn=as_is,
@@ -117,7 +117,7 @@ def forever(task: Task) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def parts(task: Task, run: Run) -> list[int]:
-    """The contributions of each rank so far, as parts of one global batch."""
+    """Each rank's contributions so far, scaled to one global batch."""
     counts = [int(count) for count in run.board.samples]
     return [round(task.total * count / max(1, sum(counts))) for count in counts]
 

@@ -1,8 +1,8 @@
-"""The parts that a rank of any peer needs: the task, a line to the parent, a board that all ranks share, and the
+"""The parts that a rank of any peer needs: the task, a connection to the parent, numbers shared by all ranks, and the
 measured run.
 
-torch, NumPy and the standard library only, and relative imports: this folder runs as a package of its own in the
-peer's interpreter. Layers and the name of the loss come from the parent as JSON, weights and data set in files.
+It uses only torch, NumPy and the standard library, and relative imports, because this folder runs as a package of its
+own in the peer's interpreter. Layers and the loss's name come from the parent as JSON, weights and data set in files.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _POLL_S = 0.002
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs and targets in memory. A loader fetches a batch by one index: collating one by one would cost a slow host
-    more than training does."""
+    """Inputs and targets in memory. A loader fetches a batch by one index, because collating single samples would cost
+    a slow host more than training."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets
@@ -47,13 +47,13 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 def as_is(batch: Any) -> Any:
-    """`collate_fn` for `Samples`, whose batches are complete already."""
+    """`collate_fn` for `Samples`, whose batches are already complete."""
     return batch
 
 
 def built(layers: Sequence[Any]) -> nn.Module:
-    """A network of torch's own layers from what the parent read off its own: the class's name and its arguments, or, of
-    a sequence, such pairs.
+    """Make a network of torch's own layers from the parent's description: a class name and its arguments, or for a
+    sequence a list of such pairs.
     """
     name, given = layers
     if name == nn.Sequential.__name__:
@@ -63,7 +63,7 @@ def built(layers: Sequence[Any]) -> nn.Module:
 
 
 class Task:
-    """The task: what is trained and how, from the file that the parent wrote.
+    """What is trained and how, from the file that the parent wrote.
 
     total   global batch of the run, samples; `share` is one rank's equal part of it
     line    to the parent, on rank 0
@@ -85,20 +85,20 @@ class Task:
         return self.total // self.world_size
 
     def address(self) -> str:
-        """This host's address towards rank 0; nothing is sent."""
+        """This host's address towards rank 0. Sends nothing."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((os.environ["MASTER_ADDR"], 9))
             return str(probe.getsockname()[0])
 
     def announce(self, text: str) -> None:
-        """Rank 0 tells the others where they meet."""
+        """Rank 0 publishes the address at which the ranks connect."""
         meeting = Path(self.config["meeting"])
         unfinished = meeting.with_suffix(".unfinished")
         unfinished.write_text(text)
         unfinished.replace(meeting)
 
     def announced(self) -> str:
-        """The word of rank 0, once it has come."""
+        """Wait for the text that rank 0 publishes."""
         meeting, deadline = Path(self.config["meeting"]), time.monotonic() + START_TIMEOUT_S
         while not meeting.exists():
             if time.monotonic() > deadline:
@@ -107,21 +107,21 @@ class Task:
         return meeting.read_text()
 
     def model(self) -> nn.Module:
-        """The network with the weights every run of this seed begins with."""
+        """The network with the initial weights of this seed."""
         with torch.random.fork_rng(devices=[]):
             net = built(self.config["layers"])
         net.load_state_dict(torch.load(self.config["weights"], weights_only=True))
         return net
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The workload's, a mean over the samples."""
+        """The workload's loss, a mean over the samples."""
         return getattr(F, self.config["loss"])(outputs, targets)  # type: ignore[no-any-return]
 
     def optimizer(self, parameters: Iterable[Any]) -> SGD:
         return SGD(parameters, lr=self.config["learning_rate"], momentum=self.config["momentum"])
 
     def warm_up(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
-        """Steps on a model that is thrown away, so that first calls and allocations are not on the clock."""
+        """Train a model that is discarded, so that first calls and allocations are not on the clock."""
         model = wrap(self.model())
         optimizer = self.optimizer(model.parameters())
         inputs, targets = self.data.__getitems__(range(self.share))
@@ -132,7 +132,7 @@ class Task:
 
 
 class Line:
-    """JSON messages, one a line, with the parent: a Unix socket, which no network namespace hides."""
+    """JSON messages to and from the parent, one per line: a Unix socket, which works across network namespaces."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -143,7 +143,7 @@ class Line:
         self._socket.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
 
     def receive(self, timeout_s: float | None = None) -> str | None:
-        """The kind of the next message, None after `timeout_s`; ends the process when the parent is gone."""
+        """The kind of the next message, None after `timeout_s`. Ends the process if the parent has ended."""
         while b"\n" not in self._buffer:
             if not select.select([self._socket], [], [], timeout_s)[0]:
                 return None
@@ -155,15 +155,15 @@ class Line:
         return str(json.loads(line)["kind"])
 
     def ask(self, kind: str, **fields: Any) -> None:
-        """Send and wait for "go"; a stop that came too late for its run is thrown away."""
+        """Send a message and wait for "go". A stop that came too late for its run is ignored."""
         self.send(kind, **fields)
         while self.receive() != "go":
             pass
 
 
 class Board:
-    """A few numbers in a file that all ranks map. Emulated hosts share one machine's files, so that meeting and
-    stopping work for peers without a process group, and cost no network."""
+    """A few numbers in a file that all ranks map. Emulated hosts share one machine's files, so peers without a process
+    group can wait for each other and stop together, and it costs no network."""
 
     def __init__(self, path: str, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -171,7 +171,7 @@ class Board:
         self._stop, self._arrivals, self.samples = numbers[:1], numbers[1 : 1 + world_size], numbers[1 + world_size :]
 
     def meet(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         self._arrivals[self.rank] += 1
         here, deadline = int(self._arrivals[self.rank]), time.monotonic() + START_TIMEOUT_S
         while int(self._arrivals.min()) < here:
@@ -180,13 +180,13 @@ class Board:
             time.sleep(_POLL_S)
 
     def add(self, samples: int) -> int:
-        """Count what this rank has used; returns what all have."""
+        """Add the samples that this rank has used. Returns those of all ranks."""
         self.samples[self.rank] += samples
         return int(self.samples.sum())
 
     @property
     def stop_at(self) -> int:
-        """The step after which all ranks end; 0 while nobody knows."""
+        """The step after which all ranks end; 0 while it is undecided."""
         return int(self._stop[0])
 
     @stop_at.setter
@@ -195,11 +195,11 @@ class Board:
 
 
 class Run:
-    """The measured part: its clock, progress, snapshots every so many samples, and the end.
+    """The measured part: its clock, progress, snapshots at intervals of samples, and the end.
 
-    in_step       ranks meet, so that all must end at the same step. Rank 0 writes after a meeting that the next one is
-                  the last; nobody can be done with that one before rank 0 has come to it, so all see it.
-    meets_every   so many steps are between meetings; snapshots are of weights that have just met
+    in_step       ranks synchronise, so all must end at the same step. Rank 0 announces after a synchronisation that the
+                  next one is the last. No rank can finish that one before rank 0 has reached it, so all see it.
+    meets_every   steps between synchronisations; snapshots are taken of weights just synchronised
     """
 
     def __init__(self, task: Task, model: nn.Module, *, in_step: bool = True, meets_every: int = 1) -> None:
@@ -215,7 +215,7 @@ class Run:
         self.samples, self._next, self._said_s, self._began = 0, self.every, 0.0, 0.0
 
     def begin(self) -> None:
-        """All ranks meet, the parent puts the hosts' limits in force, and the clock starts."""
+        """Wait for all ranks; then the parent puts the hosts' limits in force, and the clock starts."""
         self.board.meet()
         if self.line is not None:
             self.line.ask("start", run=self.task.name)
@@ -223,8 +223,8 @@ class Run:
         self._began = time.perf_counter()
 
     def goes_on(self, samples: int, loss: float, sizes: list[int], *, stepped: bool = True) -> bool:
-        """After every step. samples: of all ranks so far; sizes: of each rank's part of the global batch; stepped: the
-        weights changed. False ends the run."""
+        """Call after every step. samples: of all ranks so far; sizes: each rank's part of the global batch; stepped:
+        whether the weights changed. Returns False to end the run."""
         now = self.clock()
         if stepped:
             self.ends.append(now)
@@ -241,7 +241,7 @@ class Run:
         return self.board.stop_at == 0
 
     def met(self, took_s: float) -> None:
-        """Rank 0 has met the others, which took it so long, waiting for them included."""
+        """Record a synchronisation on rank 0, which took this long, including waiting for the others."""
         self.meetings_s.append(round(took_s, 4))
 
     def clock(self) -> float:
@@ -249,7 +249,7 @@ class Run:
         return time.perf_counter() - self._began if self._began else 0.0
 
     def finish(self, *, overhead_s: float = 0.0) -> None:
-        """Report and end the process at once: what a peer would still clean up is of no use to anybody."""
+        """Report and end the process at once, without the peer's own clean-up, which is not needed."""
         if self.line is not None:
             about = {"batch_sizes": self.sizes, "meetings_s": self.meetings_s}
             Path(self.task.config["about"]).write_text(json.dumps(about))

@@ -1,4 +1,4 @@
-"""A policy of dynamix, in the loop of its README; in our own interpreter, unlike the jobs beside this one."""
+"""A policy of dynamix, in the loop of its README. Unlike the other jobs here it runs in our own interpreter."""
 
 from __future__ import annotations
 

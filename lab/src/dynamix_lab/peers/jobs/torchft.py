@@ -1,7 +1,7 @@
-"""torchft: every rank is a replica group of its own; parameters meet after every `sync_every` steps of each.
+"""torchft: every rank is a replica group of its own, and all average parameters after `sync_every` steps each.
 
-Two ways of its own: LocalSGD (parameters are averaged) and DiLoCo (an outer SGD with Nesterov momentum steps by the
-averaged change). All ranks take the same number of steps between meetings: it has no other count.
+Its two modes: LocalSGD (parameters are averaged) and DiLoCo (an outer SGD with Nesterov momentum steps by the averaged
+change). All ranks take the same number of steps between averagings: it has no other mode.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(path: str) -> None:
             loss = task.loss(net(inputs), targets)
             loss.backward()
             began_s = time.perf_counter()
-            optimizer.step()  # on every `sync_every`-th call torchft's hook meets the others
+            optimizer.step()  # on every `sync_every`-th call torchft's hook averages with the others
             if step % every == 0:
                 run.met(time.perf_counter() - began_s)
             optimizer.zero_grad()
@@ -62,14 +62,14 @@ def averaging(task: Task, manager: Any, net: nn.Module, optimizer: SGD) -> Abstr
 
 
 def join(task: Task) -> tuple[Any, list[Any]]:
-    """This rank's manager, and what has to live as long. The lighthouse, which knows who is there, is rank 0's.
+    """This rank's manager, and the objects that must live as long. Rank 0 runs the lighthouse, which tracks the ranks.
 
-    All addresses are given by number: torchft would announce the machine's name, which hosts cannot resolve.
+    All addresses are numeric: torchft would announce the machine's name, which hosts cannot resolve.
     """
     coordination, torchft = importlib.import_module("torchft.coordination"), importlib.import_module("torchft")
     servers = []
     if task.rank == 0:
-        # A group is all ranks or none, so that nobody waits for late ones longer than it has to.
+        # A quorum needs all ranks, so no rank waits for late ones longer than necessary.
         servers.append(coordination.LighthouseServer(bind="[::]:0", min_replicas=task.world_size))
         task.announce(f"http://{task.address()}:{servers[0].address().rpartition(':')[2]}")
     lighthouse = task.announced()
@@ -86,7 +86,7 @@ def join(task: Task) -> tuple[Any, list[Any]]:
 
 
 def meet_once(manager: Any) -> None:
-    """The first quorum makes the process group, which is before the clock for everybody."""
+    """Form the first quorum, which makes the process group, before the clock starts."""
     manager.start_quorum()
     manager.allreduce(torch.zeros(1)).wait()
     if not manager.should_commit():
@@ -94,7 +94,7 @@ def meet_once(manager: Any) -> None:
 
 
 def forever(task: Task) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each rank its part of every pass, as in torchft's examples."""
+    """Each rank takes its part of every pass, as in torchft's examples."""
     sampler: DistributedSampler[tuple[Tensor, Tensor]] = DistributedSampler(
         task.data, num_replicas=task.world_size, rank=task.rank, seed=task.seed
     )

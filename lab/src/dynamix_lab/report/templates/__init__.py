@@ -1,4 +1,4 @@
-"""The templates of tables and pages, and what fills them."""
+"""The templates of tables and pages, and the function that fills them."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def _environment() -> Environment:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A template of this folder filled with `values`. Everything but markup is escaped in .html templates."""
+    """Fill a template of this folder with `values`. In .html templates everything except markup is escaped."""
     return _environment().get_template(template).render(**values)

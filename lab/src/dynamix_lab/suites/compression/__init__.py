@@ -1,1 +1,1 @@
-"""`dynamix bench compression`: gradient exchanges side by side."""
+"""`dynamix bench compression`: gradient exchanges compared."""

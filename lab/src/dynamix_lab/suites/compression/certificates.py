@@ -13,12 +13,12 @@ _KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
 
 
 def have_openssl() -> bool:
-    """Whether they can be made here."""
+    """Whether certificates can be made on this machine."""
     return shutil.which("openssl") is not None
 
 
 def make_certificates(folder: Path, address: str) -> tuple[TlsFiles, TlsFiles]:
-    """Files of an aggregator at the IP address `address`, and of its workers; their authority signs nothing else."""
+    """Files of an aggregator at the IP address `address`, and of its workers. Their authority signs nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     ca = folder / "ca.pem"

@@ -1,21 +1,21 @@
 """The ways to exchange gradients that `dynamix bench compression` compares, as DDP communication hooks by name.
 
-Ours are in `dynamix.compression`; here are the others, as they are usually done, and nothing here is offered to users:
+Ours are in `dynamix.compression`. The others are here, as they are usually done, and are not offered to users:
 
 dense      torch's all-reduce of float32, the whole gradient in one bucket
 dense-25mb plain DDP without a hook, with buckets of so many megabytes
 sparse     plain DDP without a hook on `nn.Embedding(sparse=True)`: torch's sparse all-reduce
 omnireduce blocks of 256 elements that are not zero, after OmniReduce (Fei et al., SIGCOMM 2021)
 
-`fixed` is dense in the fixed point of the ways behind it. `gather-sparse` is what this library's page advises for
+`fixed` is a dense exchange in the other ways' fixed point. `gather-sparse` is what this library's page advises for
 embeddings: `sparse=True` and the hook in its mode `auto`. `aggregator-...` sends to an aggregator inside the switch,
-behind no link of its own; `host-aggregator-lhc` to one on a host of its own, behind a link like all others.
+without a link of its own; `host-aggregator-lhc` to one on its own host, behind a link like all others.
 
-OmniReduce streams the nonzero blocks of each worker to aggregators, which add the blocks of one position and send the
-sum to all: what crosses a link is a worker's own nonzero blocks up and the union's down. `omnireduce` is its idea on an
-all-reduce, where there is no aggregator: one bit a block is ORed over ranks, then the blocks of the union are
-all-reduced in float32. On a ring a host sends and receives 2 (W-1)/W of the union instead of its own part up and the
-union down. No streaming: a bucket's blocks go at once.
+OmniReduce streams each worker's nonzero blocks to aggregators. They add the blocks of one position and send the sum to
+all, so a link carries the worker's own nonzero blocks up and the union's down. `omnireduce` does this by all-reduce,
+without an aggregator: one bit per block is ORed over ranks, then the union's blocks are all-reduced in float32. On a
+ring a host sends and receives 2 (W-1)/W of the union, instead of its own blocks up and the union down. It does not
+stream: a bucket's blocks are sent at once.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from dynamix.errors import ConfigError
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
-AGAIN = "dense-again"  # dense once more: what differs between the two is the machine
+AGAIN = "dense-again"  # dense once more: the difference between the two is due to the machine
 BUCKETS_MB = {"dense-25mb": 25.0}
-PLAIN = ("sparse", *BUCKETS_MB)  # DDP as it is: no hook, so the exchange has no time of its own
+PLAIN = ("sparse", *BUCKETS_MB)  # plain DDP without a hook, so the exchange cannot be timed separately
 SPARSE_TENSORS = ("sparse", "gather-sparse")  # embeddings with sparse gradients
-ON_HOST = "host-aggregator-lhc"  # the aggregator is no part of the switch
+ON_HOST = "host-aggregator-lhc"  # the aggregator is outside the switch
 AGGREGATED = {"aggregator-compaction": "compaction", "aggregator-lhc": "lhc-one-phase", ON_HOST: "lhc-one-phase"}
 OURS = ("fixed", "gather", "gather-sparse", "blocks", "compaction", "lhc", "lhc-one-phase", "auto", *AGGREGATED)
 WAYS = ("dense", AGAIN, *BUCKETS_MB, "sparse", "omnireduce", *OURS)
@@ -52,9 +52,9 @@ BLOCK = 256  # elements, OmniReduce's usual block
 
 @dataclass(frozen=True)
 class GradientExchange:
-    """One way: a hook, what it holds, and what it counted, where it counts.
+    """One way: a hook, its state, and its counters if it has any.
 
-    by_row   whether its index has one bit a row of an embedding, else one an element
+    by_row   whether its index has one bit per row of an embedding, else one per element
     """
 
     name: str
@@ -64,7 +64,7 @@ class GradientExchange:
     statistics: Statistics | None = None
 
     def ways(self) -> dict[int, str]:
-        """Which way each bucket takes now, where that is chosen."""
+        """The present way of each bucket, if it is chosen automatically."""
         return self.state.ways if isinstance(self.state, CompressionState) else {}
 
 
@@ -76,10 +76,10 @@ def make_exchange(
     timeout: timedelta | None = None,
     aggregator: Mapping[str, Any] | None = None,
 ) -> GradientExchange:
-    """The way called `name` for gradients of `net`. A collective call, as many ways make process groups.
+    """The way called `name` for gradients of `net`. A collective call, because many ways make process groups.
 
     by_row       an embedding's row is one item of ours; not after top-k, which leaves single elements
-    aggregator   address and token of one, for the ways through it
+    aggregator   address and token of one, for the ways that use it
     """
     if name in ("dense", AGAIN, *PLAIN):
         return GradientExchange(name, default_hooks.allreduce_hook, None)
@@ -100,7 +100,7 @@ def make_exchange(
 
 
 def nonzero_blocks_hook(state: dist.ProcessGroup | None, bucket: Bucket) -> Future[Tensor]:
-    """All-reduce the blocks that are not zero on any rank. Two collectives in a row, waited for in the hook."""
+    """All-reduce the blocks that are nonzero on some rank. Two collectives in sequence; the hook waits for both."""
     group = state if state is not None else dist.group.WORLD
     assert group is not None
     flat = bucket.buffer()
@@ -119,4 +119,4 @@ def nonzero_blocks_hook(state: dist.ProcessGroup | None, bucket: Bucket) -> Futu
     return done
 
 
-nonzero_blocks_hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types
+nonzero_blocks_hook.__annotations__.clear()  # DDP checks annotations, and rejects strings

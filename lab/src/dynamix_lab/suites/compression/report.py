@@ -1,4 +1,4 @@
-"""The end of `dynamix bench compression`: tables in Markdown."""
+"""The results of `dynamix bench compression`: tables in Markdown."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _table(cell: Mapping[str, Any]) -> Table:
 
 
 def _said(cell: Mapping[str, Any]) -> str:
-    """One line above a cell's table."""
+    """The line above a cell's table."""
     ours = cell["ways"].get("compaction", cell["ways"]["dense"])
     return (
         f"{cell['dense_bytes'] / 1e6:.2f} MB of gradient, {100 * ours['nonzero']:.1f} % of it not zero (union over "
@@ -68,7 +68,7 @@ def _said(cell: Mapping[str, Any]) -> str:
 
 
 def _counts(cell: Mapping[str, Any]) -> list[str]:
-    """The counts of our ways: buckets that went another way, with the reason, and what auto settled on."""
+    """The counts of our ways: buckets that used another way, with the reason, and what auto chose."""
     lines = []
     for name, way in cell["ways"].items():
         counted = way["statistics"]
@@ -82,7 +82,7 @@ def _counts(cell: Mapping[str, Any]) -> list[str]:
 
 
 def goals(result: Mapping[str, Any]) -> Table:
-    """Goal, in how many cells it was reached and what was found in the worst of them, and whether it was in all."""
+    """Each goal: in how many cells it was reached, the worst cell's value, and whether it was reached in all."""
     rows = []
     for name, part in result["target"].items():
         reached = {True: "yes", False: "no", None: "not measured"}[part["reached"]]
@@ -102,7 +102,7 @@ def _found(part: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def overview(result: Mapping[str, Any]) -> Table:
-    """A row a cell: milliseconds of an iteration by every way, and what the goals say of `auto` and the hook."""
+    """A row per cell: milliseconds of an iteration for every way, and the goals' values for `auto` and the hook."""
     cells = result["cells"]
     ways = _ways(cells)
     rows = []
@@ -128,7 +128,7 @@ def _ways(cells: Mapping[str, Any]) -> list[str]:
 
 
 def beside_dense(result: Mapping[str, Any], ratios: str) -> Table:
-    """A row a cell: how many times as fast as dense each way is, by its `ratios` of time."""
+    """A row per cell: each way's speed over dense's, by its `ratios` of time."""
     cells = result["cells"]
     ways = [way for way in _ways(cells) if any(f"{way}/dense" in cell[ratios] for cell in cells.values())]
     rows = [[name, *(_faster(cell[ratios].get(f"{way}/dense")) for way in ways)] for name, cell in cells.items()]
@@ -143,7 +143,7 @@ def _faster(ratio: Mapping[str, float | None] | None) -> str:
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """The goals, all cells in one table, two beside dense, and a table a cell."""
+    """The goals, all cells in one table, two tables relative to dense, and a table per cell."""
     a_a = result["a_a"]
     within = "" if a_a is None else "within" if a_a["within"] else "NOT within"
     said = (

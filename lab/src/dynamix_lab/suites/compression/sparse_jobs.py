@@ -1,5 +1,5 @@
-"""Jobs with gradients that are zero in large parts, or of which top-k leaves a part; on made data or on the standard
-library's source.
+"""Jobs whose gradients are largely zero, or are reduced by top-k; on synthetic data or on the standard library's
+source.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from dynamix_lab.tasks.ratings import make_optimizer as adagrad
 from dynamix_lab.tasks.sequence import Transformer
 
 TEXT_BYTES = 3_000_000  # of the standard library's source
-UNKNOWN = 0  # the word for all that are not in the vocabulary; taken for the most frequent one
-ROWS, WIDTH, OWN = 10_000, 64, 300  # of the swept table; rows that a worker's batch touches: 3 %, as in the map
-KEEP = 0.01  # of a worker's gradient, after top-k: about a twentieth is then in the union of four to eight workers
-PAIRS = ((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))  # VGG19: so many convolutions, so many times as wide as the first
+UNKNOWN = 0  # the word for all that are not in the vocabulary; counted as the most frequent one
+ROWS, WIDTH, OWN = 10_000, 64, 300  # of the swept table; OWN: rows that a worker's batch touches: 3 %, as in the map
+KEEP = 0.01  # of a worker's gradient, after top-k: then the union of four to eight workers is about a twentieth
+PAIRS = ((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))  # VGG19: number of convolutions, and their width over the first one's
 _WORD = re.compile(r"[A-Za-z_]\w*|\d+|[^\w\s]")
 
 
 def popularity(rng: np.random.Generator, n: int, exponent: float) -> NDArray[np.float64]:
-    """Zipf popularity in a random order, summed up, to search in."""
+    """Zipf popularity in a random order, as a cumulative sum for searching."""
     weights = (1.0 + rng.permutation(n)) ** -exponent
     summed = np.cumsum(weights)
     return np.asarray(summed / summed[-1])
@@ -50,7 +50,7 @@ def popularity(rng: np.random.Generator, n: int, exponent: float) -> NDArray[np.
 def filtering(
     seed: int, *, users: int = 1_000_000, items: int = 50_000, factors: int = 8, samples: int = 256
 ) -> CompressionTask:
-    """A million users. One pair in five is a choice that was made, the others are drawn beside it."""
+    """A million users. One pair in five is a real choice, the others are random negatives."""
     rng = np.random.default_rng(seed)
     chance_user, chance_item = popularity(rng, users, 1.0), popularity(rng, items, 1.0)
     taste = rng.normal(size=(32, 32)) > 0.8  # by groups of users and of items
@@ -72,7 +72,7 @@ def filtering(
 
 @functools.lru_cache(maxsize=2)
 def words_of_source(vocabulary: int, text_bytes: int = TEXT_BYTES) -> NDArray[np.int64]:
-    """The standard library's source as numbers of words, by falling frequency; rare ones are `UNKNOWN`."""
+    """The standard library's source as numbers of words, by falling frequency; rare words are `UNKNOWN`."""
     found: list[str] = []
     size = 0
     for path in source_files():
@@ -97,7 +97,7 @@ def tied(
     drawn: int = 128,
     text_bytes: int = TEXT_BYTES,
 ) -> CompressionTask:
-    """Words of the standard library, by an LSTM or a transformer whose embedding is its output, too."""
+    """Words of the standard library, by an LSTM or a transformer whose embedding is also its output."""
     text = words_of_source(vocabulary, text_bytes)
     body: Callable[[], nn.Module] = functools.partial(LstmBody, width)
     if name == "transformer-tied":
@@ -124,7 +124,7 @@ def tied(
 def experts(
     seed: int, *, experts: int = 128, width: int = 64, hidden: int = 64, classes: int = 48, samples: int = 64
 ) -> CompressionTask:
-    """128 experts, of which a worker's batch needs few: its samples are of four classes."""
+    """128 experts, of which a worker's batch needs few: its samples have four classes."""
     rng = np.random.default_rng(seed)
     centres = rng.normal(size=(classes, width)).astype(np.float32)
 
@@ -138,12 +138,12 @@ def experts(
         x = centres[about] + 0.25 * drawn.normal(size=(samples, width)).astype(np.float32)
         return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(about.astype(np.int64))
 
-    # So slowly that routes stay what they are for as long as a cell lasts, and all ways see the same zeros.
+    # Slow enough that routes do not change within a cell, so that all ways have the same zeros.
     return CompressionTask("moe", make, functools.partial(SGD, lr=1e-3), F.cross_entropy, batch)
 
 
 def adapters(seed: int, *, width: int = 128, layers: int = 2, rank: int = 8, samples: int = 2) -> CompressionTask:
-    """Adapters of rank 8 beside a frozen transformer on the standard library's bytes."""
+    """Adapters of rank 8 on a frozen transformer, trained on the standard library's bytes."""
     workload = make_workload("pysource")
     data = workload.make_data(seed, train=1990, test=10).train
 
@@ -160,7 +160,7 @@ def adapters(seed: int, *, width: int = 128, layers: int = 2, rank: int = 8, sam
 def swept(
     name: str, seed: int, workers: int, *, rows: int = ROWS, width: int = WIDTH, own: int = OWN
 ) -> CompressionTask:
-    """A table whose workers touch `own` rows each: a share of them is the same on all, as the name says in percent, the
+    """A table of which each worker touches `own` rows. The percentage in the name is the same rows on all workers, the
     others are on no other worker.
     """
     common = round(own * int(name.removeprefix("rows-")) / 100)
@@ -183,7 +183,7 @@ def swept(
 def pictures(
     seed: int, *, width: int = 8, side: int = 64, hidden: int = 1024, classes: int = 100, samples: int = 1
 ) -> CompressionTask:
-    """VGG19 (arXiv 1409.1556) on pictures of `side` x `side`; `hidden` wide layers hold most of it, as there."""
+    """VGG19 (arXiv 1409.1556) on pictures of `side` x `side`. `hidden` wide layers hold most of it, as in the paper."""
     centres = np.random.default_rng(seed).normal(size=(classes, 3, side, side)).astype(np.float32)
 
     def make(model_seed: int) -> nn.Module:
@@ -227,7 +227,7 @@ def next_words(
 
 
 class _Table(nn.Module):
-    """The mean of a row is what it says; inputs (n,) int64."""
+    """The output is the mean of a row; inputs (n,) int64."""
 
     def __init__(self, rows: int, width: int, *, sparse: bool) -> None:
         super().__init__()

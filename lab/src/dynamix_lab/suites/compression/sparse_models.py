@@ -1,7 +1,7 @@
-"""Models whose gradients are zero in large parts: collaborative filtering, tied embeddings, experts, adapters.
+"""Models whose gradients are largely zero: collaborative filtering, tied embeddings, experts, adapters.
 
-A tied embedding is input and output in one table. Its gradient is without zeros under a full softmax; under a sampled
-one (Jean et al., arXiv 1412.2007) only rows of the batch's words and of the words drawn beside them have any.
+A tied embedding is input and output in one table. With a full softmax its gradient has no zeros. With a sampled softmax
+(Jean et al., arXiv 1412.2007) only the rows of the batch's words and of the sampled words are nonzero.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dynamix_lab.tasks.sequence import Block, Transformer
 class NeuralFilter(nn.Module):
     """Whether a user takes an item, after NeuMF (He et al., arXiv 1708.05031); inputs (n, 2) int64, logits (n,).
 
-    The product of the two embeddings, and a perceptron on both, are weighed together. One table for each side serves
-    both parts.
+    A linear layer combines the product of the two embeddings and a perceptron on both. Both parts use the same table
+    for each side.
     """
 
     def __init__(self, *, users: int, items: int, factors: int, sparse: bool = False) -> None:
@@ -39,14 +39,14 @@ class NeuralFilter(nn.Module):
 
 
 class TiedLanguageModel(nn.Module):
-    """Next words by a sampled softmax, input and output words in one table.
+    """Next words by a sampled softmax, with input and output words in one table.
 
     body     from (n, length, width) to the same shape
-    length   of what is read: inputs are (n, length + 1 + k) int64, the words and then the k words drawn for all of the
-             batch (row 0 counts)
+    length   of the text: inputs are (n, length + 1 + k) int64, the words and then the k sampled words for the whole
+             batch (row 0 is used)
 
-    Returns logits (n * length, 1 + k), the right word first. From each the logarithm of how often it is drawn is taken,
-    so that their softmax is that over all words in the mean. Words are numbered by falling frequency.
+    Returns logits (n * length, 1 + k), the right word first. The log of each word's sampling rate is subtracted, so
+    that on average the softmax is that over all words. Words are numbered by falling frequency.
     """
 
     def __init__(self, words: int, width: int, length: int, body: Callable[[], nn.Module], *, sparse: bool) -> None:
@@ -67,7 +67,7 @@ class TiedLanguageModel(nn.Module):
         return torch.cat([score, others], 1)
 
     def _log_chance(self, words: Tensor, drawn: int) -> Tensor:
-        """Logarithm of the expected number of times that each word is among `drawn` ones."""
+        """Logarithm of the expected count of each word among `drawn` sampled ones."""
         return torch.log(drawn * torch.log1p(1 / (words + 1.0)) / math.log(self.words + 1))
 
 
@@ -100,8 +100,8 @@ class AttentionBody(nn.Module):
 class Experts(nn.Module):
     """A classifier with one layer of experts, one for each sample (Switch, Fedus et al., arXiv 2101.03961).
 
-    inputs (n, width), logits (n, classes). Experts without a sample get no gradient: a block of zeros in each of two
-    parameters of shape (experts, ...). The balancing of the experts' load is left out.
+    inputs (n, width), logits (n, classes). Experts without a sample have no gradient: a block of zeros in each of two
+    parameters of shape (experts, ...). The experts' load is not balanced.
     """
 
     def __init__(self, *, experts: int, width: int, hidden: int, classes: int) -> None:
@@ -121,7 +121,7 @@ class Experts(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A linear layer that is frozen, and a product of two thin matrices beside it (LoRA, arXiv 2106.09685)."""
+    """A frozen linear layer plus a product of two thin matrices (LoRA, arXiv 2106.09685)."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Adapted(nn.Module):
 
 
 def adapted_transformer(*, tokens: int, context: int, width: int, layers: int, rank: int) -> Transformer:
-    """A transformer of which nothing is trained but adapters beside the linear layers of its blocks."""
+    """A transformer in which only adapters on the linear layers of its blocks are trained."""
     net = Transformer(tokens=tokens, context=context, width=width, layers=layers).requires_grad_(False)
     for block in net.blocks:
         assert isinstance(block, Block)

@@ -1,7 +1,7 @@
-"""`dynamix bench compression`: gradient exchanges side by side on emulated hosts with shaped links, resumable by cell.
+"""`dynamix bench compression`: gradient exchanges compared on emulated hosts with shaped links, resumable by cell.
 
 A cell is a job, a link rate and a number of hosts. All ways take turns within one launch, in random balanced order,
-dense twice (the A/A pair), so that ratios compare what ran under the same load. Hosts have no CPU quota: they share the
+dense twice (the A/A pair), so that ratios compare runs under the same load. Hosts have no CPU quota: they share the
 machine's cores.
 """
 
@@ -32,11 +32,11 @@ RATES_MBIT_S = (100, 1000)
 LEAST_RATE_MBIT_S = 1000  # for large jobs
 WORKERS = (4, 8)
 QUICK_JOBS = ("ratings", "moe")
-CORES_USED = 0.9  # of the machine's, that hosts may be said to have; no quota is ever put in force
-LEAST_CORES = 0.02  # that the aggregator's host is said to have
+CORES_USED = 0.9  # of the machine's, declared for the hosts; no quota is ever put in force
+LEAST_CORES = 0.02  # declared for the aggregator's host
 TIMEOUT_S = 120  # of the process group
 GRACE_S = 20.0
-START_S = 60.0  # for the aggregator to listen
+START_S = 60.0  # time for the aggregator to begin listening
 LONGEST_S = 3600.0
 
 
@@ -44,12 +44,12 @@ LONGEST_S = 3600.0
 class CompressionPlan:
     """The settings of one call.
 
-    jobs, rates_mbit_s, workers   every combination is a cell, but for large jobs on links below `LEAST_RATE_MBIT_S`
-    rounds, steps     turns a way, timed steps a turn at least
-    turn_s            seconds that a turn's timed steps last at least; 0: those of `steps` and no more
-    ways              those of `exchanges.WAYS`, dense twice among them
+    jobs, rates_mbit_s, workers   every combination is a cell, except large jobs on links below `LEAST_RATE_MBIT_S`
+    rounds, steps     turns per way, and the least number of timed steps per turn
+    turn_s            least seconds of a turn's timed steps; 0: exactly `steps`
+    ways              from `exchanges.WAYS`, including dense twice
     options           of the job `ratings`, for tests
-    warm_up           untimed steps before each turn; without them for tests
+    warm_up           untimed steps before each turn; tests do without
     """
 
     jobs: tuple[str, ...] = JOBS
@@ -65,8 +65,8 @@ class CompressionPlan:
 
     @classmethod
     def of(cls, *, quick: bool = False, **chosen: Any) -> CompressionPlan:
-        """The issue's matrix; `quick`: two jobs, four hosts, the slower link. A value of `chosen` that is None stays as
-        it is.
+        """The full matrix; `quick`: two jobs, four hosts, the slower link. A value of `chosen` that is None changes
+        nothing.
         """
         usual: dict[str, Any] = (
             {"jobs": QUICK_JOBS, "rates_mbit_s": (100,), "workers": (4,), "steps": 4} if quick else {}
@@ -74,7 +74,7 @@ class CompressionPlan:
         return cls(**{**usual, **{name: value for name, value in chosen.items() if value is not None}})
 
     def check(self) -> None:
-        """Raises `ConfigError` for what cannot be run, before anything is started."""
+        """Raise `ConfigError` for what cannot be run, before anything is started."""
         for name, given, known in (("workloads", self.jobs, JOBS), ("ways", self.ways, WAYS)):
             for one in given:
                 if one not in known:
@@ -95,7 +95,7 @@ class CompressionPlan:
             raise ConfigError("turn_s", self.turn_s, "0 to 60", "check the argument")
 
     def cells(self) -> list[CompressionCell]:
-        """The sparsest job on the slowest link first, so that a call that is stopped has it."""
+        """The sparsest job on the slowest link first, so that an interrupted call has it."""
         jobs = sorted(self.jobs, key=lambda job: (job != SPARSEST, JOBS.index(job)))
         return [
             CompressionCell(job, rate, w)
@@ -123,13 +123,13 @@ class CompressionCell:
         return f"{self.job}-{self.workers}x{self.rate_mbit_s}"
 
     def scenario(self) -> Scenario:
-        """Equal hosts and one for an aggregator, which has no rank; each behind its own link to one switch."""
+        """Equal hosts and one without a rank, for an aggregator. Each has its own link to one switch."""
         cores = len(os.sched_getaffinity(0))
         host = {"cpu": round(CORES_USED * cores / self.workers, 3), "rate_mbit_s": float(self.rate_mbit_s)}
         return load_scenario({"name": self.name, "hosts": [*[host] * self.workers, {**host, "cpu": LEAST_CORES}]})
 
     def ways(self, plan: CompressionPlan) -> tuple[str, ...]:
-        """Those of the plan that make sense for this job."""
+        """The plan's ways that make sense for this job."""
         unfit = set() if self.job in EMBEDDINGS else set(SPARSE_TENSORS)
         return tuple(way for way in plan.ways if way not in unfit)
 
@@ -151,7 +151,7 @@ class CompressionCell:
 
 @dataclass(frozen=True)
 class CompressionSuite(Suite):
-    """`dynamix bench compression`. More jobs, rates and hosts may be added to a folder."""
+    """`dynamix bench compression`. More jobs, rates and hosts can be added to a folder."""
 
     plan: CompressionPlan
     name: str = "compression"
@@ -181,7 +181,7 @@ class CompressionSuite(Suite):
 def _run_cell(
     cell: CompressionCell, plan: CompressionPlan, folder: Path, tell: Callable[[float], None]
 ) -> dict[str, Any]:
-    """Launch the cell's ranks and follow them to their end; what `summarise` makes of it."""
+    """Launch the cell's ranks and follow them to their end. Returns the result of `summarise`."""
     config = cell.config(plan, folder)
     turns = config["rounds"] * len(config["ways"])
     load = os.getloadavg()[0]
@@ -208,7 +208,7 @@ def _run_cell(
 
 
 def _start_aggregator(hosts: Emulation, folder: Path, way: str) -> dict[str, str]:
-    """An aggregator for one way, in the emulated switch or on the host without a rank; address, token, certificates."""
+    """Start an aggregator for one way, in the switch or on the host without a rank. Address, token, certificates."""
     host = hosts.scenario.workers - 1 if way == ON_HOST else None
     at = hosts.switch_address if host is None else hosts.address(host)
     if not have_openssl():
@@ -234,7 +234,7 @@ def _start_aggregator(hosts: Emulation, folder: Path, way: str) -> dict[str, str
 
 
 def _follow(hosts: Emulation, folder: Path, tell: Callable[[float], None], began: float) -> None:
-    """Raises `WorkerLostError` with the end of what it wrote when a rank fails, or when all take too long."""
+    """Raise `WorkerLostError` with the end of a rank's output if it fails, or if all take too long."""
     while None in (codes := hosts.poll()) and not any(codes):
         if time.monotonic() - began > LONGEST_S:
             hosts.terminate()

@@ -1,8 +1,8 @@
-"""Sums up the measurements of `dynamix bench compression`: medians, ratios to dense and to the bound, goals. Pure
+"""Summarises the measurements of `dynamix bench compression`: medians, ratios to dense and to the bound, goals. Pure
 functions.
 
-A rank's exchange lasts from the gradient being ready on it to the mean being there, so it contains waiting for slower
-ranks; the minimum over ranks is that of the last to arrive, which waits for nobody.
+A rank's exchange lasts from its gradient being ready to the mean being there, so it includes waiting for slower ranks.
+The minimum over ranks is that of the last rank, which waits for none.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ GOALS = {
     "compaction_bytes": 1.2,  # times the bound, at most, wherever most is zero
     "lhc_bytes": 1.6,
     "auto_time": 1.03,  # times dense's, at most, in every cell
-    "auto_best": 1.05,  # times the best way's among those that `auto` can take
+    "auto_best": 1.05,  # times the best way's, among those that `auto` can choose
     "gather_sparse": 1.0,  # times plain `sparse=True`'s, at most
 }
-CANDIDATES = ("gather", "blocks", "compaction", "lhc")  # what `auto` can take beside dense
-RESAMPLES = 500  # of a handful of rounds
-SPARSE = 0.2  # a gradient with fewer nonzero elements than this is what compression is for
+CANDIDATES = ("gather", "blocks", "compaction", "lhc")  # what `auto` can choose besides dense
+RESAMPLES = 500  # few rounds need few
+SPARSE = 0.2  # compression is meant for gradients with a smaller fraction of nonzero elements
 
 
 def summarise(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One cell from what its ranks measured."""
+    """Summarise one cell from its ranks' measurements."""
     names = list(ranks[0]["ways"])
     dense_bytes = ranks[0]["dense_bytes"]
     ways = {
@@ -56,10 +56,10 @@ def _losses(way: Mapping[str, Any]) -> list[float]:
 
 
 def _way(ranks: Sequence[Mapping[str, Any]], dense_bytes: int, *, aggregated: bool) -> dict[str, Any]:
-    """One way in one cell. Lists run over rounds; other numbers are over all timed steps."""
+    """Summarise one way in one cell. Lists run over rounds; other numbers are over all timed steps."""
     rounds = range(len(ranks[0]["turns"]))
     iterations = [np.array(ranks[0]["turns"][r]["iteration_s"]) for r in rounds]
-    timed = ranks[0]["turns"][0]["exchange_s"] is not None  # plain DDP's exchange has no time of its own
+    timed = ranks[0]["turns"][0]["exchange_s"] is not None  # plain DDP's exchange cannot be timed separately
     exchanges = [np.min([rank["turns"][r]["exchange_s"] for rank in ranks], axis=0) for r in rounds] if timed else []
     steps = sum(len(times) for times in iterations)
     all_iterations = np.concatenate(iterations)
@@ -69,7 +69,7 @@ def _way(ranks: Sequence[Mapping[str, Any]], dense_bytes: int, *, aggregated: bo
     payload = _sum(turn["payload"] for turn in ranks[0]["turns"])
     bound = float(np.mean([turn["bound"] for turn in ranks[0]["turns"]]))
     per_host = None if sent is None else sent / steps / len(ranks)
-    times_sent = 1.0 if aggregated else 2 * (len(ranks) - 1) / len(ranks)  # how often a host sends a payload
+    times_sent = 1.0 if aggregated else 2 * (len(ranks) - 1) / len(ranks)  # times a payload's size that a host sends
     return {
         "iteration_s": [round(float(np.median(times)), 6) for times in iterations],
         "exchange_s": [round(float(np.median(times)), 6) for times in exchanges],
@@ -108,7 +108,7 @@ def _ratio(ways: Mapping[str, Any], name: str, what: str) -> dict[str, float | N
 
 
 def join(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """All timed cells together: `policies` has a list by pair for each way; in `ratios` every cell weighs the same."""
+    """All timed cells together: `policies` has a list by pair for each way; in `ratios` all cells have equal weight."""
     if not cells:
         return {"pairs": [], "policies": {}, "ratios": {}, "a_a": None}
     names = [n for n in next(iter(cells.values()))["ways"] if all(n in cell["ways"] for cell in cells.values())]
@@ -129,7 +129,7 @@ def join(cells: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judge(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """Each goal with what was found, by cell, and whether it was reached in all of them; null where no cell says."""
+    """Each goal with its values by cell, and whether all of them reach it; null if no cell has a value."""
     sparsest = {name: cell for name, cell in cells.items() if cell["job"] == SPARSEST}
     slowest = min((cell["rate_mbit_s"] for cell in sparsest.values()), default=None)
     there = {name: cell for name, cell in sparsest.items() if cell["rate_mbit_s"] == slowest}
@@ -141,7 +141,7 @@ def judge(cells: Mapping[str, Any]) -> dict[str, Any]:
         "auto_time": _goal("auto_time", _of_auto(cells), most=True),
     }
     goals["auto_best"] = _goal("auto_best", _medians(over_best, cells), most=True)
-    own = (join(cells)["a_a"] or {}).get("high")  # what dense against itself cannot tell apart
+    own = (join(cells)["a_a"] or {}).get("high")  # the difference between dense and itself
     goals["gather_sparse"] = _goal(
         "gather_sparse", _medians(over_sparse, cells), most=True, scatter=max(own or 1.0, 1.0)
     )
@@ -149,7 +149,7 @@ def judge(cells: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _goal(name: str, found: Mapping[str, Any], *, most: bool = False, scatter: float = 1.0) -> dict[str, Any]:
-    """`found` by cell: a number, or a mapping with "value". `scatter`: times the goal, a value passes, too."""
+    """The goal with `found` by cell: a number, or a mapping with "value". Values up to `scatter` times it also pass."""
     values = [v["value"] if isinstance(v, Mapping) else v for v in found.values()]
     goal = GOALS[name]
     reached = all(v <= goal * scatter if most else v >= goal for v in values) if values else None
@@ -173,14 +173,14 @@ def _over_bound(cells: Mapping[str, Any], way: str) -> dict[str, float]:
 
 
 def over_best(cell: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Auto's time over that of the best of the ways that it can take, with its interval and that way's name."""
+    """Auto's time over the best time of the ways that it can choose, with its interval and that way's name."""
     there = [way for way in ("dense", *CANDIDATES) if way in cell["ways"]]
     best = min(there, key=lambda way: cell["ways"][way]["iteration_median_s"])
     return {**_over(cell, "auto", best), "way": best} if "auto" in cell["ways"] else None
 
 
 def over_sparse(cell: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The time of sparse tensors by the hook over that of plain DDP on them, with its interval."""
+    """The hook's time with sparse tensors over that of plain DDP, with its interval."""
     both = {"gather-sparse", "sparse"} <= cell["ways"].keys()
     return _over(cell, "gather-sparse", "sparse") if both else None
 

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class CompressionTask:
-    """make_model(seed), make_optimizer(parameters), loss(outputs, targets), and batch(number), the same for the same
-    number: that of a step times the workers plus the rank.
+    """make_model(seed), make_optimizer(parameters), loss(outputs, targets), and batch(number), a function of its
+    number: that of the step times the workers plus the rank.
     """
 
     name: str
@@ -20,5 +20,5 @@ class CompressionTask:
     make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     loss: Callable[[Tensor, Tensor], Tensor]
     batch: Callable[[int], tuple[Tensor, Tensor]]
-    make_sparse: Callable[[int], nn.Module] | None = None  # the model with sparse gradients, where it has embeddings
-    keep: float | None = None  # share of its gradient that a worker gives away, by top-k with error feedback; None: all
+    make_sparse: Callable[[int], nn.Module] | None = None  # the model with sparse gradients, if it has embeddings
+    keep: float | None = None  # fraction of a worker's gradient that it sends, by top-k with error feedback; None: all

@@ -1,11 +1,11 @@
 """One rank of `dynamix bench compression`: trains one model by each way in turn, and measures. `python -m ...
 CONFIG.json`.
 
-All ways share the process. Those that differ by their hook share a model and DDP, whose one hook passes on to the way
-whose turn it is; each has its own weights, optimizer and memory, and sees the same batches in its timed steps.
-One bucket holds the whole gradient: the time of an exchange is then one number. Ways with sparse tensors, and plain
-DDP, have a model of their own. If a job says `keep`, top-k with error feedback comes before the hook of every way but
-plain DDP, dense among them: what they exchange is the same, and selecting is no part of the exchange's time.
+All ways share the process. Those that differ by their hook share a model and DDP, whose one hook calls the hook of the
+way whose turn it is. Each has its own weights, optimizer and memory, and gets the same batches in its timed steps. One
+bucket holds the whole gradient, so that an exchange has a single time. Ways with sparse tensors, and plain DDP, have
+their own models. If a job has `keep`, top-k with error feedback precedes the hook of every way except plain DDP, also
+of dense: all exchange the same gradient, and selecting is no part of the exchange's time.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from dynamix_lab.statistics import balanced_order
 from dynamix_lab.suites.compression.exchanges import BUCKETS_MB, PLAIN, SPARSE_TENSORS, GradientExchange, make_exchange
 from dynamix_lab.suites.compression.jobs import make_job
 
-MEASURING = ("auto", "gather-sparse")  # ways that begin with a choice
+MEASURING = ("auto", "gather-sparse")  # ways that first measure and choose
 ONE_BUCKET_MB = 4096
-UNTIMED = 1_000_000  # from this number on, steps' batches are for warming up
-LAYOUT_STEPS = 2  # DDP lays its buckets out anew after the first
-FIRST_STEPS = 3  # untimed at a way's first turn: one-phase's first union
-AUTO_STEPS = 20  # auto's: it measures before it settles
+UNTIMED = 1_000_000  # batch numbers from here on are for warming up
+LAYOUT_STEPS = 2  # DDP rebuilds its buckets after the first
+FIRST_STEPS = 3  # untimed in a way's first turn: one-phase's first union
+AUTO_STEPS = 20  # for auto, which measures before it settles
 MOST_STEPS = 100  # timed in one turn
 
 
 @dataclass
 class Trained:
-    """A model under DDP. `hooked`: the hook passes on to the way whose turn it is."""
+    """A model under DDP. `hooked`: its hook calls that of the way whose turn it is."""
 
     net: nn.Module
     model: DDP
@@ -54,7 +54,7 @@ class Trained:
 
 @dataclass
 class Entrant:
-    """One way, with the weights and optimizer of its own training."""
+    """One way, with its own weights and optimizer."""
 
     exchange: GradientExchange
     trained: Trained
@@ -85,7 +85,7 @@ class Rank:
             self.entrants[name] = self._entrant(exchange, trained)
 
     def run(self) -> dict[str, Any]:
-        """All turns of all ways; what this rank saw."""
+        """Run all turns of all ways. Returns this rank's measurements."""
         names, rounds = list(self.entrants), int(self.config["rounds"])
         for number in range(rounds):
             for name in balanced_order(names, self.seed * len(names) + number):
@@ -110,14 +110,14 @@ class Rank:
         return Entrant(exchange, trained, weights, self.job.make_optimizer(trained.parameters), selection)
 
     def _model_for(self, name: str) -> Trained:
-        """The model that a way trains, its buckets laid out and its weights as they were made."""
+        """The model that a way trains, with buckets laid out and initial weights restored."""
         sparse, plain = name in SPARSE_TENSORS, name in PLAIN
         key = (sparse, BUCKETS_MB.get(name, ONE_BUCKET_MB), plain)
         if key in self._models:
             return self._models[key]
         make = self.job.make_sparse if sparse and self.job.make_sparse is not None else self.job.make_model
         net = make(self.seed)
-        # Every rank makes the same weights from the seed: nothing to send over a slow link.
+        # Every rank makes the same weights from the seed, so none are sent over a slow link.
         model = DDP(net, bucket_cap_mb=key[1], init_sync=False)
         trained = self._models[key] = Trained(net, model, trained_of(net), not plain)
         self.current = self._entrant(make_exchange("dense", net), trained)
@@ -134,7 +134,7 @@ class Rank:
         def hook(state: Any, bucket: Any) -> Future[Tensor]:
             exchange, selection = self.current.exchange, self.current.selection
             held = [] if selection is None else selection.sparsify_(bucket)[1]
-            began = self._began = self._began or time.perf_counter()  # of several buckets: the first
+            began = self._began = self._began or time.perf_counter()  # with several buckets: the first
 
             def done(reduced: Future[Any]) -> Tensor:
                 value: Tensor = reduced.value()
@@ -177,7 +177,7 @@ class Rank:
         entrant.weights = [p.detach().clone() for p in entrant.trained.parameters]
 
     def _steps_for(self, timed: list[dict[str, float]]) -> int:
-        """How many steps a turn needs to last `turn_s`, by those that are done; rank 0 says so for all."""
+        """How many steps a turn needs to last `turn_s`, given the times so far. Rank 0 decides for all."""
         if not self.config["turn_s"]:
             return len(timed)
         each = min(step["iteration_s"] for step in timed)
@@ -193,7 +193,7 @@ class Rank:
         return AUTO_STEPS if entrant.exchange.name in MEASURING else FIRST_STEPS
 
     def _step(self, entrant: Entrant, number: int | None = None) -> dict[str, float]:
-        """One step, on the batch of this number; None: on one that no timed step has."""
+        """One step, on the batch with this number; None: on a batch that no timed step uses."""
         if number is None:
             number, entrant.untimed = UNTIMED + entrant.untimed, entrant.untimed + 1
         inputs, targets = self.job.batch(number * self.workers + self.rank)
@@ -208,14 +208,14 @@ class Rank:
 
 
 def trained_of(net: nn.Module) -> list[nn.Parameter]:
-    """Its parameters, without those that are frozen: nobody exchanges these."""
+    """Its parameters, without frozen ones, which are not exchanged."""
     return [p for p in net.parameters() if p.requires_grad]
 
 
 def traffic() -> tuple[int, int] | None:
-    """Bytes (received, sent) so far by the interface that gloo uses; None on loopback, which others use too.
+    """Bytes (received, sent) so far on the interface that gloo uses; None on loopback, which others use as well.
 
-    /proc/net follows the process into its network namespace, /sys does not.
+    /proc/net shows the process's own network namespace, /sys does not.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if name == "lo":
@@ -229,12 +229,10 @@ def traffic() -> tuple[int, int] | None:
 
 
 def bound_bytes(net: nn.Module, *, by_row: bool) -> tuple[float, float]:
-    """The bytes below which no lossless exchange of the gradients that `net` holds now can fall: index entropy plus
-    four bytes a value.
+    """The least bytes of a lossless exchange of the present gradients of `net`: index entropy plus four bytes a value.
 
-    by_row   an embedding's row is one item, else every element is one. Returns bytes, and the share of elements in
-             items that
-    are not zero.
+    by_row   an embedding's row is one item, else every element is one. Returns bytes, and the fraction of elements in
+             nonzero items.
     """
     sent = elements = total = 0.0
     for items, live, width in _segments(net, by_row):
@@ -246,7 +244,7 @@ def bound_bytes(net: nn.Module, *, by_row: bool) -> tuple[float, float]:
 
 
 def _segments(net: nn.Module, by_row: bool) -> Iterator[tuple[int, int, int]]:
-    """(items, items that are not zero, elements an item): each embedding by itself, everything else together."""
+    """(items, nonzero items, elements an item): each embedding by itself, everything else together."""
     tables = {id(m.weight) for m in net.modules() if isinstance(m, nn.Embedding)} if by_row else set()
     items = live = 0
     for p in net.parameters():
@@ -261,7 +259,7 @@ def _segments(net: nn.Module, by_row: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def main(path: str) -> None:
-    """One cell, on this rank."""
+    """Run one cell on this rank."""
     config = json.loads(Path(path).read_text())
     if os.environ["RANK"] == os.environ["WORLD_SIZE"]:
         return  # the host of an aggregator, which has no rank

@@ -1,1 +1,1 @@
-"""`dynamix bench faults`: what a job does when something breaks under it."""
+"""`dynamix bench faults`: what a job does when a part of it breaks."""

@@ -1,4 +1,4 @@
-"""Was anything lost, repeated or wrongly weighted? The ranks' logs against one process that trains on whole batches."""
+"""Was any sample lost, repeated or wrongly weighted? Compares the ranks' logs with one process on whole batches."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch.nn.functional as F
 
 from dynamix_lab.suites.faults.job import FaultsJob, data, network, optimizer_of, traces_of
 
-CLOSE = 1e-9  # of the projections: float64 in another order of summing
+CLOSE = 1e-9  # of the projections: float64, summed in another order
 
 
 @dataclass(frozen=True, slots=True)
 class TakenStep:
-    """One optimizer step that counts: the samples of each rank, and the traces each rank had after it."""
+    """One optimizer step that counts: each rank's samples, and its checksums after the step."""
 
     ids: list[list[int]]
     traces: list[tuple[int, list[float]]]
 
 
 def history(folder: Path, runs: int, ranks: int) -> tuple[list[TakenStep], list[str]]:
-    """The steps that made the final weights, and what is wrong with them: of every run those before the next began."""
+    """The steps that led to the final weights, and their errors: of every run, those before the next began."""
     steps: list[TakenStep] = []
     wrong: list[str] = []
     for run in range(runs):
@@ -53,7 +53,7 @@ def history(folder: Path, runs: int, ranks: int) -> tuple[list[TakenStep], list[
 
 
 def faults_of(job: FaultsJob, steps: Sequence[TakenStep]) -> list[str]:
-    """The faults in the steps of a job that has ended; none if all is right."""
+    """The errors in the steps of a finished job; empty if all is right."""
     wrong: list[str] = []
     seen = Counter(i for step in steps for ids in step.ids for i in ids)
     expected = dict.fromkeys(range(job.samples), job.epochs)
@@ -101,7 +101,7 @@ def ending(folder: Path, runs: int) -> tuple[float | None, int]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines without an unfinished last one, whose writer was killed."""
+    """The lines, without an unfinished last one, whose writer was killed."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]

@@ -1,4 +1,4 @@
-"""The faults, and how each is done to a running job."""
+"""The faults, and how each is injected into a running job."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Fault:
     """One kind.
 
     says       what is done
-    ends       the job must end; without it, it must go on to its end
-    silent     other ranks must say in their logs that the victim is silent
-    lasts_s    until it is taken back; None: never
-    needs      "root" for hosts of their own and a disk of their own
+    ends       the job must end; without it, it must continue to its end
+    silent     other ranks must log that the victim is silent
+    lasts_s    duration; None: for ever
+    needs      "root" for its own hosts and its own disk
     """
 
     says: str
@@ -60,7 +60,7 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class FaultCase:
-    """One fault, drawn: whom it hits and when, seconds after training began."""
+    """One drawn fault: the victim and the time, seconds after training began."""
 
     name: str
     seed: int
@@ -73,7 +73,7 @@ class FaultCase:
         return FAULTS[self.name]
 
     def scenario(self) -> dict[str, Any]:
-        """The hosts, and what happens to their links."""
+        """The hosts, and the changes of their links."""
         hosts = [{"cpu": speed} for speed in SPEEDS]
         scenario: dict[str, Any] = {"hosts": hosts, "device": _DEVICE}
         if self.name == "rate":
@@ -89,11 +89,11 @@ class FaultCase:
 
 
 def drawn(name: str, seed: int, *, quick: bool = False) -> FaultCase:
-    """The case of a seed. Same arguments, same case."""
+    """The case of a seed. The same arguments give the same case."""
     draw = random.Random(f"{name}/{seed}")
     victim, step = draw.randrange(len(SPEEDS)), draw.randrange(15, 60)
     job = FaultsJob(seed=seed, samples=1200 if quick else 3600)
-    if name == "rate":  # 0.8 MB of gradients: a step takes 10 s on such a link
+    if name == "rate":  # with 0.8 MB of gradients a step takes 10 s on such a link
         job = dataclasses.replace(job, width=260, timeout_s=90.0)
     if name == "raise":
         job = dataclasses.replace(job, raises=(step, victim))
@@ -103,7 +103,7 @@ def drawn(name: str, seed: int, *, quick: bool = False) -> FaultCase:
 
 
 class Injection:
-    """A case done to the ranks of a cluster; `disk` is where they keep events and saves."""
+    """Injects a case into the ranks of a cluster. `disk` is where they write events and saves."""
 
     def __init__(
         self, case: FaultCase, cluster: Emulation, ranks: Sequence[subprocess.Popen[bytes]], disk: Path
@@ -125,7 +125,7 @@ class Injection:
             self.cluster.plug(self.case.victim, plugged=False)
 
     def end(self) -> None:
-        """Take back what can be."""
+        """Undo what can be undone."""
         if self.case.name.startswith("disk"):
             (self.disk / "filler").unlink()
         if self.case.name in ("stop", "pause"):
@@ -135,7 +135,7 @@ class Injection:
 
 
 def fill(disk: Path) -> None:
-    """Leave no byte free."""
+    """Fill the disk to the last byte."""
     fd = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         for size in (2**20, 2**12, 1):
@@ -148,7 +148,7 @@ def fill(disk: Path) -> None:
 
 @contextlib.contextmanager
 def own_disk(folder: Path) -> Iterator[None]:
-    """`folder` is a small disk of its own inside the context; needs root. Files on it are lost afterwards."""
+    """Inside the context `folder` is a small disk of its own. Needs root. Its files are lost afterwards."""
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(folder)],
         capture_output=True,

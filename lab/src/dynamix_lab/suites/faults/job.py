@@ -1,7 +1,7 @@
-"""A rank of `dynamix bench faults`: trains, saves every few steps, goes on from the newest whole save, and tells what
-it did to every sample.
+"""A rank of `dynamix bench faults`: trains, saves every few steps, resumes from the newest complete save, and logs what
+it did with every sample.
 
-Started as `python -m dynamix_lab.suites.faults.job FOLDER`; the folder's job.json holds the `FaultsJob`. Every rank
+Started as `python -m dynamix_lab.suites.faults.job FOLDER`; the folder's job.json has the `FaultsJob`. Every rank
 appends to log/RUN-RANK.jsonl a first line {"from": step} and a line for each optimizer step.
 """
 
@@ -31,7 +31,7 @@ import dynamix
 from dynamix_lab.emulator import control
 
 FEATURES, CLASSES = 32, 10
-STOPPED = "stopped"  # printed by a rank that was asked to stop, and did
+STOPPED = "stopped"  # printed by a rank that stopped as requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class FaultsJob:
     """The job that is trained.
 
     width     of the two hidden layers
-    raises    (step, rank): there a ValueError is raised in the loop, in the first run
-    jumps     (step, rank, seconds): there the wall clock jumps, in the first run
+    raises    (step, rank): where a ValueError is raised in the loop, in the first run
+    jumps     (step, rank, seconds): where the wall clock jumps, in the first run
     """
 
     seed: int = 0
@@ -56,7 +56,7 @@ class FaultsJob:
 
 
 def network(job: FaultsJob) -> nn.Module:
-    """Alike on every rank and in the replay: float64, without layers that mix samples."""
+    """The same on every rank and in the replay: float64, without layers that mix samples."""
     torch.manual_seed(job.seed)
     widths = (FEATURES, job.width, job.width, CLASSES)
     layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
@@ -79,7 +79,7 @@ def data(job: FaultsJob, *, held_out: bool = False) -> TensorDataset:
 
 
 def traces_of(net: nn.Module) -> tuple[int, list[float]]:
-    """The traces that tell one set of parameters from another: a checksum of every bit, and two projections."""
+    """Values that distinguish parameters: a checksum of all bits, and two projections."""
     flat = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
     waves = torch.arange(len(flat), dtype=torch.float64)
     return zlib.crc32(flat.numpy().tobytes()), [float(flat @ torch.cos(waves)), float(flat @ torch.sin(0.1 * waves))]
@@ -92,14 +92,14 @@ def held_out_loss(job: FaultsJob, net: nn.Module) -> float:
 
 
 class Saves:
-    """Saves of all ranks in one folder that everyone reads, each rank's in a file of its own; the last three stay."""
+    """Saves of all ranks in one folder that all can read, a file per rank. The last three are kept."""
 
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         self.folder, self.rank, self.ranks = folder, rank, ranks
         self.failed = 0
 
     def write(self, step: int, state: dict[str, Any]) -> None:
-        """A save that fails leaves nothing behind, and training goes on."""
+        """Write a save. If it fails, it leaves no files, and training continues."""
         path = self._path(step, self.rank)
         unfinished = path.with_suffix(".unfinished")
         try:
@@ -115,7 +115,7 @@ class Saves:
             self._path(old, self.rank).unlink()
 
     def newest(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest that every rank has finished: (step, this rank's state)."""
+        """The newest save that every rank has finished: (step, this rank's state)."""
         whole = set.intersection(*(set(self._steps(rank)) for rank in range(self.ranks)))
         if not whole:
             return None

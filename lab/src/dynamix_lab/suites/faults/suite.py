@@ -1,7 +1,7 @@
-"""`dynamix bench faults`: a job on emulated hosts, a fault, what came of it.
+"""`dynamix bench faults`: a job on emulated hosts, a fault, and its consequences.
 
-A cell is one fault of one seed. The job is started anew until it has trained all its samples, as an engine would do it,
-and goes on from the newest save that every rank has finished. Then its whole history is checked.
+A cell is one fault of one seed. The job is restarted until it has trained all its samples, as an engineer would do, and
+resumes from the newest save that every rank has finished. Then its whole history is checked.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dynamix_lab.suites.faults.inject import FAULTS, SPEEDS, FaultCase, Injectio
 from dynamix_lab.suites.faults.job import STOPPED
 
 MARGIN_S = 10.0  # beyond the group's timeout, for all ranks to end
-NAMED_S = 10.0  # for every log to name a silent rank
-LONGEST_S = 300.0  # of one start of the job
+NAMED_S = 10.0  # time for every log to name a silent rank
+LONGEST_S = 300.0  # for one start of the job
 MOST_RUNS = 3
 QUICK = ("kill", "raise", "terminate")
-BASELINES = 8  # runs without a fault, to which final losses are compared
+BASELINES = 8  # runs without a fault, with which final losses are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class FaultsPlan:
     def of(
         cls, *, quick: bool = False, faults: tuple[str, ...] | None = None, seeds: int | None = None, seed: int = 0
     ) -> FaultsPlan:
-        """The full plan is 200 faults: 20 of each kind but for those that need no seed of their own."""
+        """The full plan is 200 faults: 20 of each kind, except kinds that need no seed of their own."""
         every = tuple(name for name in FAULTS if name != "none")
         given = faults or (QUICK if quick else every)
         return cls(given, seeds or (1 if quick else -(-200 // len(given))), seed, 0 if quick else BASELINES, quick)
@@ -66,7 +66,7 @@ class FaultsPlan:
 
 @dataclass
 class FaultsSuite(Suite):
-    """The harness' view."""
+    """The suite for the harness."""
 
     plan: FaultsPlan
     name: str = "faults"
@@ -79,7 +79,7 @@ class FaultsSuite(Suite):
         return {"cluster": "emulator", "seeds": seeds, "left_out": left_out}
 
     def _missing(self) -> str:
-        """Why faults that need root are left out; empty where they are not."""
+        """Why faults that need root are omitted; empty if they are not."""
         found = probe_mechanisms()
         return "; ".join(found[name][1] for name in ("network", "rate", "loss") if not found[name][0])
 
@@ -124,7 +124,7 @@ class FaultsSuite(Suite):
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """A row a kind of fault."""
+    """A row per kind of fault."""
     heads = ["fault", "what", "injected", "nothing wrong", "ranks ended after, s", "named after, s"]
     rows = []
     for name, about in result["faults"].items():
@@ -149,9 +149,9 @@ def _interval(losses: Sequence[float]) -> tuple[float, float] | None:
 class StartOutcome:
     """How one start of the job went.
 
-    codes     exit codes; of the victim too
-    fault_at  wall clock time of the fault; None where the job was over before
-    ended_s   from the fault to the end of the last other rank; None where they did not have to end
+    codes     exit codes, including the victim's
+    fault_at  wall clock time of the fault; None if the job had ended before
+    ended_s   from the fault to the end of the last other rank; None if they did not have to end
     hung      ranks that had to be ended by force
     """
 
@@ -162,7 +162,7 @@ class StartOutcome:
 
 
 def play(case: FaultCase, folder: Path) -> dict[str, Any]:
-    """Run the case to the end of its job; what came of it. `folder` is made, and holds the ranks' output and logs."""
+    """Run the case to the end of its job. Returns its outcome. Creates `folder`, with the ranks' output and logs."""
     for name in ("log", "disk"):
         (folder / name).mkdir(parents=True)
     wrong: list[str] = []
@@ -198,7 +198,7 @@ def play(case: FaultCase, folder: Path) -> dict[str, Any]:
 
 
 def _start(case: FaultCase | None, cluster: Emulation, folder: Path, run: int, timeout_s: float) -> StartOutcome:
-    """Start the ranks and follow them; with `case`, do it to them."""
+    """Start the ranks and follow them; with `case`, inject it."""
     command = [sys.executable, "-m", "dynamix_lab.suites.faults.job", str(folder.resolve())]
     env = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_SHOW_CPP_STACKTRACES": "0"}
     ranks = cluster.launch(command, env=env, name=f"run{run}")
@@ -237,14 +237,14 @@ def _start(case: FaultCase | None, cluster: Emulation, folder: Path, run: int, t
 
 
 def _finished(folder: Path, run: int) -> bool:
-    """Whether every rank came to the end of the data."""
+    """Whether every rank reached the end of the data."""
     logs = [folder / "log" / f"{run}-{rank}.jsonl" for rank in range(len(SPEEDS))]
     ended = all(log.exists() and '"ended": true' in log.read_text() for log in logs)
     return ended and STOPPED not in (folder / f"run{run}.rank0.out").read_text()
 
 
 def _ends(case: FaultCase, folder: Path, outcomes: Sequence[StartOutcome], others: Sequence[int]) -> list[str]:
-    """The faults of the ranks' ends."""
+    """Errors in how the ranks ended."""
     first, wrong = outcomes[0], []
     for run, outcome in enumerate(outcomes):
         wrong += [f"run {run}: rank {rank} hung" for rank in outcome.hung]
@@ -278,7 +278,7 @@ def _last_words(folder: Path, run: int, codes: Sequence[int | None], rank: int |
 
 
 def _events(path: Path, wrong: list[str]) -> int:
-    """Lines that were dropped, as the file itself says."""
+    """The number of dropped lines, as the file itself says."""
     try:
         return max((event.get("dropped", 0) for event in read_events(path)), default=0)
     except StateError as error:

@@ -1,1 +1,1 @@
-"""Damaged inputs: each gives an error of ours, or loads to what is written again alike."""
+"""Damaged inputs: each must raise an error of ours, or load as data that is written again unchanged."""

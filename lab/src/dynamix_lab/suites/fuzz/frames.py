@@ -1,7 +1,7 @@
 """Damaged frames of an aggregator, in one process: handshakes, a worker's messages, an aggregator's messages.
 
-Each must lead to an error of ours, or to exactly the sum of what was brought whole and in order. The brought parts are
-read off the bytes by `contributions`, which shares nothing with the aggregator but the form of a header.
+Each must lead to an error of ours, or to exactly the sum of the parts that arrived whole and in order. `contributions`
+reads these parts from the bytes; it shares only the form of a header with the aggregator.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _HUGE = (
 
 
 class WrongSum(Exception):
-    """The sum that came back is not that of what was brought."""
+    """The returned sum differs from that of the sent parts."""
 
 
 class Hung(Exception):
@@ -81,7 +81,7 @@ class Hung(Exception):
 
 @contextmanager
 def limited(seconds: float = HANG_S) -> Iterator[None]:
-    """Raises `Hung` after so many seconds, whatever goes on. Works in the main thread only."""
+    """Raise `Hung` after so many seconds. Works in the main thread only."""
 
     def ring(number: int, frame: FrameType | None) -> NoReturn:
         raise Hung(f"{seconds:.0f} s")
@@ -99,13 +99,13 @@ def limited(seconds: float = HANG_S) -> Iterator[None]:
 
 
 class Spoken:
-    """A socket on which the other side has said `heard` and left."""
+    """A socket on which the other side has sent `heard` and left."""
 
     def __init__(self, heard: bytes) -> None:
         self._heard, self._at = heard, 0
 
     def settimeout(self, seconds: float) -> None:
-        """Nothing is waited for."""
+        """Do nothing: it never waits."""
 
     def recv(self, most: int) -> bytes:
         part = self._heard[self._at : self._at + most]
@@ -113,7 +113,7 @@ class Spoken:
         return part
 
     def sendall(self, said: bytes) -> None:
-        """Nobody hears it."""
+        """Do nothing: the other side has left."""
 
 
 def _part(said: bytes) -> bytes:
@@ -121,7 +121,7 @@ def _part(said: bytes) -> bytes:
 
 
 def odd_json(fields: dict[str, Any], rng: random.Random) -> bytes:
-    """JSON of `fields` after one damage, to a value, to the text or to its bytes."""
+    """JSON of `fields` with one damage, to a value, to the text or to its bytes."""
     how = rng.random()
     if how < 0.5:
         fields = mutations.value(fields, rng)
@@ -136,12 +136,12 @@ def odd_json(fields: dict[str, Any], rng: random.Random) -> bytes:
 
 
 class Handshakes:
-    """Handshakes of both sides: of a worker to an aggregator, and of an aggregator to a worker."""
+    """Handshakes on both sides: a worker's to an aggregator, and an aggregator's to a worker."""
 
     name = "handshakes"
 
     def attempt(self, rng: random.Random) -> bool:
-        """Whether it was taken; raises what escapes."""
+        """Whether it was accepted. Raises unexpected errors."""
         with limited():
             return self._worker(rng) if rng.random() < 0.7 else self._aggregator(rng)
 
@@ -179,7 +179,7 @@ class Handshakes:
 
 
 def _torn(words: bytes, rng: random.Random) -> bytes:
-    """Words as they were said; some cut off, changed, or preceded by a length that is none."""
+    """The messages, unchanged or cut off, changed, or with an invalid length in front."""
     how = rng.random()
     if how < 0.7:
         return words
@@ -203,19 +203,19 @@ def frames(op: int, rounds: Sequence[Bytes], chunk_bytes: int) -> list[tuple[Hea
 
 
 def damaged(sent: list[tuple[Head, Bytes]], rng: random.Random, kind: int) -> bytes:
-    """The bytes of a stream of messages, of which one is damaged."""
+    """The bytes of a stream of messages, one of them damaged."""
     at, how = rng.randrange(len(sent)), rng.random()
     whole = [pack(head, payload) + payload.tobytes() for head, payload in sent]
     head, payload = sent[at]
-    if how < 0.25:  # bits or bytes, also beyond the message's end
+    if how < 0.25:  # bits or bytes, also after the message's end
         whole[at] = mutations.raw(whole[at], rng)
-    elif how < 0.5:  # a field, under a checksum that fits
+    elif how < 0.5:  # a field, with a valid checksum
         field = rng.choice(Head._fields)
         most = {"kind": 1 << 8, "op": 1 << 8, "length": 1 << 32}.get(field, 1 << 64)
         near = getattr(head, field) + rng.choice((-1, 1, 4, 1024))
         made = head._replace(**{field: rng.choice((*_HUGE, near)) % most})
         whole[at] = pack(made, payload) + payload.tobytes()
-    elif how < 0.6:  # another payload, under a checksum that fits
+    elif how < 0.6:  # another payload, with a valid checksum
         other = np.frombuffer(rng.randbytes(rng.choice((payload.size, payload.size, 4, 0, 2000))), np.uint8)
         whole[at] = pack(head, other) + other.tobytes()
     elif how < 0.7:  # cut off
@@ -235,7 +235,7 @@ def damaged(sent: list[tuple[Head, Bytes]], rng: random.Random, kind: int) -> by
 
 
 def contributions(stream: bytes, due: Sequence[Head]) -> list[Bytes]:
-    """The payloads at the beginning of `stream` that are whole, undamaged and those that are due, in order."""
+    """The payloads at the beginning of `stream` that are whole, undamaged and expected, in order."""
     found, at = [], 0
     for head in due:
         payload = np.frombuffer(stream[at + HEADER.size : at + HEADER.size + head.length], np.uint8)
@@ -247,7 +247,7 @@ def contributions(stream: bytes, due: Sequence[Head]) -> list[Bytes]:
 
 
 def combined(op: int, parts: Sequence[Bytes]) -> Bytes:
-    """The sum of the parts of all workers, in exact integers."""
+    """The sum of all workers' parts, in exact integers."""
     if op == OR:
         union: Bytes = np.bitwise_or.reduce(np.stack(parts))
         return union
@@ -262,7 +262,7 @@ def _rounds(rng: random.Random) -> list[Bytes]:
 
 
 def _all_of(sock: socket.socket) -> bytes:
-    """The bytes that are there; the other side has closed."""
+    """All received bytes; the other side has closed."""
     found = bytearray()
     sock.setblocking(False)
     while True:
@@ -276,12 +276,12 @@ def _all_of(sock: socket.socket) -> bytes:
 
 
 class WorkersMessages:
-    """One worker of a job sends a damaged stream, the others sound ones; what all get back must be exact sums."""
+    """One worker of a job sends a damaged stream, the others sound ones. The returned sums must be exact."""
 
     name = "worker-messages"
 
     def attempt(self, rng: random.Random) -> bool:
-        """Whether the job ended without a failure; raises what escapes, and `WrongSum`."""
+        """Whether the job ended without a failure. Raises unexpected errors, and `WrongSum`."""
         op, workers = rng.choice((ADD, OR)), rng.choice((2, 2, 3))
         shapes = _rounds(rng)
         brought = [[np.frombuffer(rng.randbytes(v.size), np.uint8) for v in shapes] for _ in range(workers)]
@@ -320,12 +320,12 @@ class WorkersMessages:
 
 
 class AggregatorsMessages:
-    """One worker of a sound job is answered with a damaged stream: it takes what is whole and due, or gives up."""
+    """One worker of a sound job gets a damaged stream. It must take what is whole and expected, or give up."""
 
     name = "aggregator-messages"
 
     def attempt(self, rng: random.Random) -> bool:
-        """Whether all was taken; raises what escapes, and `WrongSum`."""
+        """Whether all was accepted. Raises unexpected errors, and `WrongSum`."""
         op, values = rng.choice((ADD, OR)), _rounds(rng)
         heads = [head for head, _ in frames(op, values, LIMITS.chunk_bytes)]
         answers = [(h._replace(kind=RESULT), np.frombuffer(rng.randbytes(h.length), np.uint8)) for h in heads]

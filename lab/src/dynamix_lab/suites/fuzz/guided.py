@@ -1,8 +1,8 @@
-"""Inputs led by coverage: atheris changes the bytes from which a target draws, and keeps what reaches new code.
+"""Inputs guided by coverage: atheris changes the bytes from which a target draws, and keeps those that reach new code.
 
 python -m dynamix_lab.suites.fuzz.guided KIND INPUTS SEED FILE
 
-A process of its own, because atheris ends it: the figures are in FILE, as `fuzz` of `suites.fuzz.run` gives them.
+It is a separate process because atheris ends it. FILE gets the results, as returned by `fuzz` of `suites.fuzz.run`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST = 2048  # bytes of an input
 
 
 class Drawn(random.Random):
-    """Randomness read from `data`, bit by bit; zeros when that is used up."""
+    """Random numbers read from `data`, bit by bit; zeros after its end."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(0)
@@ -47,7 +47,7 @@ class Drawn(random.Random):
 
 
 def guided(kind: str, *, inputs: int, seed: int) -> dict[str, Any]:
-    """Try `inputs` of a kind in a process of their own. Raises `DynamixError` if it dies, or atheris is missing."""
+    """Try `inputs` of a kind in a separate process. Raises `DynamixError` if it dies, or atheris is missing."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         arguments = [kind, str(inputs), str(seed), str(out)]
@@ -59,7 +59,7 @@ def guided(kind: str, *, inputs: int, seed: int) -> dict[str, Any]:
 
 
 def main(kind: str, inputs: int, seed: int, out: Path) -> None:
-    """Never returns."""
+    """Try the inputs. Never returns."""
     atheris: Any = importlib.import_module("atheris")
     with atheris.instrument_imports(include=["dynamix", "dynamix_homomorphic"], enable_loader_override=False):
         from dynamix_lab.suites.fuzz.run import Tally

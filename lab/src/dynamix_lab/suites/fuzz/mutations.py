@@ -1,4 +1,4 @@
-"""How an input is damaged: values inside a structure, and bytes or words of a text."""
+"""How an input is damaged: values in a structure, and bytes or words of a text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORDS = (
 
 
 def deep(rng: random.Random) -> Any:
-    """Containers in each other."""
+    """Nested containers."""
     value: Any = 1
     for _ in range(rng.choice((3, 50, 2000))):
         value = [value] if rng.random() < 0.8 else {"x": value}
@@ -48,7 +48,7 @@ def odd(rng: random.Random) -> Any:
 
 
 def value(given: Any, rng: random.Random) -> Any:
-    """`given` with one value in it changed, taken away, doubled or moved; nothing of `given` itself is changed."""
+    """`given` with one value changed, removed, doubled or moved. Does not change `given` itself."""
     if isinstance(given, dict) and given and rng.random() < 0.95:
         key = rng.choice(list(given))
         return _of_dict(given, key, rng)
@@ -91,7 +91,7 @@ def _of_list(items: list[Any], rng: random.Random) -> list[Any]:
 
 
 def tensor(given: Tensor, rng: random.Random) -> Tensor:
-    """A tensor of other values, of another form, or of another type."""
+    """A tensor with other values, another shape, or another type."""
     flat = given.detach().clone().reshape(-1)
     how = rng.random()
     if how < 0.6 and flat.numel():

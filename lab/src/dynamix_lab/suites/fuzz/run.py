@@ -1,4 +1,4 @@
-"""Damage inputs until a count or a time is reached, and say what came of them."""
+"""Tries damaged inputs up to a count or a time, and reports the outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamix_lab.suites.fuzz.targets import Target
 
-WARM_UP = 200  # inputs after which memory counts as growth
+WARM_UP = 200  # inputs after which growth of memory counts
 _FILES = ("states", "events", "policy-files", "scenarios", "traces")
 KINDS = (*_FILES, "handshakes", "worker-messages", "aggregator-messages")
 
@@ -27,7 +27,7 @@ class Tally:
 
     @property
     def seconds(self) -> float:
-        """Since the first input could be tried."""
+        """Seconds since the first input could be tried."""
         return time.monotonic() - self._began
 
     def attempt(self, rng: random.Random) -> None:
@@ -46,7 +46,7 @@ class Tally:
             about["times"] += 1
 
     def found(self) -> dict[str, Any]:
-        """Counts, growth in MB after the first inputs, and the first of each kind of escape."""
+        """Counts, growth in MB after the first inputs, and the first of each kind of unexpected error."""
         grown = (_most_kb() - self._base_kb) / 1024 if self._base_kb else 0.0
         more = {"trained_out": self.target.trained} if hasattr(self.target, "trained") else {}
         about = {"grown_mb": round(grown, 1), "seconds": round(self.seconds, 1), "escapes": self._foreign}
@@ -54,7 +54,7 @@ class Tally:
 
 
 def fuzz(target: Target, *, inputs: int, seconds: float = float("inf"), seed: int) -> dict[str, Any]:
-    """Try inputs until `inputs` are tried or `seconds` are over; what came of them, as `Tally` says it."""
+    """Try inputs until `inputs` are tried or `seconds` are over. Returns the outcomes as `Tally.found`."""
     tally = Tally(target)
     while tally.tried < inputs and tally.seconds < seconds:
         tally.attempt(random.Random(f"{target.name} {seed} {tally.tried}"))

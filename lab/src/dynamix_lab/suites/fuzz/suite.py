@@ -1,5 +1,5 @@
-"""`dynamix bench fuzz`: damaged states, events, policy files, scenarios, traces and an aggregator's frames, as many as
-asked for; resumable.
+"""`dynamix bench fuzz`: any number of damaged states, events, policy files, scenarios, traces and aggregator frames;
+resumable.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dynamix_lab.suites.fuzz.guided import guided
 from dynamix_lab.suites.fuzz.run import KINDS, fuzz
 from dynamix_lab.suites.fuzz.targets import targets
 
-CELL = 10_000  # inputs
-GROWTH_MB = 64.0  # most that a process may grow by
+CELL = 10_000  # inputs per cell
+GROWTH_MB = 64.0  # limit on a process's growth
 
 
 @dataclass(frozen=True, slots=True)
 class FuzzPlan:
-    """Which kinds of input, how many of each, rounded up to whole cells of `cell`, and from which seed on.
+    """The kinds of input, how many of each (rounded up to whole cells of `cell`), and the first seed.
 
     guided   by coverage, with atheris
     """
@@ -39,7 +39,7 @@ class FuzzPlan:
 
     @classmethod
     def of(cls, *, kinds: tuple[str, ...] | None = None, inputs: int, seed: int = 0, guided: bool = False) -> FuzzPlan:
-        """All kinds where none is chosen."""
+        """All kinds if none is chosen."""
         return cls(kinds or KINDS, inputs, seed, min(CELL, inputs), guided)
 
     def check(self) -> None:
@@ -55,7 +55,7 @@ class FuzzPlan:
 
 @dataclass
 class FuzzSuite(Suite):
-    """The harness' view."""
+    """The suite for the harness."""
 
     plan: FuzzPlan
     name: str = "fuzz"
@@ -96,7 +96,7 @@ class FuzzSuite(Suite):
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """A row a kind of input."""
+    """A row per kind of input."""
     goal = result["goal"]["grown_mb"]
     heads = ["input", "tried", "taken", "refused", "another error", "trained out", f"growth, MB (goal: {goal:g})"]
     rows = [

@@ -1,4 +1,4 @@
-"""The damaged things, and what must come of each: states, events, policy files, scenarios and traces, and an
+"""The damaged inputs and their required outcomes: states, events, policy files, scenarios and traces, and an
 aggregator's frames.
 """
 
@@ -39,7 +39,7 @@ SAMPLES = 200
 
 
 class Different(AssertionError):
-    """An input that was taken is not what is written again, or trains otherwise than a whole job."""
+    """An accepted input differs from what is written again, or trains otherwise than an undamaged job."""
 
 
 class Target(Protocol):
@@ -48,7 +48,7 @@ class Target(Protocol):
     name: str
 
     def attempt(self, rng: random.Random) -> bool:
-        """Make one and try it: True where it was taken, False where it was refused."""
+        """Make one and try it. True if it was accepted, False if it was refused."""
 
 
 class Job:
@@ -82,7 +82,7 @@ class Job:
 
 
 class States:
-    """States of jobs with every policy, their checksums computed anew; one in `every` that is taken is trained out."""
+    """States of jobs with every policy, with valid checksums. One in `every` that is accepted is trained to its end."""
 
     name = "states"
     every = 20
@@ -90,7 +90,7 @@ class States:
     def __init__(self) -> None:
         self.jobs, self.states = list[Job](), list[dict[str, Any]]()
         ticks = itertools.count()
-        # An input is to be found again: what is damaged depends on no time, and on no draw of this process.
+        # Inputs must be reproducible, so the damaged state must not depend on time or on this process's draws.
         with patch.object(CpuClock, "mark", lambda clock: 0.001 * next(ticks)):
             for policy in POLICIES:
                 random.seed(0)
@@ -151,7 +151,7 @@ _PARTS = {*_PACKED, *_PLAIN}
 
 
 def damaged(state: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A state with something in one of its parts changed, mostly inside what is packed."""
+    """A state with a change in one of its parts, mostly inside the packed data."""
     how, name = rng.random(), rng.choice(_PACKED)
     if how < 0.5:
         try:
@@ -168,7 +168,7 @@ def damaged(state: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 class Events:
-    """Files of events, read and asked for a replay."""
+    """Files of events, read and replayed."""
 
     name = "events"
 
@@ -205,7 +205,7 @@ class Events:
 
 
 class PolicyFiles:
-    """Shipped policy files, weights and description, the hash of the weights computed anew."""
+    """Shipped policy files, weights and description, with a valid hash of the weights."""
 
     name = "policy-files"
 
@@ -242,7 +242,7 @@ class PolicyFiles:
 
 
 class Scenarios:
-    """Scenarios as YAML texts, aliases and depth among what is changed."""
+    """Scenarios as YAML texts; changes include aliases and depth."""
 
     name = "scenarios"
 
@@ -293,7 +293,7 @@ class Traces:
 
 
 def targets(folder: Path) -> dict[str, Callable[[], Target]]:
-    """Kind -> how its target is made; `folder` is for its files."""
+    """Kind -> a function that makes its target; `folder` is for its files."""
     of_files: Iterable[Any] = (Events, PolicyFiles, Scenarios, Traces)
     frames = (Handshakes, WorkersMessages, AggregatorsMessages)
     made: dict[str, Callable[[], Target]] = {kind.name: kind for kind in (States, *frames)}

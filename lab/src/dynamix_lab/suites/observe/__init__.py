@@ -1,1 +1,1 @@
-"""`dynamix bench observe`: whether `dynamix observe` names the slow rank, what it promises, and what it costs."""
+"""`dynamix bench observe`: whether `dynamix observe` names the slow rank, keeps its promises, and what it costs."""

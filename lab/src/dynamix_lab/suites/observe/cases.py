@@ -1,4 +1,4 @@
-"""Jobs whose slow rank is known, observed: does the report name it, and the part?"""
+"""Observed jobs with a known slow rank: does the report name the rank and the slow part?"""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dynamix_lab.emulator.run import emulate
 from dynamix_lab.suites.observe import job
 
 PARTS = ("forward", "backward", "data", "network")
-FORWARD_S, BACKWARD_S = 0.02, 0.04  # of every rank's step, asleep: what others do on this machine hardly counts
+FORWARD_S, BACKWARD_S = 0.02, 0.04  # of every rank's step, sleeping, so that other load on this machine hardly matters
 STEPS = 60
-LEAST_S, MOST_S = 0.03, 0.08  # that the slow rank takes longer
+LEAST_S, MOST_S = 0.03, 0.08  # extra time of the slow rank
 FAST_MBIT_S, SLOW_MBIT_S = 400.0, 25.0
-WIDTH = 256  # of layers whose gradients a slow link carries for some 100 ms
+WIDTH = 256  # of layers whose gradients take some 100 ms on a slow link
 _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A job of so many ranks, the part in which rank `slow` is slow, and how long a step it sleeps there."""
+    """A job with so many ranks, the part in which rank `slow` is slow, and for how long it sleeps there per step."""
 
     part: str
     ranks: int
@@ -38,7 +38,7 @@ class Case:
 
 
 def draw_cases(count: int, seed: int) -> list[Case]:
-    """Parts in turn; ranks, the slow one and its delay at random. A slow link can be told from three ranks on."""
+    """Parts in turn; random ranks, slow rank and delay. A slow link can be identified only with three ranks or more."""
     rng = np.random.default_rng(seed)
     found = []
     for i in range(count):
@@ -50,7 +50,7 @@ def draw_cases(count: int, seed: int) -> list[Case]:
 
 
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
-    """The case's job under `python -m dynamix.observe`; what was named, and whether that is right."""
+    """Run the case's job under `python -m dynamix.observe`. Returns what it named, and whether that is right."""
     observed = folder / "observed"
     told = {"part": case.part, "slow": case.slow, "sleep_s": case.sleep_s, "steps": STEPS}
     asleep = {"forward_s": FORWARD_S, "backward_s": BACKWARD_S}
@@ -75,7 +75,7 @@ def observing(folder: Path, given: dict[str, Any]) -> list[str]:
 
 
 def launch(command: list[str], ranks: int) -> str:
-    """Run it on every rank here, over loopback; rank 0's standard output. Raises `StateError` if one fails."""
+    """Run it on every local rank, over loopback. Returns rank 0's standard output. Raises `StateError` if one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Device hosts on which a static job is observed, and then balanced: is the promised gain reached?"""
+"""A static job on device hosts is observed, and then balanced: is the promised gain reached?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamix_lab.emulator.run import emulate
 from dynamix_lab.suites.observe import job
 from dynamix_lab.suites.observe.cases import observing
 
-# By name: relative speeds, fixed and per-sample milliseconds of speed 1, batch of each, and the rate of all links.
+# By name: relative speeds, fixed and per-sample milliseconds at speed 1, batch of each, and the rate of all links.
 PLACES: dict[str, dict[str, Any]] = {
     "one-slow": {"speeds": (1.0, 1.0, 1.0, 0.4), "fixed_ms": 10.0, "per_sample_ms": 1.5, "batch": 32, "rate": None},
     "generations": {"speeds": (1.0, 0.9, 0.5, 0.3), "fixed_ms": 20.0, "per_sample_ms": 1.5, "batch": 32, "rate": None},
@@ -22,13 +22,13 @@ PLACES: dict[str, dict[str, Any]] = {
     "even": {"speeds": (1.0, 1.0, 1.0), "fixed_ms": 15.0, "per_sample_ms": 1.5, "batch": 32, "rate": None},
 }
 STEPS = 160
-TAIL = 0.4  # of a batch: what each rank's last one of an epoch has
-ROUNDS = 8  # of an epoch before that
+TAIL = 0.4  # of a batch: each rank's last one of an epoch
+ROUNDS = 8  # full batches of an epoch before that
 _TIMEOUT_S = 600.0
 
 
 def run_place(name: str, policy: str, folder: Path) -> dict[str, Any]:
-    """The promise of the observed static job, and what `policy` with a fixed global batch reaches over static."""
+    """The gain promised for the static job, and the one that `policy` with a fixed global batch reaches."""
     place = PLACES[name]
     given = given_to(place, STEPS, 128)
     observed = folder / "observed"
@@ -60,7 +60,7 @@ def given_to(place: dict[str, Any], steps: int, width: int) -> dict[str, Any]:
 def paced(place: dict[str, Any], command: list[str], folder: Path) -> dict[str, Any]:
     """Samples a second of the job on the place's hosts, and its devices' steps and overruns.
 
-    A place may have `rates` of each link in place of one, and a `schedule`.
+    A place may have `rates` for each link instead of one, and a `schedule`.
     """
     rates = place.get("rates") or [place["rate"]] * len(place["speeds"])
     hosts = [{"cpu": speed, "rate_mbit_s": rate} for speed, rate in zip(place["speeds"], rates, strict=True)]

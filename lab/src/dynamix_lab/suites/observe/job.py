@@ -1,7 +1,7 @@
 """A training script to be observed: `python job.py '{"steps": 60, ...}'` in the environment of torchrun.
 
-Without `policy` it knows nothing of dynamix. A `part` of the steps of rank `slow` takes `sleep_s` longer. Rank 0 prints
-one line of JSON: samples a second of all ranks in the second half of the steps.
+Without `policy` it does not use dynamix. A `part` of the steps of rank `slow` takes `sleep_s` longer. Rank 0 prints one
+line of JSON: samples a second of all ranks in the second half of the steps.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ USUAL: dict[str, Any] = {
 }
 CLASSES = 10
 
-HELD: list[object] = []  # until the process ends: where a thread of torch lets go of a group last, the process aborts
+HELD: list[object] = []  # kept until the process ends: it aborts if a thread of torch releases a group last
 
 
 class Sleeping(torch.autograd.Function):
-    """The identity, whose passes take a while."""
+    """The identity, whose forward and backward sleep."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Time of the training thread in blocks of steps, observed and not, in turn within one pair of processes."""
+"""Time of the training thread in blocks of steps, with and without observing, in turn in one pair of processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARM_UP = 30
 
 
 class Switch:
-    """Takes what observing has changed in torch away, and puts it back."""
+    """Removes what observing has changed in torch, and restores it."""
 
     def __init__(self, folder: Path) -> None:
         self.places = [
@@ -37,7 +37,7 @@ class Switch:
         self.set(False)
 
     def set(self, on: bool) -> None:
-        """Whether steps are observed from now on."""
+        """Switch observing on or off."""
         for (owner, name), value in zip(self.places, self.observed if on else self.plain, strict=True):
             setattr(owner, name, value)
         for registered, kept in zip(self.hooks, self.kept, strict=True):
@@ -46,7 +46,7 @@ class Switch:
 
 
 def time_observed(rank: int, store: str, width: int, blocks: int, steps: int) -> dict[str, list[float]]:
-    """Processor seconds of this rank's training thread by block, `off` and `on`, each pair's order drawn by its number.
+    """Processor seconds of this rank's training thread by block, `off` and `on`; the order depends on a pair's number.
 
     A collective call in two processes.
     """
@@ -71,5 +71,5 @@ def time_observed(rank: int, store: str, width: int, blocks: int, steps: int) ->
 
 
 def _order(turn: int) -> Iterator[bool]:
-    """Off first, on first, on first, off first: what drifts evenly meets both alike."""
+    """Off first, on first, on first, off first, so that a steady drift affects both equally."""
     yield from ((False, True) if turn % 4 in (0, 3) else (True, False))

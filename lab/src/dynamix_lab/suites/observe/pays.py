@@ -1,4 +1,4 @@
-"""Ten jobs on device hosts: does distributing pay? What is said of the plain job beside what each way then reaches."""
+"""Ten jobs on device hosts: does distributing pay? Compares the report on the plain job with what each way reaches."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def _job(
     return {"speeds": speeds, "fixed_ms": fixed_ms, "per_sample_ms": per_sample_ms, "rates": rates, "batch": 32, **more}
 
 
-# Chosen by hand from the devices' times, before any of them ran. In the first five one worker alone should be as fast
-# as the best of the others, in the last five it should not be. `slow` is whom the others then do without.
+# Chosen by hand from the devices' times, before any of them ran. In the first five, one worker alone should be as fast
+# as the best other way; in the last five it should not be. `slow` is the host that the way "without" leaves out.
 JOBS: dict[str, dict[str, Any]] = {
     "slow-links-of-two": _job((1.0, 1.0), 5.0, 0.5, rate=25.0),  # 21 ms of computing, some 100 ms of exchange
     "slow-links-of-three": _job((1.0, 1.0, 1.0), 10.0, 0.5, rate=40.0),  # 26 ms, some 80 ms of exchange
-    # 42 ms beside 420 ms. For one sample the slow one takes 110 ms; the fast one does 64 in 84.
+    # 42 ms and 420 ms. For one sample the slow one takes 110 ms; the fast one computes 64 in 84.
     "a-tenth": _job((1.0, 0.1), 10.0, 1.0),
     "generations-and-links": _job((1.0, 0.5, 0.4, 0.3), 5.0, 0.25, rate=60.0, slow=3),  # 13 to 43 ms, some 60 ms
     "one-slow-link": _job((1.0, 1.0, 1.0), 3.0, 0.25, rates=(None, None, 100.0)),  # 11 ms, some 30 ms of exchange
     "even": _job((1.0, 1.0, 1.0), 15.0, 1.5),  # 63 ms
-    # 42 ms beside 84 ms. As they are they are no faster than one alone; balanced 1.5 times as fast.
+    # 42 ms and 84 ms. Unbalanced they are no faster than one alone, balanced 1.5 times as fast.
     "a-half": _job((1.0, 0.5), 10.0, 1.0),
-    # As they are they have a third of the pace of one alone; two of them have twice that.
+    # Unbalanced they are a third as fast as one alone; two of them are twice as fast.
     "two-and-a-tenth": _job((1.0, 1.0, 0.1), 10.0, 1.0, slow=2),
     "comes-and-goes": _job(  # 63 ms, one of them 210 ms every other second
         (1.0, 1.0, 1.0),
@@ -48,7 +48,7 @@ STEPS, WIDTH = 80, 256
 
 
 def run_job(name: str, policy: str, folder: Path) -> dict[str, Any]:
-    """The findings about the plain job, and samples a second over it that were reached: alone, without one,
+    """The findings on the plain job, and samples a second relative to it that were reached: alone, without one,
     balanced."""
     place = JOBS[name]
     observed = folder / "observed"
@@ -76,5 +76,5 @@ def run_job(name: str, policy: str, folder: Path) -> dict[str, Any]:
 
 
 def _of(place: dict[str, Any], hosts: list[int]) -> dict[str, Any]:
-    """The place with these hosts only, none of which changes."""
+    """The place with only these hosts, none of which changes."""
     return {**place, **{key: [place[key][host] for host in hosts] for key in ("speeds", "rates")}, "schedule": []}

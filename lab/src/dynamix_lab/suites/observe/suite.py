@@ -22,9 +22,9 @@ from dynamix_lab.suites.observe.overhead import time_observed
 from dynamix_lab.suites.observe.pays import JOBS, run_job
 
 KINDS = ("cases", "pays", "gains", "overhead")
-LEAST_OFF, MOST_OFF = -0.10, 0.05  # of a promised gain beside the reached one
+LEAST_OFF, MOST_OFF = -0.10, 0.05  # a promised gain over the reached one, less 1
 MOST_OVERHEAD = 0.005
-WIDTH = 900  # of the model whose steps take some 20 ms of a processor
+WIDTH = 900  # of the model whose steps take some 20 ms of processor time
 LAUNCHES = 8
 
 
@@ -32,10 +32,10 @@ LAUNCHES = 8
 class ObservePlan:
     """The settings of one call.
 
-    kinds     of `KINDS`
+    kinds     from `KINDS`
     cases     injected slow ranks
-    policy    that a promise of balance is compared with
-    blocks    pairs of blocks of the overhead, in all launches together; `steps` of a block
+    policy    with which a promise of balance is compared
+    blocks    pairs of blocks for the overhead, in all launches together; `steps` per block
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -47,7 +47,7 @@ class ObservePlan:
     width: int = WIDTH
 
     def check(self) -> None:
-        """Raises `ConfigError` for what cannot be run."""
+        """Raise `ConfigError` for what cannot be run."""
         if not self.kinds or not set(self.kinds) <= set(KINDS):
             raise ConfigError("only", self.kinds, ", ".join(KINDS), "name some of these, separated by commas")
         for name, value in (("cases", self.cases), ("blocks", self.blocks), ("steps", self.steps)):
@@ -57,7 +57,7 @@ class ObservePlan:
 
 @dataclass(frozen=True)
 class ObserveSuite(Suite):
-    """Kinds may be added to a folder."""
+    """`dynamix bench observe`. Kinds can be added to a folder."""
 
     plan: ObservePlan
     name: str = "observe"
@@ -129,7 +129,7 @@ def overhead(launches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """One for each kind that ran."""
+    """A section for each kind that ran."""
     found = []
     if cases := result["cases"]:
         rows = [
@@ -155,7 +155,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         header = ["place", "promised", "80 % sure", "reached", "off", f"within {LEAST_OFF:+.0%}, {MOST_OFF:+.0%}"]
         found.append(Section("Balance, as promised and as reached", table=Table(header, rows)))
     if cost := result["overhead"]:
-        whose = "the training thread" if "thread_ms_a_block" in cost else "all threads"  # of older results
+        whose = "the training thread" if "thread_ms_a_block" in cost else "all threads"  # for older results
         block_ms = cost.get("thread_ms_a_block", cost.get("cpu_ms_a_block"))
         row = [str(cost["blocks"]), number(block_ms, 1), f"{cost['added']:+.2%}"]
         row.append(f"{cost['low']:+.2%} to {cost['high']:+.2%}")

@@ -1,1 +1,1 @@
-"""`dynamix bench overhead`: what dynamix costs a job, beside plain DDP."""
+"""`dynamix bench overhead`: the cost of dynamix compared with plain DDP."""

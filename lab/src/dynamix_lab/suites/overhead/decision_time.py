@@ -21,20 +21,20 @@ from dynamix.window import Bounds, Window
 from dynamix_lab.simulator import ClusterEnv, sample_family
 
 WORKERS = (4, 64, 1024)
-DECISIONS, FIRST = 300, 10  # the first ones load code and learn where they are
+DECISIONS, FIRST = 300, 10  # the first ones load code and are not steady yet
 FAMILY, SEED = "affine-slowdowns", 30_001
 GOAL_MS = 5.0
 MANY = (1024, 10_000)  # workers of `beside_times`
 BESIDE_MS = 10.0  # goal for the larger
-BESIDE_WINDOWS = 60  # at most: they are all alike
+BESIDE_WINDOWS = 60  # at most, as all are alike
 
 
 def decision_times(policy: str, *, workers: int, decisions: int = DECISIONS) -> dict[str, float]:
-    """Milliseconds of a decision of `policy` on a simulated cluster with slowdowns, as a live job would ask it: learned
-    policies are watched by a guard there, and rank 0 writes a line to events.jsonl after each decision.
+    """Milliseconds of a decision of `policy` on a simulated cluster with slowdowns, as in a live job: learned policies
+    have a guard, and rank 0 writes a line to events.jsonl after each decision.
 
     cpu, cpu_p99      of the deciding thread for decision and line: median, 99th percentile
-    decision, line    medians of the two alone
+    decision, line    medians of each
     median, least     of both by the clock, which other processes lengthen
     line_bytes        median length of the line
 
@@ -77,9 +77,9 @@ def decision_times(policy: str, *, workers: int, decisions: int = DECISIONS) -> 
 
 
 def beside_times(*, workers: int, windows: int = BESIDE_WINDOWS) -> dict[str, float]:
-    """Processor milliseconds of rank 0 beside the policy's own decision, medians a window of ten steps.
+    """Processor milliseconds of rank 0 apart from the policy's own decision, medians per window of ten steps.
 
-    rows, window, message, line   copying what was gathered, the `Window` from it, the message packed and unpacked, and
+    rows, window, message, line   copying the gathered rows, making the `Window`, packing and unpacking the message, and
                                   the line of events.jsonl; `all`: their sum
     """
     rng = np.random.default_rng(SEED)
@@ -113,7 +113,7 @@ def beside_times(*, workers: int, windows: int = BESIDE_WINDOWS) -> dict[str, fl
 
 
 def _first(window: Window) -> Window:
-    """The first of the clusters in a window, as its job's own controller would show it."""
+    """The first cluster of a window, as its job's own controller would show it."""
     parts: dict[str, Any] = {f.name: np.asarray(getattr(window, f.name)[0]) for f in dataclasses.fields(window)}
     return Window(**parts)
 

@@ -1,4 +1,4 @@
-"""Peak memory of a job's ranks over plain DDP, by how they meet.
+"""Peak memory of a job's ranks over plain DDP, by how they synchronise.
 
 (DDP reads the annotations of a hook as objects, so they are not postponed here.)
 """
@@ -22,7 +22,7 @@ from dynamix_lab.report import Table, number
 from dynamix_lab.suites.overhead.ranks import PLAIN, RANKS, Repeated, join_ranks, network
 from dynamix_lab.tasks import as_is
 
-BATCH, WIDTH = 16, 3072  # few samples and many parameters: copies of these are what is looked for
+BATCH, WIDTH = 16, 3072  # few samples and many parameters, because copies of these are measured
 STEPS, INTERVAL = 25, 5
 APART = "auto, while they step apart"
 WAYS: dict[str, dict[str, Any]] = {
@@ -35,11 +35,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def peak_bytes(rank: int, store: str, way: str, device: str = "cpu", width: int = WIDTH) -> tuple[int, int]:
-    """Peak memory of this rank after some steps of a model whose ranks meet in that way, and of its parameters.
+    """This rank's peak memory after some steps of a model synchronised in that way, and the size of its parameters.
 
-    Of the process on a CPU, of what torch has allocated on another device. A collective call in `RANKS` processes.
+    On a CPU it is the process's, on another device what torch has allocated. A collective call in `RANKS` processes.
 
-    store   path of a file that does not exist yet, where the ranks meet
+    store   path of a file that does not exist yet, for the rendezvous of the ranks
     """
     join_ranks(rank, store)
     try:
@@ -54,7 +54,7 @@ def peak_bytes(rank: int, store: str, way: str, device: str = "cpu", width: int 
         if controller is not None:
             controller.close()
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        dist.barrier()  # nobody closes what the other still uses
+        dist.barrier()  # no rank may close what the other still uses
         peak = on_host if device == "cpu" else torch.cuda.max_memory_allocated(device)
         return peak, sum(p.numel() * p.element_size() for p in net.parameters())
     finally:
@@ -75,7 +75,7 @@ def _train(model: Any, optimizer: Any, loader: Any, controller: Controller | Non
 
 
 def _replayed(path: Path, *, apart: bool) -> Path:
-    """The events of an earlier run in which nothing changed, or ranks stepped `apart` after the first window."""
+    """The events of an earlier run in which nothing changed, or ranks took local steps (`apart`) after one window."""
     new = {"decision": "new", "allocation": [4 * BATCH] * RANKS, "from_step": 2 * INTERVAL, "piece": BATCH}
     told = new if apart else {"decision": "keep", "allocation": [BATCH] * RANKS, "from_step": 0}
     with EventLog(path) as events:
@@ -84,9 +84,9 @@ def _replayed(path: Path, *, apart: bool) -> Path:
 
 
 def memory(width: int = WIDTH, launches: int = 3) -> dict[str, dict[str, dict[str, float]]]:
-    """By device and way: megabytes of a rank over plain DDP, and how many copies of the parameters that is.
+    """By device and way: megabytes of a rank over plain DDP, and the same in copies of the parameters.
 
-    The least of some launches: where memory comes to lie adds to a peak.
+    The minimum over some launches, because the placement of memory adds to a peak.
     """
     found: dict[str, dict[str, dict[str, float]]] = {}
     for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
@@ -105,7 +105,7 @@ def memory(width: int = WIDTH, launches: int = 3) -> dict[str, dict[str, dict[st
 
 
 def _launched(way: str, device: str, width: int) -> tuple[float, int]:
-    """`peak_bytes` of a launch, the mean of its ranks."""
+    """`peak_bytes` of a launch, mean over its ranks."""
     with tempfile.TemporaryDirectory() as folder:
         given = {rank: (rank, f"{folder}/store", way, device, width) for rank in range(RANKS)}
         told = dict(in_processes(peak_bytes, given, RANKS))
@@ -113,7 +113,7 @@ def _launched(way: str, device: str, width: int) -> tuple[float, int]:
 
 
 def memory_table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
-    """A row a device and way: megabytes over plain DDP, and how many copies of the parameters that is."""
+    """A row per device and way: megabytes over plain DDP, and the same in copies of the parameters."""
     rows = [
         [device, way, number(of["peak_mb"], 1), number(of["over_mb"], 1), number(of["copies"], 2)]
         for device, ways in found.items()

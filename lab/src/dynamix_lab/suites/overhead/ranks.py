@@ -1,8 +1,8 @@
-"""Runs on each rank of `dynamix bench overhead`: several jobs beside each other, a block of steps in turn.
+"""Runs on each rank of `dynamix bench overhead`: several jobs in one process, a block of steps in turn.
 
-Every row has a model, an optimizer, a process group, a loader and, if it is a policy, a controller of its own over the
-whole launch. Only one trains at a time. All ranks rest for a moment between blocks, so that a decision that was begun
-in a block does not run in the next one's time.
+Every row has its own model, optimizer, process group, loader and, if it is a policy, controller for the whole launch.
+Only one trains at a time. All ranks pause between blocks, so that a decision begun in one block does not run in the
+next one's time.
 
 (DDP reads the annotations of a hook as objects, so they are not postponed here.)
 """
@@ -31,14 +31,14 @@ from dynamix_lab.tasks import as_is
 
 RANKS = 2
 PLAIN, AGAIN, HOOK = "ddp", "ddp-again", "ddp-hook"
-BATCH = 256  # samples a rank and step; policies may move one of them, so that all rows compute the same
-INTERVAL = 5  # the controller's default: steps a window
+BATCH = 256  # samples per rank and step; policies may move one of them, so that all rows compute the same
+INTERVAL = 5  # the controller's default: steps per window
 FEATURES, CLASSES, STORED = 32, 10, 4096
 REST_S = 0.03
 TIMEOUT = datetime.timedelta(seconds=120)
 WIDEST = 8192
 CLOCKS = ("wall_s", "cpu_s", "thread_s")
-ENOUGH = 0.01  # half width of A/A's interval of thread time, over that
+ENOUGH = 0.01  # half width of A/A's interval of thread time, relative
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Blocks:
     rows     names: `PLAIN`, `AGAIN`, `HOOK`, or a policy
     width    of the two hidden layers
     warm_up  untimed steps of each row
-    steps    of a block
-    rounds   blocks of each row, at least
-    most     of them; none follow once `settled`
+    steps    per block
+    rounds   least number of blocks per row
+    most     largest number of blocks; none follow once `settled`
     seed     of the order of rows
     """
 
@@ -69,8 +69,8 @@ class Blocks:
 
 
 class Repeated(Dataset[tuple[Tensor, Tensor]]):
-    """A data set as long as one likes, of few stored samples. `__getitems__` takes a batch by one index, as a loader of
-    arrays would.
+    """A data set of any length, of few stored samples. `__getitems__` takes a batch by one index, as a loader of arrays
+    would.
     """
 
     def __init__(self, length: int) -> None:
@@ -129,7 +129,7 @@ class RowJob:
         self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
 
     def train(self, steps: int) -> None:
-        """The user's loop, `steps` steps of it."""
+        """Run the user's loop for `steps` steps."""
         if self._batches is None:
             self._batches = iter(self.loader)
         for _ in range(steps):
@@ -144,7 +144,7 @@ class RowJob:
 
     @property
     def call_s(self) -> float:
-        """Seconds spent inside of `controller.step()` so far."""
+        """Seconds spent inside `controller.step()` so far."""
         return 0.0 if self.controller is None else self.controller.overhead_s
 
     def close(self) -> None:
@@ -154,12 +154,12 @@ class RowJob:
 
 
 def bare_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's own exchange, asked for from Python: what any communication hook costs at least."""
+    """DDP's own exchange, called from Python: the least cost of any communication hook."""
     return default_hooks.allreduce_hook(group, bucket)
 
 
 def timed(job: RowJob, steps: int, rest_s: float = REST_S) -> tuple[float, float, float]:
-    """Seconds by the clock of both ranks; processor seconds of all threads of this one, and of the one that trains."""
+    """Clock seconds of both ranks; this rank's processor seconds of all threads, and of the training thread."""
     time.sleep(rest_s)
     dist.barrier()
     began, worked, trained = time.perf_counter(), time.process_time(), time.thread_time()
@@ -170,7 +170,7 @@ def timed(job: RowJob, steps: int, rest_s: float = REST_S) -> tuple[float, float
 
 
 def settled(thread_s: Mapping[str, Sequence[float]]) -> bool:
-    """Whether A/A's interval over blocks is narrow enough by rank 0's `thread_s`. A collective call."""
+    """Whether A/A's interval over blocks is narrow enough, by rank 0's `thread_s`. A collective call."""
     ratios = mean_interval(np.log(np.array(thread_s[AGAIN]) / np.array(thread_s[PLAIN])))
     said = torch.tensor([float(ratios.high - ratios.low)])
     dist.broadcast(said, 0)
@@ -178,12 +178,12 @@ def settled(thread_s: Mapping[str, Sequence[float]]) -> bool:
 
 
 def time_blocks(rank: int, store: str, blocks: Blocks) -> dict[str, dict[str, list[float]]]:
-    """`wall_s`, `cpu_s` and `thread_s` of this rank by row, an entry a round, and `call_s` inside of the controller's
+    """`wall_s`, `cpu_s` and `thread_s` of this rank by row, an entry per round, and `call_s` inside the controller's
     `step()`.
 
     A collective call in `RANKS` processes.
 
-    store   path of a file that does not exist yet, where the ranks meet
+    store   path of a file that does not exist yet, for the rendezvous of the ranks
     """
     join_ranks(rank, store)
     try:
@@ -191,7 +191,7 @@ def time_blocks(rank: int, store: str, blocks: Blocks) -> dict[str, dict[str, li
         for job in jobs.values():
             job.train(blocks.warm_up)
         gc.collect()
-        gc.freeze()  # or the objects of five idle jobs make every row's garbage collection dearer
+        gc.freeze()  # otherwise the objects of five idle jobs slow every row's garbage collection
         found: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in blocks.rows} for clock in CLOCKS}
         found["call_s"] = {name: [] for name, job in jobs.items() if job.controller is not None}
         for turn in range(blocks.most):
@@ -211,9 +211,9 @@ def time_blocks(rank: int, store: str, blocks: Blocks) -> dict[str, dict[str, li
 
 
 def find_width(rank: int, store: str, step_s: float, tries: int = 5) -> int:
-    """The width whose plain step takes about `step_s` seconds here; the least one where none is as fast.
+    """The width whose plain step takes about `step_s` seconds here; the smallest one if none is that fast.
 
-    A collective call in `RANKS` processes, which all get rank 0's answer.
+    A collective call in `RANKS` processes, which all get rank 0's result.
     """
     join_ranks(rank, store)
     try:
@@ -236,6 +236,6 @@ def find_width(rank: int, store: str, step_s: float, tries: int = 5) -> int:
 
 
 def join_ranks(rank: int, store: str) -> None:
-    """Make the group of `RANKS` processes that meet over the file `store`."""
+    """Make the group of `RANKS` processes, with a rendezvous in the file `store`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=TIMEOUT)

@@ -1,10 +1,10 @@
-"""`dynamix bench overhead`: job time and processor time beside plain DDP, and what a decision costs; resumable by cell.
+"""`dynamix bench overhead`: job time and processor time over plain DDP, and the cost of a decision; resumable by cell.
 
 A cell is one launch of two real gloo processes, in which all rows train blocks of steps in turn, until A/A's interval
-of thread time is narrow. In it a row's ratio is the median over its blocks, each to the block of plain DDP in the same
-round. Launches are what varies: the interval is Student's t over their ratios. Before them, a cell for each step time
-finds a model whose plain step takes about as long on this machine; all its launches train that. Another cell looks for
-the peak of memory.
+of thread time is narrow. A row's ratio there is the median over its blocks, each over plain DDP's block of the same
+round. Launches are what varies, so the interval is Student's t over their ratios. Before them, a cell for each step
+time finds a model whose plain step takes about as long on this machine; all its launches train it. Another cell
+measures peak memory.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from dynamix_lab.suites.overhead.decision_time import (
 from dynamix_lab.suites.overhead.memory import memory, memory_table
 from dynamix_lab.suites.overhead.ranks import AGAIN, HOOK, INTERVAL, PLAIN, RANKS, Blocks, find_width, time_blocks
 
-SHORT_MS = 5.0  # steps below it are timed more often, since a block of them is over at once
+SHORT_MS = 5.0  # shorter steps are timed more often, since their blocks are short
 BLOCK_S = 2.7  # longest of a block
-MOST = 3  # times as many blocks as at least
+MOST = 3  # factor on the least number of blocks
 
 
 @dataclass(frozen=True, slots=True)
 class OverheadPlan:
     """The settings of one call.
 
-    step_ms     of plain DDP, about; each is a model of its own
-    policies    rows beside plain DDP (twice: the A/A pair) and DDP with a bare Python hook
+    step_ms     of plain DDP, about; each has its own model
+    policies    rows besides plain DDP (twice: the A/A pair) and DDP with a bare Python hook
     launches    of each model
-    rounds      blocks of each row in a launch, at least; four times as many of short steps
-    steps       of a block, fewer where they are long; twice as many of short ones
-    deciders, workers   whose decisions are timed, and for how many workers
-    decisions   timed each
+    rounds      least blocks per row and launch; four times as many for short steps
+    steps       per block, fewer if they are long; twice as many for short ones
+    deciders, workers   policies whose decisions are timed, and for how many workers
+    decisions   timed for each
     """
 
     step_ms: tuple[float, ...] = (2.0, 22.0, 131.0)
@@ -69,14 +69,14 @@ class OverheadPlan:
 
     @classmethod
     def of(cls, *, quick: bool = False, **chosen: Any) -> OverheadPlan:
-        """`quick`: two short models, three launches. A value of `chosen` that is None stays as it is."""
+        """`quick`: two short models, three launches. A value of `chosen` that is None changes nothing."""
         usual: dict[str, Any] = (
             {"step_ms": (2.0, 22.0), "launches": 3, "rounds": 3, "steps": 30, "decisions": 50} if quick else {}
         )
         return cls(**{**usual, **{name: value for name, value in chosen.items() if value is not None}})
 
     def check(self) -> None:
-        """Raises `ConfigError` for what cannot be run, before anything is started."""
+        """Raise `ConfigError` for what cannot be run, before anything is started."""
         cores = len(os.sched_getaffinity(0))
         if cores < RANKS:
             allowed = f"{RANKS} or more cores, one for each rank"
@@ -101,14 +101,14 @@ class OverheadPlan:
         most = int(1e3 * BLOCK_S / step_ms)
         steps = max(INTERVAL, min(self.steps * (2 if short else 1), most) // INTERVAL * INTERVAL)
         rounds = self.rounds * (4 if short else 1)
-        warm_up = INTERVAL + INTERVAL // 2  # windows then close inside of blocks
+        warm_up = INTERVAL + INTERVAL // 2  # so that windows close inside blocks
         rows = (PLAIN, AGAIN, HOOK, *self.policies)
         return Blocks(rows, width, warm_up, steps, rounds, MOST * rounds, launch * rounds)
 
 
 @dataclass(frozen=True)
 class OverheadSuite(Suite):
-    """More step times, launches and workers may be added to a folder, at the commit that it was begun with."""
+    """More step times, launches and workers can be added to a folder, at the commit with which it was begun."""
 
     plan: OverheadPlan
     name: str = "overhead"
@@ -163,11 +163,11 @@ class OverheadSuite(Suite):
 
 
 def summarise(launches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A model's launches as the result holds them: for each row milliseconds a step, and its ratios to plain DDP.
+    """A model's launches for the result: for each row milliseconds per step, and its ratios to plain DDP.
 
     step_ms, cpu_ms    medians over all blocks; processor time is that of all threads of both ranks
-    call_ms            the same of `controller.step()` on rank 0, by the clock
-    thread_over_ms     what the thread that trains on rank 0 works more than with plain DDP; intervals as of the ratios
+    call_ms            the same for `controller.step()` on rank 0, by the clock
+    thread_over_ms     additional time of rank 0's training thread over plain DDP; intervals as for the ratios
     ratio, cpu_ratio   geometric means over launches of each launch's median over blocks, with Student's t
     """
     names, steps = list(launches[0]["wall_s"]), launches[0]["steps"]
@@ -198,14 +198,14 @@ def _interval(logs: Floats) -> dict[str, float | None]:
 
 
 def decisions(policies: Sequence[str], *, workers: Sequence[int] = WORKERS, count: int = DECISIONS) -> dict[str, Any]:
-    """`decision_ms` by policy and number of workers, what rank 0 does beside it, and the goals for processor time."""
+    """`decision_ms` by policy and number of workers, rank 0's other work, and the goals for processor time."""
     found = {name: {str(w): decision_times(name, workers=w, decisions=count) for w in workers} for name in policies}
     beside = {str(w): beside_times(workers=w, windows=min(count, BESIDE_WINDOWS)) for w in MANY}
     return {"decision_ms": found, "beside_ms": beside, "goal": {"decision_cpu_ms": GOAL_MS, "beside_cpu_ms": BESIDE_MS}}
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """A table of each model's rows, and one of decisions."""
+    """A table for each model's rows, and one for decisions."""
     parts = []
     for size, job in result.get("jobs", {}).items():
         rows = [
@@ -222,7 +222,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         ]
         over = f"over {PLAIN} (95 %)"
         head = ["row", "a step, ms", over, "processor, ms a step", over, "`controller.step()`, ms"]
-        if "thread_over_ms" in job["rows"][PLAIN]:  # older results say nothing of it
+        if "thread_over_ms" in job["rows"][PLAIN]:  # missing in older results
             head.insert(-1, f"rank 0's training thread, ms a step {over}")
         about = f"Two hidden layers of {job['width']}. {job['launches']} launches, {job['blocks']} blocks of "
         about += f"{job['steps']} steps for each row; processor time is of all threads of both ranks."
@@ -242,7 +242,7 @@ def _of_thread(over_ms: Mapping[str, float | None]) -> str:
 
 
 def decision_table(result: Mapping[str, Any]) -> Table:
-    """A row a policy and number of workers."""
+    """A row per policy and number of workers."""
     rows = [
         [
             name,
@@ -258,7 +258,7 @@ def decision_table(result: Mapping[str, Any]) -> Table:
 
 
 def beside_table(result: Mapping[str, Any]) -> Table:
-    """A row a number of workers."""
+    """A row per number of workers."""
     goal = f"in all, processor ms (goal: {result['goal']['beside_cpu_ms']:g})"
     heads = ["workers", goal, "rows copied", "window", "message", "events line"]
     parts = ("all", "rows", "window", "message", "line")

@@ -1,1 +1,1 @@
-"""`dynamix bench stigmergy`: workers that decide for themselves against central policies."""
+"""`dynamix bench stigmergy`: workers that decide for themselves compared with central policies."""

@@ -1,4 +1,4 @@
-"""The stigmergic rule with something taken from its traces, and its numbers learned anew for that."""
+"""The stigmergic rule with some of its traces removed, and its numbers learned again for that."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Rule = Callable[[Parameters], StigmergicPolicy]
 
 
 class Impaired(StigmergicPolicy):
-    """Workers that leave fewer traces, or read them badly.
+    """Workers that leave fewer traces, or read them with errors.
 
-    without   traces that nobody leaves
+    without   traces that are not left
     noise     standard deviation of the logarithm of what every worker reads of every trace
     late      windows after which traces are read; until then they are unknown
     """
@@ -73,13 +73,13 @@ also tell what all found best a window too late, so each takes the crowd's last 
 class Learning:
     """How an ablation's numbers are learned: the shipped recipe with fewer generations, the same for all.
 
-    generations, tried   of `SearchConfig`
+    generations, tried   as in `SearchConfig`
     """
 
     generations: tuple[int, ...] = (2, 4, 4, 4)
     tried: int = 20
 
     def learned(self, name: str, tell: Callable[[str, float], None]) -> StigmergicPolicy:
-        """The numbers of the ablation of this name: the best on validation clusters, at least those set by hand."""
+        """The ablation's numbers that are best on validation clusters, no worse than those set by hand."""
         recipe = SearchConfig(generations=self.generations, tried=self.tried)
         return train(recipe, rule=ABLATIONS[name], progress=tell)

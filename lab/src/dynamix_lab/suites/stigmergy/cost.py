@@ -1,4 +1,4 @@
-"""Microseconds of a stigmergic decision by number of workers, beside what a central policy takes for all of them."""
+"""Microseconds of a stigmergic decision by number of workers, compared with a central policy's for all of them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dynamix.window import Bounds, Floats, Ints, Window
 def decision_costs(workers: Sequence[int], *, repeats: int = 60) -> list[dict[str, Any]]:
     """Per W, medians on one thread, in microseconds.
 
-    one_rank        what a rank of a job does by itself: make its traces, take in what all left, choose
-    taking_in       what a rank does with the W sizes that arrive: sum and check. Exactly-once needs them, so this grows
-                    with W
+    one_rank        work of one rank of a job: make its traces, read all traces, choose
+    taking_in       a rank's work on the W sizes that arrive: sum and check. Exactly-once needs them, so this grows with
+                    W
     per_worker      a simulated decision of all W, over W
     central         the `dynamix` policy's decision for all W, in one place
     """
@@ -48,7 +48,7 @@ def _costs(workers: int, repeats: int) -> dict[str, float]:
 
 
 def _one_rank(workers: int, window: Window, bounds: Bounds, repeats: int) -> float:
-    """One rank's decision in a field where all the others have left their traces."""
+    """One rank's decision in a field with the traces of all others."""
     policy, everybody = pretrained(), Own.of(window)
     others, mine = pretrained().observe(everybody)[1].sum(-2), _first(everybody)
     alone = Bounds(

@@ -18,12 +18,12 @@ from dynamix_lab.report import (
     with_interval,
 )
 
-# Cells that are no scenario.
+# Cells that are not scenarios.
 _KINDS = ("vanished", "recovery", "ablation")
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The same with a plot of the scenarios."""
+    """The sections with a plot of the scenarios, as a page."""
     first, *others = sections(result)
     drawn = Section("", figure=_plot(_scenarios(result["cells"])), caption="Time over static's; below 1 is faster.")
     made = Page(str(result["command"]), [first, drawn, *others], lead=[provenance(result)], details=measured(result))

@@ -1,8 +1,8 @@
-"""`dynamix bench stigmergy`: workers that decide for themselves against central policies, in the simulator.
+"""`dynamix bench stigmergy`: workers that decide for themselves compared with central policies, in the simulator.
 
-Scenario by scenario and by number of workers: time for the progress that all reach, paired by cluster. Then what a
-quarter of the workers gone does; how long a slowdown is felt; what the traces are worth, with the rule's
-numbers learned anew for each ablation; and what a decision costs.
+By scenario and number of workers: time for the progress that all reach, paired by cluster. Then the effect of losing a
+quarter of the workers, how long a slowdown is felt, the value of the traces (the rule's numbers are learned again for
+each ablation), and the cost of a decision.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from dynamix_lab.suites.stigmergy.worlds import FAMILIES, Factory, OwnPace, Phas
 from dynamix_lab.training.evaluation import times_to_common_progress
 
 TEST_SEEDS = (730_001, 730_002)
-BASES = ("dbs", "lb_bsp", "goodput", "dynamix")  # whom `stigmergic` is compared with, beside static
-ABLATION = "ablation-"  # before its name: the key of a cell
+BASES = ("dbs", "lb_bsp", "goodput", "dynamix")  # baselines of `stigmergic`, besides static
+ABLATION = "ablation-"  # prefix of a cell's key
 SHIPPED, LEARNED = "shipped numbers", "learned anew"
 COST = "decision-cost"
 
 
 @dataclass(frozen=True, slots=True)
 class StigmergyPlan:
-    """The settings of one call: every scenario at every W, and losses, recovery and ablations at `studied` ones.
+    """The settings of one call: every scenario at every W, and losses, recovery and ablations at W of `studied`.
 
     seeds, clusters   a pair is a cluster; at least 30 of them in every cell of a full call
-    windows           decisions per run; at W of `large` or more a third of them
+    windows           decisions per run; a third of them if W is `large` or more
     """
 
     scenarios: tuple[str, ...] = tuple(FAMILIES)
@@ -48,7 +48,7 @@ class StigmergyPlan:
     studied: tuple[int, ...] = (8, 32)
     seeds: tuple[int, ...] = TEST_SEEDS
     clusters: int = 16
-    rows: int = 16_384  # clusters times W of a seed, at most
+    rows: int = 16_384  # clusters times W per seed, at most
     windows: int = 72
     large: int = 512
     interval: int = 5
@@ -62,7 +62,7 @@ class StigmergyPlan:
 
     @classmethod
     def of(cls, *, quick: bool) -> StigmergyPlan:
-        """All of it (about an hour on one core), or a look in about two minutes."""
+        """The full plan (about an hour on one core), or a quick look in about two minutes."""
         if not quick:
             return cls()
         return cls(
@@ -76,7 +76,7 @@ class StigmergyPlan:
         )
 
     def check(self) -> None:
-        """Raises `ConfigError` before anything runs."""
+        """Raise `ConfigError` before anything runs."""
         for scenario in self.scenarios:
             if scenario not in FAMILIES:
                 raise ConfigError("scenario", scenario, ", ".join(FAMILIES), "check the spelling")
@@ -87,19 +87,19 @@ class StigmergyPlan:
                 raise ConfigError("ablations", name, ", ".join(ABLATIONS), "check the spelling")
 
     def cells(self) -> list[str]:
-        """Names of what is run: KIND-W, or ablation-NAME."""
+        """Names of the cells: KIND-W, or ablation-NAME."""
         each = [f"{scenario}-{w}" for w in self.workers if w < self.large for scenario in self.scenarios]
         each += [f"{kind}-{w}" for w in self.studied for kind in ("vanished", "recovery")]
         each += [f"{ABLATION}{name}" for name in self.ablations]
         return each + [f"{scenario}-{w}" for w in self.workers if w >= self.large for scenario in self.scenarios]
 
     def sizes(self, workers: int) -> tuple[int, int]:
-        """Clusters a seed and windows at W workers."""
+        """Clusters per seed and windows at W workers."""
         return max(1, min(self.clusters, self.rows // workers)), self.windows // (3 if workers >= self.large else 1)
 
 
 def run_cell(plan: StigmergyPlan, name: str, tell: Tell = untold) -> dict[str, Any]:
-    """One of `StigmergyPlan.cells()`, by name."""
+    """Run one of `StigmergyPlan.cells()`, by name."""
     if name.startswith(ABLATION):
         return run_ablation(plan, name.removeprefix(ABLATION), tell)
     kind, _, w = name.rpartition("-")
@@ -114,7 +114,7 @@ def _named(name: str) -> Factory:
 
 
 def rivals() -> dict[str, Factory]:
-    """The policies that meet in every scenario. `static` is what ratios are to; `local` knows nothing of others."""
+    """The policies compared in every scenario. Ratios are to `static`; `local` knows nothing of other workers."""
     return {
         "static": _named("static"),
         "dbs": _named("dbs"),
@@ -132,7 +132,7 @@ def compare(
     worlds: Callable[[int], list[Phase]],
     extra: Sequence[tuple[str, str]] = (),
 ) -> dict[str, Any]:
-    """All of them on the worlds of every seed: times over all clusters, ratios to static, and those of `extra`."""
+    """Run all on the worlds of every seed: times over all clusters, ratios to static, and those of `extra`."""
     taken: dict[str, list[Floats]] = {name: [] for name in factories}
     for seed in plan.seeds:
         phases = worlds(seed)
@@ -168,7 +168,7 @@ def run_scenario(plan: StigmergyPlan, scenario: str, workers: int) -> dict[str, 
 
 
 def run_ablation(plan: StigmergyPlan, name: str, tell: Tell) -> dict[str, Any]:
-    """The price of an ablation beside the shipped rule, with numbers learned for it and with the shipped ones.
+    """An ablation's cost over the shipped rule, with numbers learned for it and with the shipped ones.
 
     validation   reference's time over the rule's on validation clusters: numbers set by hand, then those of each stage
     places       SCENARIO-W -> the cell
@@ -193,15 +193,15 @@ def run_ablation(plan: StigmergyPlan, name: str, tell: Tell) -> dict[str, Any]:
 
 
 def run_vanished(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
-    """Half way a quarter of the workers are gone, and the job starts again on the others from even shares."""
+    """Halfway, a quarter of the workers are lost, and the job restarts on the others with equal shares."""
     clusters, windows = plan.sizes(workers)
     names = ("static", "dbs", "lb_bsp", "goodput", "dynamix", "stigmergic")
     return compare(plan, {n: _named(n) for n in names}, lambda seed: vanishing(clusters, workers, windows, seed))
 
 
 def run_recovery(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
-    """Windows after a lasting slowdown of one worker (2.5 times) until two in a row make 95 % of the lagged reference's
-    progress per second; `after` where that never came."""
+    """Windows after a lasting slowdown of one worker (2.5 times) until two in a row have 95 % of the lagged reference's
+    progress per second; `after` if that never happened."""
     (clusters, _), (before, after) = plan.sizes(workers), plan.recovery
     factories = {name: make for name, make in rivals().items() if name != "dbs"} | {"lagged": LaggedReference}
     windows: dict[str, list[Floats]] = {name: [] for name in factories if name != "lagged"}
@@ -277,8 +277,8 @@ def _scenarios(cells: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(cells: Mapping[str, Any], plan: StigmergyPlan) -> dict[str, Any]:
-    """The scenarios together, each weighing the same: `policies` has lists over `pairs_of`, ratios are bootstrapped
-    over cells too.
+    """The scenarios together, with equal weights: `policies` has lists over `pairs_of`; ratios are also bootstrapped
+    over cells.
     """
     names = next(iter(cells.values()))["policies"]
     times = {name: {cell: part["policies"][name]["times_s"] for cell, part in cells.items()} for name in names}

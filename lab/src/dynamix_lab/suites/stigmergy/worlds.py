@@ -16,7 +16,7 @@ from dynamix_lab.suites.simulated import Projected, world_of
 
 Factory = Callable[[ClusterEnv], Policy]
 
-# Scenario -> the family that its clusters are drawn from. All but `elastic` are one phase.
+# Scenario -> the family of its clusters. All but `elastic` are one phase.
 FAMILIES = {
     "even": "affine-quiet",
     "steady": "pai-steady",
@@ -31,7 +31,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Clusters that stay as they are for a while. A job whose workers come or go starts again, from even shares."""
+    """Clusters that do not change for a time. A job that gains or loses workers restarts with equal shares."""
 
     clusters: Clusters
     windows: int
@@ -49,13 +49,13 @@ def phases_of(scenario: str, clusters: int, workers: int, windows: int, seed: in
 
 
 def vanishing(clusters: int, workers: int, windows: int, seed: int) -> list[Phase]:
-    """Half way a quarter of the workers are gone for good."""
+    """Halfway, a quarter of the workers are lost for good."""
     world = sample_family("affine-slowdowns", clusters, workers, seed)
     return [Phase(world, windows // 2), Phase(without_a_quarter(world), windows - windows // 2)]
 
 
 def alike(world: Clusters) -> Clusters:
-    """The same clusters with every worker like the first."""
+    """The same clusters with all workers like the first."""
     first = {
         name: np.repeat(value[:, :1], world.shape[1], 1)
         for name in ("alpha", "beta", "curve", "memory_cap")
@@ -66,7 +66,7 @@ def alike(world: Clusters) -> Clusters:
 
 
 def without_a_quarter(world: Clusters) -> Clusters:
-    """The first three quarters of the workers, at the same global batch, but for what even shares leave over."""
+    """The first three quarters of the workers, at the same global batch except for the remainder of equal shares."""
     count, workers = world.shape
     left = max(workers - max(workers // 4, 1), 1)
     changes: dict[str, Any] = {}
@@ -81,9 +81,9 @@ def without_a_quarter(world: Clusters) -> Clusters:
 
 
 class OwnPace:
-    """Every worker for itself, without any trace: its size is its own speed times the first step's seconds.
+    """Every worker decides for itself, without any trace: its size is its own speed times the first step's seconds.
 
-    A step takes all workers equally long, so all know that time without being told. Nobody knows the global batch.
+    A step takes all workers equally long, so all know that time without communication. None knows the global batch.
     """
 
     def __init__(self, weight: float = 0.5) -> None:
@@ -95,7 +95,7 @@ class OwnPace:
         with np.errstate(divide="ignore", invalid="ignore"):
             seen = 1.0 / window.seconds_per_sample
         if self.pace is None:
-            # The slowest worker's seconds: a step's, less the transfer that all see alike.
+            # The slowest worker's seconds: a step's, less the transfer, which all measure alike.
             self.pace = np.where(np.isfinite(window.compute), window.compute, 0.0).max(-1, keepdims=True)
         before = seen if self.speed is None else self.speed
         self.speed = np.where(np.isfinite(seen), before + self.weight * (seen - before), before)
@@ -124,7 +124,7 @@ class SlowedEnv(ClusterEnv):
 
 
 def play(make: Factory, phases: list[Phase], *, seed: int, interval: int, delay: int) -> Floats:
-    """Seconds and progress (points, 2, C) of a policy over all phases; a fresh policy for every phase, as after a
+    """Seconds and progress (points, 2, C) of a policy over all phases. Every phase has a new policy, as after a
     restart.
     """
     path = [np.zeros((2, phases[0].clusters.shape[0]))]
