@@ -1,1 +1,1 @@
-"""Other libraries on the emulated hosts of dynamix: plain DDP, AdaptDL and Hivemind (docs/design/peers.md)."""
+"""Other libraries on the emulated hosts of dynamix: plain DDP, AdaptDL, Hivemind and torchft (docs/design/peers.md)."""

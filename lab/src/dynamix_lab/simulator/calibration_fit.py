@@ -239,7 +239,7 @@ def _processes(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def _pai(path: Path) -> tuple[Floats, Floats]:
-    """(slots,) times and (slots, W) mini-batch times of the workers; a gap repeats the previous slot."""
+    """(slots,) times and (slots, W) mini-batch times of the workers; gaps are interpolated."""
     workers: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for row in _rows(path):
         workers[int(row["worker"])].append((float(row["time"]), float(row["batch_time_norm"])))

@@ -62,10 +62,10 @@ ABLATIONS: dict[str, Rule] = {
     "noise": partial(Impaired, noise=0.1),
     "late": partial(Impaired, late=1),
 }
-"""What is taken away, by name. `whole` takes nothing away: what learning anew does by itself.
+"""Each removes one thing, by name. `whole` removes nothing: it shows the effect of learning again alone.
 
-Without traces a worker still knows a noise scale: its own gradient and the mean one tell it. Traces that are read late
-also tell what all found best a window too late, so each takes the crowd's last move for a slip of its own.
+Without traces a worker still knows a noise scale, from its own gradient and the mean gradient. If traces are read late,
+the others' last choice arrives a window late, so a worker takes a change of all for an error of its own.
 """
 
 
