@@ -99,9 +99,7 @@ def bench_compression(
     turn_s: Annotated[
         float | None, typer.Option(help="Seconds that a turn's timed steps last, at least (default: 0.5); 0: no more.")
     ] = None,
-    identity_steps: Annotated[
-        int, typer.Option(max=0, hidden=True)
-    ] = 0,  # the recorded command omits these
+    identity_steps: Annotated[int, typer.Option(max=0, hidden=True)] = 0,  # the recorded command omits these
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of turns.")] = 0,
     resume: Resume = False,
     out: Out = None,
