@@ -33,9 +33,9 @@ class Observation(NamedTuple):
 
 
 class Part:
-    """A part of a job. It receives events in the order in which parts were added to the job, and owns its state.
+    """A part of a job. It receives events if the job lists it, in the order of that list, and owns its state.
 
-    Every event has a default that does nothing, and only parts that override it are called. A part refers to no other
+    Every event has a default that does nothing, and only parts that override it are called. A part looks for no other
     part: its constructor gets what it needs.
 
     name   of its state in a checkpoint; empty: it has none

@@ -48,7 +48,7 @@ def asked_by_distributed_checkpoint() -> bool:
 
 
 class JobState:
-    """Everything of a rank's job that is saved. To save something new, add a `Part` to `parts`.
+    """Everything of a rank's job that is saved. A new name in `parts` is a new key, which earlier states lack.
 
     parts              by name, in the order of loading; all are checked before any is loaded
     hooks, schedules   the user's, added as the loop makes them
