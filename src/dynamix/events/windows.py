@@ -21,7 +21,7 @@ from dynamix.window import PER_CLUSTER, PER_WORKER, Floats, Ints, Window, plain_
 PACKED_ABOVE = 64  # workers
 RAW_ABOVE = 2048  # workers: the low bytes are noise, and stay uncompressed
 _MOST_WORKERS = 2**14
-_BEFORE_WORK = len(PER_WORKER) - 1  # fields in records from before windows had `work`, the last field
+_BEFORE_WORK = PER_WORKER.index("work")  # fields in the oldest records; later ones have more, at the end
 _TOP = 15  # exponent of a field's largest value after scaling: the last one of a half float
 _ROUNDED = 2  # low bits of a half float that are noise, and cannot be compressed
 
@@ -87,7 +87,7 @@ def window_of(record: Mapping[str, Any], wanted: Sequence[str] = PER_WORKER) -> 
 def _arrays(record: Mapping[str, Any], wanted: Sequence[str] = PER_WORKER) -> tuple[Ints, dict[str, Floats]]:
     """Batch sizes (W,) and the wanted per-worker fields (W,) by name, of a packed record."""
     workers, shift = record["workers"], np.array(record["shift"], dtype=np.int64)
-    fields = PER_WORKER[: len(PER_WORKER) if shift.shape != (_BEFORE_WORK,) else _BEFORE_WORK]
+    fields = PER_WORKER[: max(shift.size, _BEFORE_WORK)]
     if not isinstance(workers, int) or not 0 < workers <= _MOST_WORKERS or shift.shape != (len(fields),):
         raise ValueError("workers or shift are impossible")
     rows = [i for i, name in enumerate(fields) if name in wanted]
