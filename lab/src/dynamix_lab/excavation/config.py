@@ -21,15 +21,15 @@ from dynamix_lab.excavation.mappo import MAPPOConfig
 from dynamix_lab.excavation.world import ExcavationConfig
 
 METHODS = (
-    "s-madrl", "visits", "madqn", "sight-2", "mappo", "mappo-typed", "maddpg", "hand", "counting", "random"
+    "s-madrl", "team", "visits", "madqn", "sight-2", "mappo", "mappo-typed", "maddpg", "hand", "counting", "random"
 )  # fmt: skip
 # Where a method's settings are; hand and random have none.
 _SETTINGS = {
     **dict.fromkeys(("s-madrl", "visits", "madqn", "sight-2"), "dqn"),
-    **dict.fromkeys(("mappo", "mappo-typed"), "mappo"),
+    **dict.fromkeys(("mappo", "mappo-typed", "team"), "mappo"),
     "maddpg": "maddpg",
 }
-LEARNED_GATE = ("s-madrl", "hand")
+LEARNED_GATE = ("s-madrl", "team", "hand")
 HAND = ("hand", "counting")
 # Methods may be named NAME:CHANGE: typed traces that never fade, that are gone after a step, that are read with noise
 # as large as half a fresh trace, or five steps late.
@@ -134,7 +134,7 @@ class ExperimentConfig:
 def task_of(task: ExcavationConfig, method: str) -> ExcavationConfig:
     """The task as agents of `method` see it."""
     name, _, change = method.partition(":")
-    typed = name in ("s-madrl", "mappo-typed", *HAND)
+    typed = name in ("s-madrl", "team", "mappo-typed", *HAND)
     if change and not (typed and change in CHANGES):
         allowed = f"s-madrl, mappo-typed, hand or counting, with {', '.join(CHANGES)}"
         raise ConfigError("methods", method, allowed, "only typed traces can be changed")

@@ -52,6 +52,13 @@ GROUNDS = {
 }
 
 
+def drawn(rng: np.random.Generator) -> Shape:
+    """A ground with a tunnel one cell wide, of a length of 4 to 12, and a chamber and a nest of any size that fits."""
+    rows, columns = int(rng.integers(5, 9)), int(rng.integers(3, 5))
+    chamber = int(rng.integers(1, min(rows, 5) + 1)), int(rng.integers(1, 4))
+    return Shape(rows, columns, int(rng.integers(4, 13)), 1, *chamber)
+
+
 class Burrow:
     """A `Shape` as flat arrays over a grid with a margin of `margin` cells of rock, so that no view leaves it.
 

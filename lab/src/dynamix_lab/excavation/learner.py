@@ -202,7 +202,7 @@ class DQNTraining:
         seed: int = 0,
     ) -> None:
         resters = (config or DQNConfig()).resters
-        self.lessons = Lessons(task, stages=stages, worlds=worlds, seed=seed, resters=resters)
+        self.lessons = Lessons(task, stages=stages, worlds=worlds, seed=seed, resters=(0.0, resters))
         self.learner = DQN(self.lessons.task.features, self.lessons.task.traces, config, seed=seed)
 
     def run(self, steps: int | None = None, *, progress: Callable[[str, float], None] | None = None) -> None:

@@ -123,8 +123,9 @@ def _trained(config: ExperimentConfig, task: ExcavationConfig, method: str, seed
         rng = np.random.default_rng(seed)
         return lambda seen: rng.integers(len(ACTIONS), size=seen.shape[:-1])
     how: dict[str, Any] = {"stages": config.stages, "worlds": config.worlds, "seed": seed}
-    if name in ("mappo", "mappo-typed"):
-        mappo = MAPPOTraining(task, dataclasses.replace(config.mappo, traces=name == "mappo-typed"), **how)
+    if name in ("mappo", "mappo-typed", "team"):
+        rest = (0.0, RESTERS if name == "team" else 0.0)
+        mappo = MAPPOTraining(task, dataclasses.replace(config.mappo, traces=name != "mappo", resters=rest), **how)
         mappo.run()
         return mappo.act
     if name == "maddpg":
