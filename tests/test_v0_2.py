@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as distributed
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_flatten
 
 from dynamix.errors import DynamixError
 from dynamix.policies import make_policy
@@ -86,6 +90,16 @@ def test_a_state_that_holds_a_removed_part_is_refused_by_name(case: Case, went_o
     for told in went_on[case.name]:
         assert isinstance(told, str), "it loads"
         assert str(case.refused) in told
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_distributed_checkpoint_becomes_a_state_as_the_upgrade_page_says(tmp_path: Path) -> None:
+    state = saved(next(case for case in STAY if case.name == "alone"))["states"][0]
+    distributed.save({"controller": state}, checkpoint_id=tmp_path / "old", no_dist=True)
+    dcp_to_torch_save(tmp_path / "old", tmp_path / "old.pt")
+    became = torch.load(tmp_path / "old.pt", weights_only=True)["controller"]
+    (leaves, spec), (was, of) = tree_flatten(became), tree_flatten(state)
+    assert (spec, [str(leaf) for leaf in leaves]) == (of, [str(leaf) for leaf in was])
 
 
 def test_every_state_is_of_a_case() -> None:
