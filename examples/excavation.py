@@ -17,8 +17,8 @@ import torch
 from dynamix_lab.excavation.gate_search import GateSearch, learn_gate
 from dynamix_lab.excavation.ground import GROUNDS
 from dynamix_lab.excavation.hand import HandMotion
-from dynamix_lab.excavation.learner import DQNConfig, DQNTraining
 from dynamix_lab.excavation.lessons import CURRICULUM
+from dynamix_lab.excavation.mappo import MAPPOConfig, MAPPOTraining
 from dynamix_lab.excavation.render import captioned, image, save_gif, text
 from dynamix_lab.excavation.resting import ThresholdConfig, Thresholds
 from dynamix_lab.excavation.sharing import gini
@@ -41,10 +41,14 @@ def main() -> None:
     if given.by_hand:
         act, gate = HandMotion(task), ThresholdConfig()
     else:
-        stages = tuple(dataclasses.replace(s, steps=max(1, round(s.steps * given.scale))) for s in CURRICULUM)
-        training = DQNTraining(task, DQNConfig(resters=0.5), stages=stages, seed=0)
+        config = MAPPOConfig(traces=True, resters=(0.125, 0.4))
+        whole = config.rollout
+        stages = tuple(
+            dataclasses.replace(s, steps=max(1, round(s.steps * given.scale / whole)) * whole) for s in CURRICULUM
+        )
+        training = MAPPOTraining(task, config, stages=stages, seed=0)
         training.run(progress=lambda stage, part: print(f"{stage}: {part:.0%}", flush=True))
-        act = training.learner.act
+        act = training.act
         search = GateSearch() if given.scale >= 1 else GateSearch(rounds=1, draws=2, kept=2, worlds=1)
         gate = learn_gate(act, dataclasses.replace(task, horizon=max(10, round(1000 * min(given.scale, 1)))), search)
 

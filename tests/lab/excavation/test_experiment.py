@@ -20,14 +20,13 @@ from dynamix_lab.excavation.gate_search import GateSearch
 from dynamix_lab.excavation.ground import Shape
 from dynamix_lab.excavation.learner import DQNConfig
 from dynamix_lab.excavation.lessons import Stage
-from dynamix_lab.excavation.maddpg import MADDPGConfig
 from dynamix_lab.excavation.mappo import MAPPOConfig
 from dynamix_lab.excavation.pages import sections
 from dynamix_lab.excavation.summary import table
 from dynamix_lab.excavation.world import ExcavationConfig
 from tests.refused import refused
 
-METHODS = ("s-madrl", "madqn", "mappo", "random")
+METHODS = ("s-madrl-team", "s-madrl", "madqn", "mappo", "random")
 LEARNING = {"dqn": DQNConfig(hidden=8, batch=16, warm_up=32, capacity=200), "mappo": MAPPOConfig(hidden=8, rollout=20)}
 LEARNING |= {"gate": GateSearch(rounds=1, draws=2, kept=2, worlds=2)}
 TASK = ExcavationConfig(Shape(2, 2, 2, 2), horizon=40)
@@ -51,18 +50,17 @@ def test_it_compares_all_methods_and_goes_on_where_it_stopped(tmp_path: Path) ->
     again = run(more, tmp_path, tell=tell)
     assert len(told) == 2 * len(METHODS)
     assert again == result
-    assert result["methods"].keys() == {*METHODS, "s-madrl-open"}
+    assert result["methods"].keys() == {*METHODS, "s-madrl-open", "s-madrl-team-open"}
     for part in result["methods"].values():
         assert part["seeds"] == [0, 1]
         for agents in ("1", "3"):
             assert part["agents"][agents]["pellets_per_1000"]["low"] is not None
         assert part["large"]["6"]["pellets_per_1000"]["low"] is not None
     assert result["steps_of_worlds"] == 40 * 4
-    assert len(table(result).splitlines()) == 1 + 2 * (len(METHODS) + 1)
+    assert len(table(result).splitlines()) == 1 + 2 * (len(METHODS) + 2)
 
     for other in ({"worlds": 5}, {"mappo": MAPPOConfig(hidden=9, rollout=20)}):
         refused(StateError, "another configuration", run, dataclasses.replace(QUICK, **other), tmp_path)
-    run(dataclasses.replace(QUICK, maddpg=MADDPGConfig(hidden=9)), tmp_path, tell=tell)
     other = {"mappo": MAPPOConfig(hidden=9, rollout=20), "methods": ("s-madrl",)}
     run(dataclasses.replace(QUICK, **other), tmp_path, tell=tell)
     assert len(told) == 2 * len(METHODS), "settings of a method that did not run change nothing"
@@ -88,6 +86,16 @@ def test_a_run_that_fails_leaves_those_beside_it_to_be_kept(tmp_path: Path) -> N
     config = dataclasses.replace(QUICK, methods=("hand", "random"))  # motion by hand is not for this ground
     refused(ConfigError, "single-file", run, config, tmp_path, processes=2)
     assert [json.loads(line)["method"] for line in (tmp_path / "runs.jsonl").read_text().splitlines()] == ["random"]
+
+
+def test_on_drawn_grounds_all_are_measured_on_those_that_nobody_learned_on() -> None:
+    drawn = ExperimentConfig.of(methods=("s-madrl-team", "s-madrl", "hand"), seeds=1, ground="drawn", horizon=20)
+    stages = (Stage((1,), 20, 1.0), Stage((1, 2), 20, 0.3))
+    result = run(dataclasses.replace(drawn, stages=stages, worlds=2, evaluation_worlds=1, **LEARNING))
+    assert list(result["methods"]) == ["s-madrl-team", "s-madrl", "hand", "hand-open"]
+    table = sections(result)[0].table
+    assert (len(table.head), len(table.rows)) == (5, 10)
+    assert table.rows[0][0].startswith("10 agents, tunnel 4, chamber 4x3")
 
 
 def test_a_method_may_have_its_traces_changed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import io
 from typing import Any
 
@@ -12,12 +11,9 @@ import pytest
 import torch
 
 from dynamix.errors import ConfigError
-from dynamix_lab.excavation.config import METHODS, ExperimentConfig, available
-from dynamix_lab.excavation.experiment import run
-from dynamix_lab.excavation.ground import GROUNDS, Shape
+from dynamix_lab.excavation.ground import GROUNDS, Burrow, Shape, drawn, held_out
 from dynamix_lab.excavation.learner import DQN, DQNConfig, DQNTraining, evaluate, without_traces
 from dynamix_lab.excavation.lessons import Lessons, Stage
-from dynamix_lab.excavation.maddpg import MADDPGConfig, MADDPGTraining
 from dynamix_lab.excavation.mappo import MAPPOConfig, MAPPOTraining, TeamCriticNet
 from dynamix_lab.excavation.world import ExcavationConfig
 from tests.refused import refused
@@ -33,18 +29,27 @@ def q_learning(seed: int) -> Any:
 
 def with_resters(seed: int) -> Any:
     task = dataclasses.replace(SHORT, shape=GROUNDS["single-file"], signs="typed")
-    return DQNTraining(task, dataclasses.replace(TINY, resters=0.5), stages=STAGES, worlds=4, seed=seed)
+    return DQNTraining(task, dataclasses.replace(TINY, resters=(0.0, 0.5)), stages=STAGES, worlds=4, seed=seed)
 
 
 def mappo(seed: int) -> Any:
     return MAPPOTraining(SHORT, MAPPOConfig(hidden=16, rollout=20, rows=64), stages=STAGES, worlds=4, seed=seed)
 
 
+def team(seed: int, stages: tuple[Stage, ...] = STAGES) -> Any:
+    """Some rest, and every episode has a ground of its own; episodes end between the two runs."""
+    task = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=15)
+    config = MAPPOConfig(hidden=16, rollout=20, rows=64, traces=True, resters=(0.2, 0.5))
+    return MAPPOTraining(task, config, stages=stages, worlds=4, seed=seed, grounds=drawn)
+
+
 def weights(training: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in training.learner.net.parameters()])
 
 
-@pytest.mark.parametrize(("make", "stop"), [(q_learning, 30), (q_learning, 40), (with_resters, 50), (mappo, 40)])
+@pytest.mark.parametrize(
+    ("make", "stop"), [(q_learning, 30), (q_learning, 40), (with_resters, 50), (mappo, 40), (team, 60)]
+)
 def test_stopped_and_resumed_it_ends_in_the_same_weights(make: Any, stop: int) -> None:
     whole, first, then = make(3), make(3), make(99)
     whole.run()
@@ -53,8 +58,8 @@ def test_stopped_and_resumed_it_ends_in_the_same_weights(make: Any, stop: int) -
     first.run(stop + 5)  # a state kept in memory is not changed by what goes on
     torch.save(state, kept)
     kept.seek(0)
-    then.load_state_dict(torch.load(kept, weights_only=False))
     then.lessons.seed = 3  # a resumed job has its configuration
+    then.load_state_dict(torch.load(kept, weights_only=False))
     then.run()
     assert torch.equal(weights(whole), weights(then))
     assert not torch.equal(weights(whole), half)
@@ -144,10 +149,6 @@ def test_memory_keeps_the_newest_and_the_target_follows_late() -> None:
         *((DQNConfig, wrong, "gamma") for wrong in ({"target_every": 0}, {"batch": 0, "warm_up": 0})),
         *((DQNConfig, wrong, "cooling") for wrong in ({"shared": 1.1}, {"cooling": -1.0})),
         *((MAPPOConfig, wrong, next(iter(wrong))) for wrong in ({"rollout": 0}, {"cooling": 2.0})),
-        *(
-            (MADDPGConfig, wrong, named)
-            for wrong, named in (({"learn_every": 0}, "learn_every"), ({"capacity": 0}, "warm_up"))
-        ),
     ],
 )
 def test_impossible_settings_are_refused(config: Any, settings: dict[str, Any], named: str) -> None:
@@ -170,7 +171,8 @@ def test_impossible_curricula_are_refused_before_the_first_step(stages: tuple[St
     refused(ConfigError, "stages", DQNTraining, SHORT, stages=stages, worlds=2)
     refused(ConfigError, "stages", MAPPOTraining, SHORT, stages=(Stage((1,), 150, 1.0),))
     refused(ConfigError, "worlds", Lessons, SHORT, worlds=0, seed=0)
-    refused(ConfigError, "resters", Lessons, SHORT, stages=STAGES, worlds=4, seed=0, resters=1.0)
+    for wrong in ((0.0, 1.0), (0.4, 0.2)):
+        refused(ConfigError, "resters", Lessons, SHORT, stages=STAGES, worlds=4, seed=0, resters=wrong)
 
 
 def test_a_stage_shares_its_worlds_out_and_the_absent_are_zeros() -> None:
@@ -195,6 +197,47 @@ def test_a_stage_shares_its_worlds_out_and_the_absent_are_zeros() -> None:
     assert lessons.stage.agents == (1, 2, 3)
 
 
+def test_every_episode_has_a_ground_of_its_own_and_none_is_held_out() -> None:
+    measured = [shape for shape, _ in held_out()]
+    assert len(set(measured)) == 10
+    task = ExcavationConfig(GROUNDS["single-file"], horizon=5)
+    lessons = Lessons(
+        task,
+        stages=(Stage((2, 12), 200, 0.3),),
+        worlds=2,
+        seed=0,
+        grounds=lambda rng: drawn(rng, but=measured),
+    )
+    grounds = []
+    for step in range(200):
+        if step % 5 == 0:
+            grounds += [env.burrow.shape for _, env, _ in lessons.parts]
+        seen = lessons.observe()
+        lessons.step(np.random.default_rng(step).integers(5, size=lessons.present.shape))
+        assert seen[lessons.present].any(-1).all()
+    assert len(set(grounds)) > 70
+    assert not {*grounds} & {*measured}
+    for shape in (*grounds, *measured):
+        assert shape.tunnel_width == 1
+        assert 4 <= shape.tunnel_length <= 12
+        assert Burrow(shape, margin=2).nest.sum() >= 18
+
+
+def test_who_rests_does_not_learn_to_act_but_counts_for_the_critic() -> None:
+    """Other actions of who rested change nothing; other actions of who acted do."""
+    training, other, third = (team(0, (Stage((4,), 40, 1.0),)) for _ in range(3))
+    episode, _, _ = (each.play() for each in (training, other, third))
+    assert not episode.acted.all()
+    assert (episode.mask & ~episode.acted).any()
+    idle = torch.where(episode.acted, episode.chosen, (episode.chosen + 1) % 5)
+    moved = torch.where(episode.acted, (episode.chosen + 1) % 5, episode.chosen)
+    training.learner.update([episode])
+    other.learner.update([dataclasses.replace(episode, chosen=idle)])
+    third.learner.update([dataclasses.replace(episode, chosen=moved)])
+    assert torch.equal(weights(training), weights(other))
+    assert not torch.equal(weights(training), weights(third))
+
+
 def test_the_absent_are_not_remembered() -> None:
     stages = (Stage((1, 3), 40, 1.0),)
     training = DQNTraining(SHORT, TINY, stages=stages, worlds=4, seed=0)
@@ -211,31 +254,3 @@ def test_the_absent_change_nothing_in_mappos_critic() -> None:
     alone = net(observed[:, :2], torch.ones(5, 2, dtype=torch.bool))[1]
     for padded in (observed, other):
         torch.testing.assert_close(net(padded, mask)[1], alone)
-
-
-INSTALLED = importlib.util.find_spec("agilerl") is not None
-
-
-@pytest.mark.skipif(INSTALLED, reason="AgileRL is installed")
-def test_without_agilerl_it_says_what_to_install_and_is_left_out() -> None:
-    refused(ConfigError, r"lab\[maddpg\]", MADDPGTraining)
-    refused(ConfigError, "maddpg", run, ExperimentConfig(methods=("s-madrl", "maddpg")), tell=pytest.fail)
-    assert available() == tuple(name for name in METHODS if name != "maddpg")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # AgileRL's own
-@pytest.mark.skipif(not INSTALLED, reason='AgileRL is not installed: pip install "./lab[maddpg]"')
-def test_it_learns_to_fetch_pellets_and_to_work_with_any_number() -> None:
-    config = MADDPGConfig(hidden=32, batch=128, warm_up=500, capacity=6_000, learn_every=2)
-    stages = (Stage((1,), 600, 1.0), Stage((1, 2), 50, 0.3))
-    training = MADDPGTraining(SHORT, config, stages=stages, worlds=8, seed=0)
-    training.run()
-    assert training.remembered == 650 * 8
-    assert (training.memory["seen"][:4_000, 1] == 0).all(), "who was absent is zeros"
-    work = evaluate(training.act, SHORT, agents=1, seed=1)
-    assert work.reward.mean() > 0
-    assert np.isfinite(evaluate(training.act, SHORT, agents=4, seed=1).reward).all()
-    again = MADDPGTraining(SHORT, config, stages=stages, worlds=8, seed=0)
-    again.run()
-    assert (evaluate(again.act, SHORT, agents=1, seed=1).reward == work.reward).all()
-    assert available() == METHODS

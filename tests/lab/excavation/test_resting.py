@@ -72,7 +72,7 @@ def test_a_learned_gate_lies_within_its_ranges() -> None:
 
 
 def test_what_resting_agents_were_told_to_do_is_not_learned_from() -> None:
-    lessons = Lessons(TASK, stages=(Stage((4,), 300, 0.5),), worlds=4, seed=0, resters=0.5)
+    lessons = Lessons(TASK, stages=(Stage((4,), 300, 0.5),), worlds=4, seed=0, resters=(0.0, 0.5))
     idle = 0
     for _ in range(60):
         lessons.step(np.zeros(lessons.present.shape, dtype=int))

@@ -18,12 +18,18 @@ def bench_excavation(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Of s-madrl,visits,madqn,sight-2,mappo,mappo-typed,maddpg,hand,counting,random, comma-separated "
-            "(default: all that run here). Those on typed traces with :no-decay, :fast-decay, :noise or :late, too."
+            help="Of s-madrl-team,s-madrl,visits,madqn,sight-2,mappo,mappo-typed,hand,counting,random, comma-separated "
+            "(default: all). Those on typed traces with :no-decay, :fast-decay, :noise or :late, too."
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 10,
-    ground: Annotated[str, typer.Option(help="two-lane or single-file; hand rules need the latter.")] = "single-file",
+    ground: Annotated[
+        str,
+        typer.Option(
+            help="single-file, two-lane (not for hand rules), or drawn: learned on grounds drawn anew for every "
+            "episode, and measured on ten on which nobody learned."
+        ),
+    ] = "single-file",
     slow: Annotated[float, typer.Option(help="Speed of every second agent; 1 is as fast as the others.")] = 1.0,
     horizon: Annotated[int, typer.Option(min=1, help="Steps of an episode.")] = 1000,
     scale: Annotated[float, typer.Option(help="Of the number of steps of every stage.")] = 1.0,
@@ -36,7 +42,7 @@ def bench_excavation(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """S-MADRL against MADQN, MAPPO and MADDPG: agents that fetch pellets through a narrow tunnel."""
+    """S-MADRL against MADQN and MAPPO: agents that fetch pellets through a narrow tunnel."""
     from dynamix.events.run_folder import RunFolder
     from dynamix_lab.excavation.config import ExperimentConfig
     from dynamix_lab.excavation.experiment import run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,23 +12,27 @@ from typing import Any
 from dynamix.errors import ConfigError
 from dynamix_lab.excavation.fading import Decay
 from dynamix_lab.excavation.gate_search import GateSearch
-from dynamix_lab.excavation.ground import GROUNDS
+from dynamix_lab.excavation.ground import GROUNDS, Shape, held_out
 from dynamix_lab.excavation.learner import DQNConfig
-from dynamix_lab.excavation.lessons import CURRICULUM, Stage
-from dynamix_lab.excavation.maddpg import MADDPGConfig
+from dynamix_lab.excavation.lessons import CURRICULUM, DRAWN, Stage
 from dynamix_lab.excavation.mappo import MAPPOConfig
 from dynamix_lab.excavation.world import ExcavationConfig
 
+# s-madrl        typed traces, motion learned by DQN with some agents at rest, and a threshold gate learned for it
+# s-madrl-team   the same, with motion learned by MAPPO: the team's reward and critic, which only learning needs
+# visits, madqn, sight-2   DQN with the paper's one trace, without traces, and without but seeing two cells far
+# mappo, mappo-typed       without traces, and with typed ones
+# hand           motion by hand, with a learned gate
+# counting       motion by hand; a planner's rule lets `Counting.most` in at a time
 METHODS = (
-    "s-madrl", "visits", "madqn", "sight-2", "mappo", "mappo-typed", "maddpg", "hand", "counting", "random"
+    "s-madrl-team", "s-madrl", "visits", "madqn", "sight-2", "mappo", "mappo-typed", "hand", "counting", "random"
 )  # fmt: skip
 # Where a method's settings are; hand and random have none.
 _SETTINGS = {
     **dict.fromkeys(("s-madrl", "visits", "madqn", "sight-2"), "dqn"),
-    **dict.fromkeys(("mappo", "mappo-typed"), "mappo"),
-    "maddpg": "maddpg",
+    **dict.fromkeys(("s-madrl-team", "mappo", "mappo-typed"), "mappo"),
 }
-LEARNED_GATE = ("s-madrl", "hand")
+LEARNED_GATE = ("s-madrl-team", "s-madrl", "hand")
 HAND = ("hand", "counting")
 # Methods may be named NAME:CHANGE: typed traces that never fade, that are gone after a step, that are read with noise
 # as large as half a fresh trace, or five steps late.
@@ -50,43 +53,30 @@ def base(method: str) -> str:
     return method.partition(":")[0]
 
 
-def available() -> tuple[str, ...]:
-    """All methods, without MADDPG where AgileRL is not installed.
-
-    s-madrl        typed traces, motion learned by DQN with some at rest, and a threshold gate learned for it
-    visits, madqn, sight-2   DQN with the paper's one trace, without traces, and without but seeing two cells far
-    mappo, mappo-typed       without traces, and with typed ones
-    hand           motion by hand, with a learned gate
-    counting       motion by hand; a planner's rule lets `Counting.most` in at a time
-
-    Of those with a gate the summary also has NAME-open, in which nobody rests. NAME:CHANGE is one on typed traces with
-    its traces changed (`CHANGES`) while it learns and afterwards.
-    """
-    found = importlib.util.find_spec("agilerl") is not None
-    return tuple(name for name in METHODS if found or name != "maddpg")
-
-
 @dataclass(frozen=True, slots=True)
 class ExperimentConfig:
-    """The settings of a comparison. `evaluation_worlds` episodes of one horizon for every number of `agents`, method
-    and seed.
+    """The settings of a comparison. `evaluation_worlds` episodes of one horizon for every place, method and seed.
 
+    agents  numbers of agents on the task's ground: each is a place. Unless `drawn`, methods with a gate are also
+            measured as NAME-open, in which nobody rests
     large   numbers of agents on larger grounds, with a tunnel for every so many as most of `agents`; nothing is learned
             there
+    drawn   every episode of learning has a ground of its own, and the places are those of `held_out`. No gate is
+            learned: of hand-written motion, nobody rests or all have `ThresholdConfig`'s
     """
 
-    methods: tuple[str, ...] = field(default_factory=available)
+    methods: tuple[str, ...] = METHODS
     agents: tuple[int, ...] = (1, 2, 4, 6, 8)
     seeds: tuple[int, ...] = tuple(range(10))
     task: ExcavationConfig = field(default_factory=ExcavationConfig)
     dqn: DQNConfig = field(default_factory=DQNConfig)
     mappo: MAPPOConfig = field(default_factory=MAPPOConfig)
-    maddpg: MADDPGConfig = field(default_factory=MADDPGConfig)
     gate: GateSearch = field(default_factory=GateSearch)
     stages: tuple[Stage, ...] = CURRICULUM
     worlds: int = 16
     evaluation_worlds: int = 16
     large: tuple[int, ...] = (16, 32, 64)
+    drawn: bool = False
 
     def __post_init__(self) -> None:
         for name in self.methods:
@@ -96,6 +86,15 @@ class ExperimentConfig:
             task_of(self.task, name)
         if not (self.methods and self.agents and self.seeds):
             raise ConfigError("methods, agents, seeds", "none", "one or more of each", "check the configuration")
+
+    def places(self) -> dict[str, tuple[Shape, int]]:
+        """What is measured by name: a ground, and how many agents work there."""
+        if not self.drawn:
+            return {str(n): (self.task.shape, n) for n in self.agents}
+        return {
+            f"{n} agents, tunnel {s.tunnel_length}, chamber {s.chamber_rows}x{s.chamber_columns}": (s, n)
+            for s, n in held_out()
+        }
 
     @classmethod
     def of(
@@ -111,21 +110,23 @@ class ExperimentConfig:
         """From options; `scale` is of the number of steps of every stage, `slow` the speed of every second agent."""
         if not 0 < scale < float("inf"):
             raise ConfigError("scale", scale, "above 0, finite", "1 is the whole curriculum")
-        if ground not in GROUNDS:
-            raise ConfigError("ground", ground, ", ".join(GROUNDS), "check the spelling")
-        whole = MAPPOConfig().rollout
-        stages = (dataclasses.replace(s, steps=max(1, round(s.steps * scale / whole)) * whole) for s in CURRICULUM)
-        task = ExcavationConfig(GROUNDS[ground], horizon=horizon, speeds=(1.0, slow))
+        drawn = ground == "drawn"
+        if not drawn and ground not in GROUNDS:
+            raise ConfigError("ground", ground, f"{', '.join(GROUNDS)}, drawn", "check the spelling")
+        whole, lessons = MAPPOConfig().rollout, DRAWN if drawn else CURRICULUM
+        stages = (dataclasses.replace(s, steps=max(1, round(s.steps * scale / whole)) * whole) for s in lessons)
+        task = ExcavationConfig(GROUNDS["single-file" if drawn else ground], horizon=horizon, speeds=(1.0, slow))
         return cls(
-            methods=available() if methods is None else tuple(methods),
+            methods=METHODS if methods is None else tuple(methods),
             seeds=tuple(range(seeds)),
             stages=tuple(stages),
             task=task,
+            drawn=drawn,
         )
 
     def fingerprint(self, method: str) -> str:
         """A fingerprint of all that a finished run of `method` depends on; methods and seeds may be added later."""
-        others = {"dqn", "mappo", "maddpg"} - {_SETTINGS.get(base(method))}
+        others = {"dqn", "mappo"} - {_SETTINGS.get(base(method))}
         others |= {"methods", "seeds", *(() if base(method) in LEARNED_GATE else ("gate",))}
         facts = {k: v for k, v in dataclasses.asdict(self).items() if k not in others}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -134,9 +135,9 @@ class ExperimentConfig:
 def task_of(task: ExcavationConfig, method: str) -> ExcavationConfig:
     """The task as agents of `method` see it."""
     name, _, change = method.partition(":")
-    typed = name in ("s-madrl", "mappo-typed", *HAND)
+    typed = name in ("mappo-typed", "counting", *LEARNED_GATE)
     if change and not (typed and change in CHANGES):
-        allowed = f"s-madrl, mappo-typed, hand or counting, with {', '.join(CHANGES)}"
+        allowed = f"s-madrl, s-madrl-team, mappo-typed, hand or counting, with {', '.join(CHANGES)}"
         raise ConfigError("methods", method, allowed, "only typed traces can be changed")
     sight = 2 if name == "sight-2" else task.sight
     changed = dataclasses.replace(task, signs="typed" if typed else "visits", sight=sight)

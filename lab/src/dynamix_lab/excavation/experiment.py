@@ -2,8 +2,7 @@
 
 Every (method, seed) is one training by the same curriculum over the same number of steps of the worlds; its final
 weights are evaluated with 1 to 8 agents. Settings are the classes' defaults for all. A finished (method, seed) is a
-line of OUT/runs.jsonl, and a call that finds such lines runs only what is missing. MADDPG is there where AgileRL is
-(`maddpg.py`).
+line of OUT/runs.jsonl, and a call that finds such lines runs only what is missing.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamix.errors import ConfigError, StateError
-from dynamix_lab.excavation.config import ExperimentConfig, available
-from dynamix_lab.excavation.maddpg import not_installed
+from dynamix_lab.excavation.config import ExperimentConfig
 from dynamix_lab.excavation.summary import summarise
 from dynamix_lab.excavation.trial import run_one
 
@@ -44,8 +42,6 @@ def run(
     until = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     config = config or ExperimentConfig()
     path = None if out is None else Path(out) / "runs.jsonl"
-    if "maddpg" in config.methods and "maddpg" not in available():
-        raise not_installed()
     runs = _finished(path, config)
     done = {(r["method"], r["seed"]) for r in runs}
     missing = [(m, s) for s in config.seeds for m in config.methods if (m, s) not in done]

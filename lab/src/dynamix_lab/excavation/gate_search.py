@@ -57,7 +57,7 @@ class GateSearch:
     few: tuple[int, ...] = (2, 4)
     worlds: int = 4
     division: float = 400.0
-    enough: float = 0.33
+    enough: float = 0.26
 
     def __post_init__(self) -> None:
         if not (2 <= self.kept <= self.draws and self.rounds >= 1 and self.worlds >= 1):

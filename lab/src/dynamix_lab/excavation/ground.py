@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,24 @@ GROUNDS = {
     "two-lane": Shape(),
     "single-file": Shape(tunnel_length=6, tunnel_width=1, chamber_rows=3, chamber_columns=2),
 }
+
+
+def drawn(rng: np.random.Generator, *, but: Collection[Shape] = ()) -> Shape:
+    """A ground with a tunnel one cell wide and 4 to 12 long, a chamber, and a nest for 18 agents or more.
+
+    but   grounds that are not drawn: those on which what was learned is measured
+    """
+    while True:
+        nest = int(rng.integers(6, 9)), int(rng.integers(3, 5))
+        length, chamber = int(rng.integers(4, 13)), (int(rng.integers(1, 6)), int(rng.integers(1, 4)))
+        if (shape := Shape(*nest, length, 1, *chamber)) not in but:
+            return shape
+
+
+def held_out(count: int = 10) -> list[tuple[Shape, int]]:
+    """The grounds on which nobody learned, and how many agents (3 to 12) work on each."""
+    draws = [np.random.default_rng([880_000, i]) for i in range(count)]
+    return [(drawn(rng), int(rng.integers(3, 13))) for rng in draws]
 
 
 class Burrow:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dynamix.errors import ConfigError
+from dynamix_lab.excavation.ground import Shape
 from dynamix_lab.excavation.lessons import CURRICULUM, Lessons, Stage
 from dynamix_lab.excavation.resting import Gate
 from dynamix_lab.excavation.sharing import WorkShares
@@ -45,7 +46,7 @@ class DQNConfig:
                    the reward
     epsilon_last   chance of any action, while learning, that is left after the first half of a stage
     shared         share of the reward that is the mean of all agents of the world: to step aside pays others first
-    resters        most of a world's agents that rest at a time while learning, as a part of them
+    resters        least and most of a world's agents that rest at a time while learning, as parts of them
     cooling        last part of the training in which the learning rate falls to 0
     """
 
@@ -62,7 +63,7 @@ class DQNConfig:
     munchausen: float = 0.9
     epsilon_last: float = 0.05
     shared: float = 0.5
-    resters: float = 0.0
+    resters: tuple[float, float] = (0.0, 0.0)
     cooling: float = 0.5
     max_gradient_norm: float = 10.0
 
@@ -200,9 +201,10 @@ class DQNTraining:
         stages: tuple[Stage, ...] = CURRICULUM,
         worlds: int = 16,
         seed: int = 0,
+        grounds: Callable[[np.random.Generator], Shape] | None = None,
     ) -> None:
         resters = (config or DQNConfig()).resters
-        self.lessons = Lessons(task, stages=stages, worlds=worlds, seed=seed, resters=resters)
+        self.lessons = Lessons(task, stages=stages, worlds=worlds, seed=seed, resters=resters, grounds=grounds)
         self.learner = DQN(self.lessons.task.features, self.lessons.task.traces, config, seed=seed)
 
     def run(self, steps: int | None = None, *, progress: Callable[[str, float], None] | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from dynamix.errors import ConfigError
 from dynamix.window import Floats
-from dynamix_lab.excavation.ground import Burrow
+from dynamix_lab.excavation.ground import Burrow, Shape
 from dynamix_lab.excavation.resting import AtRandom
 from dynamix_lab.excavation.world import Excavation, ExcavationConfig, Flags, Seen
 
@@ -32,6 +34,13 @@ CURRICULUM = (
     Stage((2, 4, 6), 8000, 0.3),
     Stage((1, 4, 6, 8), 14000, 0.3),
 )
+# For drawn grounds: more parts, so that more grounds are learned on at a time.
+DRAWN = (
+    Stage((1, 1, 1, 1, 2, 2, 2, 2), 4000, 1.0),
+    Stage((1, 2, 3, 4, 1, 2, 3, 4), 6000, 0.3),
+    Stage((3, 4, 5, 6, 3, 4, 5, 6), 8000, 0.3),
+    Stage((3, 4, 5, 6, 8, 9, 10, 12), 14000, 0.3),
+)
 
 
 class Lessons:
@@ -40,8 +49,9 @@ class Lessons:
     Arrays have room for the largest number of agents of a stage; `present` (B, N) says who there is, `acted` who of
     them did in the last step what they had chosen.
 
-    resters   most of a world's agents that rest at a time, as a part of them; who and how many changes by chance. The
-    learned network then fits any number of active agents
+    resters   least and most of a world's agents that rest at a time, as parts of them; who and how many changes by
+              chance. The learned network then fits any number of active agents
+    grounds   draws the ground of every episode of every part of the worlds; None: all have the task's
     """
 
     def __init__(
@@ -51,7 +61,8 @@ class Lessons:
         stages: tuple[Stage, ...] = CURRICULUM,
         worlds: int,
         seed: int,
-        resters: float = 0.0,
+        resters: tuple[float, float] = (0.0, 0.0),
+        grounds: Callable[[np.random.Generator], Shape] | None = None,
     ) -> None:
         task = task or ExcavationConfig()
         room = int(Burrow(task.shape, margin=max(task.sight, task.smell)).nest.sum())
@@ -68,9 +79,10 @@ class Lessons:
             if not (all(1 <= n <= room for n in stage.agents) and 0 <= stage.epsilon <= 1):
                 allowed = f"1 to {room} agents, the cells of the nest, and an epsilon of 0 to 1"
                 raise ConfigError("stages", stage, allowed, "enlarge the nest, or check the curriculum")
-        if not 0 <= resters < 1:
-            raise ConfigError("resters", resters, "0 to less than 1", "0.5 lets up to half of the agents rest")
-        self.task, self.stages, self.worlds, self.seed, self.resters = task, stages, worlds, seed, resters
+        if not 0 <= resters[0] <= resters[1] < 1:
+            raise ConfigError("resters", resters, "0 to less than 1, in order", "(0, 0.5) lets up to half of them rest")
+        self.task, self.stages, self.worlds, self.seed = task, stages, worlds, seed
+        self.resters, self.grounds = resters, grounds
         self.done, self.steps = 0, sum(stage.steps for stage in stages)
         self._index = self._within = 0
         self.parts: list[tuple[slice, Excavation, AtRandom]] = []
@@ -107,13 +119,16 @@ class Lessons:
         then, self.seen = np.zeros_like(self.seen), np.zeros_like(self.seen)
         reward, goes_on = np.zeros(self.present.shape), np.ones(self.present.shape, dtype=bool)
         self.acted = self.present.copy()
-        for rows, env, gate in self.parts:
+        for index, (rows, env, gate) in enumerate(self.parts):
             place = (rows, slice(env.agents))
             resting = gate.rest()
             self.acted[place] &= ~(resting & env.at_home)
             then[place], reward[place], finished = env.step(chosen[place], resting=resting)
             goes_on[place] = ~finished[:, None]
-            self.seen[place] = env.reset() if env.over or finished.all() else then[place]
+            if env.over or finished.all():
+                self.seen[place] = env.reset() if self.grounds is None else self._anew(index)
+            else:
+                self.seen[place] = then[place]
         self._within, self.done = self._within + 1, self.done + 1
         return then, reward, goes_on
 
@@ -122,28 +137,41 @@ class Lessons:
             "envs": [env.state_dict() for _, env, _ in self.parts],
             "gates": [gate.state_dict() for _, _, gate in self.parts],
             "place": (self._index, self._within, self.done),
+            "episodes": list(self._episodes),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._index, self._within, self.done = state["place"]
-        self._begin()
+        self._begin(state["episodes"])
         for (rows, env, gate), saved, who in zip(self.parts, state["envs"], state["gates"], strict=True):
             env.load_state_dict(saved)
             gate.load_state_dict(who)
             self.seen[rows, : env.agents] = env.observe()
 
-    def _begin(self) -> None:
+    def _begin(self, episodes: Sequence[int] | None = None) -> None:
         """The worlds of this stage, split among its numbers of agents as evenly as they go."""
         agents = self.stage.agents
-        seeds = np.random.SeedSequence([self.seed, self._index]).generate_state(len(agents))
-        ends = np.linspace(0, self.worlds, len(agents) + 1).round().astype(int)
-        self.parts = []
-        for a, b, n, seed in zip(ends, ends[1:], agents, seeds, strict=False):
-            env = Excavation(self.task, agents=n, worlds=int(b - a), seed=int(seed))
-            self.parts.append((slice(a, b), env, AtRandom(env, most=self.resters, seed=int(seed))))
+        self._episodes = [0] * len(agents) if episodes is None else list(episodes)
+        self.parts = [self._part(index) for index in range(len(agents))]
         self.present = np.zeros((self.worlds, max(agents)), dtype=bool)
         self.seen = np.zeros((*self.present.shape, self.task.features), dtype=np.float32)
         for rows, env, _ in self.parts:
             self.present[rows, : env.agents] = True
             self.seen[rows, : env.agents] = env.observe()
         self.acted = self.present
+
+    def _part(self, index: int) -> tuple[slice, Excavation, AtRandom]:
+        agents, task = self.stage.agents, self.task
+        seed = int(np.random.SeedSequence([self.seed, self._index]).generate_state(len(agents))[index])
+        if self.grounds is not None:
+            seed += self._episodes[index]
+            task = dataclasses.replace(task, shape=self.grounds(np.random.default_rng(seed)))
+        a, b = np.linspace(0, self.worlds, len(agents) + 1).round().astype(int)[index : index + 2]
+        env = Excavation(task, agents=agents[index], worlds=int(b - a), seed=seed)
+        return slice(a, b), env, AtRandom(env, least=self.resters[0], most=self.resters[1], seed=seed)
+
+    def _anew(self, index: int) -> Seen:
+        """The first view of the part's next episode, on a ground of its own."""
+        self._episodes[index] += 1
+        self.parts[index] = self._part(index)
+        return self.parts[index][1].observe()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dynamix.errors import ConfigError
+from dynamix_lab.excavation.ground import Shape
 from dynamix_lab.excavation.learner import Actions, perceptron
 from dynamix_lab.excavation.lessons import CURRICULUM, Lessons, Stage
 from dynamix_lab.excavation.world import ACTIONS, ExcavationConfig, Seen
@@ -28,6 +29,7 @@ class MAPPOConfig:
     """Ours. `rollout` steps of all worlds between two updates of `epochs` passes over them; else as in `DQNConfig`."""
 
     traces: bool = False
+    resters: tuple[float, float] = (0.0, 0.0)
     hidden: int = 64
     learning_rate: float = 1e-3
     gamma: float = 0.9
@@ -77,12 +79,13 @@ class MAPPOTraining:
         stages: tuple[Stage, ...] = CURRICULUM,
         worlds: int = 16,
         seed: int = 0,
+        grounds: Callable[[np.random.Generator], Shape] | None = None,
     ) -> None:
         self.config = c = config or MAPPOConfig()
         if any(stage.steps % c.rollout for stage in stages):
             fix = "choose stages in whole rollouts, or another `rollout`"
             raise ConfigError("stages", stages, f"stages of a multiple of {c.rollout} steps", fix)
-        self.lessons = Lessons(task, stages=stages, worlds=worlds, seed=seed)
+        self.lessons = Lessons(task, stages=stages, worlds=worlds, seed=seed, resters=c.resters, grounds=grounds)
         features = self.lessons.task.features
         net = TeamCriticNet(features, c.hidden, torch.Generator().manual_seed(seed))
         settings = PPOConfig(
@@ -106,7 +109,7 @@ class MAPPOTraining:
         while lessons.done < until:
             rate = self.config.learning_rate * lessons.cooled(self.config.cooling)
             self.learner.optimizer.param_groups[0]["lr"] = rate
-            self.learner.update([self._play()])
+            self.learner.update([self.play()])
             if progress is not None:
                 progress(f"{max(lessons.stage.agents)} agents", lessons.done / lessons.steps)
 
@@ -123,17 +126,18 @@ class MAPPOTraining:
         self.learner.load_state_dict(state["learner"])
         self.lessons.load_state_dict(state["lessons"])
 
-    def _play(self) -> Episode:
+    def play(self) -> Episode:
         """A rollout. The horizon is looked past: its last step is bootstrapped with what the fresh episode is worth."""
         self.lessons.observe()  # a stage may begin
         present = torch.from_numpy(self.lessons.present)
-        seen, chosen, rewards = [], [], []
+        seen, chosen, rewards, acted = [], [], [], []
         for _ in range(self.config.rollout):
             now = self.lessons.observe()
             action = self.act(now)
             _, reward, _ = self.lessons.step(action)
             seen.append(torch.from_numpy(now) * self.mask)
             chosen.append(torch.from_numpy(action))
+            acted.append(torch.from_numpy(self.lessons.acted))
             rewards.append(torch.from_numpy(reward).sum(-1) / present.sum(-1) * self.config.reward_scale)
         observed, paid, final = (
             torch.stack(seen),
@@ -148,4 +152,5 @@ class MAPPOTraining:
             duration=torch.ones_like(paid),
             final_observed=final,
             final_mask=present,
+            acted=torch.stack(acted),
         )

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dynamix_lab.excavation.summary import places_of
 from dynamix_lab.report import Section, Table, number
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
     """Pellets by number of agents; who did how much where there are most; what a planner's rest would give."""
-    methods, agents = result["methods"], [str(n) for n in result["config"]["agents"]]
+    methods, agents = result["methods"], places_of(result)
+    if result["config"].get("drawn"):
+        rows = [[n, *(_cell(m["agents"][n]["pellets_per_1000"], 0) for m in methods.values())] for n in agents]
+        trained = [f"{name} ({len(m['seeds'])} trainings)" for name, m in methods.items()]
+        return [Section("Pellets per 1,000 steps on grounds never learned on", table=Table(["ground", *trained], rows))]
     most = agents[-1]
     by_agents = [
         [name, str(len(m["seeds"])), *(_cell(m["agents"][n]["pellets_per_1000"], 0) for n in agents)]

@@ -141,10 +141,13 @@ class Counting:
 
 
 class AtRandom:
-    """For learning: up to half of a world's agents rest, others after some hundred steps."""
+    """For learning: a part of a world's agents rests, `least` to `most`, others after some hundred steps."""
 
-    def __init__(self, env: Excavation, *, most: float = 0.5, lasts: int = 250, seed: int = 0) -> None:
-        self.env, self.most, self.lasts, self.rng = env, most, lasts, np.random.default_rng(seed)
+    def __init__(
+        self, env: Excavation, *, least: float = 0.0, most: float = 0.5, lasts: int = 250, seed: int = 0
+    ) -> None:
+        self.env, self.lasts, self.rng = env, lasts, np.random.default_rng(seed)
+        self.least, self.most = int(least * env.agents), int(most * env.agents)
         self.resting: Flags = np.zeros(env.place.shape, dtype=bool)
         self._draw(np.ones(env.worlds, dtype=bool))
 
@@ -162,6 +165,6 @@ class AtRandom:
         self.resting, self.rng.bit_generator.state = state["resting"].copy(), state["random"]
 
     def _draw(self, anew: Flags) -> None:
-        count = self.rng.integers(0, int(self.most * self.env.agents) + 1, self.env.worlds)
+        count = self.rng.integers(self.least, self.most + 1, self.env.worlds)
         order = self.rng.random(self.resting.shape).argsort(-1).argsort(-1)
         self.resting = np.where(anew[:, None], order < count[:, None], self.resting)

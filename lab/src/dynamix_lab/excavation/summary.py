@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini", "halves
 
 
 def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Interquartile means over seeds by method and number of agents ("all": over all numbers), and Lorenz curves.
+    """Interquartile means over seeds by method and place ("all": over all places), and Lorenz curves.
 
     In "all", pellets are per agent, because more agents fetch more and would outweigh the others.
     """
     methods: dict[str, Any] = {}
+    places = config.places()
     opened = [{**r, "method": f"{r['method']}-open", "agents": r["open"]} for r in runs if "open" in r]
     for r in opened:
         for key in ("loss", "forced", "gate", "open", "large"):
@@ -32,8 +33,8 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
         mine.sort(key=lambda r: int(r["seed"]))
         if not mine:
             continue
-        by_agents = {str(n): _measures([r["agents"][str(n)] for r in mine]) for n in config.agents}
-        per_agent = [[r["agents"][str(n)]["pellets_per_1000"] / n for n in config.agents] for r in mine]
+        by_place = {place: _measures([r["agents"][place] for r in mine]) for place in places}
+        per_agent = [[r["agents"][p]["pellets_per_1000"] / n for p, (_, n) in places.items()] for r in mine]
         losses = [r["loss"] for r in mine if "loss" in r]
         parts = {
             k: {**_estimate([loss[k] for loss in losses]), "seeds": [loss[k] for loss in losses]}
@@ -54,7 +55,7 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
             **({"large": large} if large else {}),
             **({"forced": forced, "gates": [r["gate"] for r in mine]} if rests else {}),
             "seeds": [r["seed"] for r in mine],
-            "agents": by_agents,
+            "agents": by_place,
             "all": {"pellets_per_1000_and_agent": stratified(per_agent).to_dict()},
             "seconds": [r["total_s"] for r in mine],
         }
@@ -66,34 +67,43 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
 
 def table(summary: dict[str, Any]) -> str:
     """The summary as lines of text: interquartile mean [95 % interval] over seeds."""
-    lines = [f"{'agents':>6}  {'method':<9}" + "".join(f"{name:>30}" for name in MEASURES)]
-    names = list(summary["methods"])
-    for agents in summary["config"]["agents"]:
-        for name in names:
-            cells = summary["methods"][name]["agents"][str(agents)]
-            lines.append(f"{agents:>6}  {name:<9}" + "".join(f"{_cell(cells[m]):>30}" for m in MEASURES))
+    methods, places = summary["methods"], places_of(summary)
+    wide = max(len("agents"), *map(len, places))
+    lines = [f"{'agents':>{wide}}  {'method':<17}" + "".join(f"{name:>30}" for name in MEASURES)]
+    for place in places:
+        for name in methods:
+            cells = methods[name]["agents"][place]
+            lines.append(f"{place:>{wide}}  {name:<17}" + "".join(f"{_cell(cells[m]):>30}" for m in MEASURES))
     return "\n".join(lines)
 
 
+def places_of(summary: Mapping[str, Any]) -> list[str]:
+    """The names of what was measured, as in `ExperimentConfig.places`."""
+    return list(next(iter(summary["methods"].values()))["agents"])
+
+
 def draw(summary: dict[str, Any], path: Path) -> None:
-    """Pellets by number of agents (interquartile mean and its interval), and who did the work with the most agents."""
+    """Pellets by place (interquartile mean and its interval), and who did the work at the last one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     pellets, work = figure.subplots(1, 2)
-    agents = summary["config"]["agents"]
+    places = places_of(summary)
     for name, method in summary["methods"].items():
-        cells = [method["agents"][str(n)]["pellets_per_1000"] for n in agents]
-        known = [(n, c) for n, c in zip(agents, cells, strict=True) if c["iqm"] is not None]
+        cells = [method["agents"][place]["pellets_per_1000"] for place in places]
+        known = [(n, c) for n, c in zip(places, cells, strict=True) if c["iqm"] is not None]
         x, mean = [n for n, _ in known], np.array([c["iqm"] for _, c in known])
         ends = np.array([[c["iqm"] if c[end] is None else c[end] for _, c in known] for end in ("low", "high")])
         pellets.errorbar(x, mean, np.abs(ends - mean), label=name, marker="o", capsize=3)
-        lorenz = method["agents"][str(max(agents))]["lorenz"]
+        lorenz = method["agents"][places[-1]]["lorenz"]
         if lorenz is not None:  # None: nobody delivered anything
             work.plot(np.linspace(0, 1, len(lorenz)), lorenz, label=name)
     work.plot([0, 1], [0, 1], color="0.7", linestyle=":", label="equal work")
-    pellets.set(xlabel="agents", ylabel="pellets per 1,000 steps, all agents", xticks=agents)
-    work.set(xlabel="share of agents, least working first", ylabel="share of pellets", title=f"{max(agents)} agents")
+    pellets.set(xlabel="agents", ylabel="pellets per 1,000 steps, all agents")
+    if summary["config"]["drawn"]:
+        pellets.tick_params(axis="x", labelrotation=75, labelsize=7)
+    title = places[-1] if summary["config"]["drawn"] else f"{places[-1]} agents"
+    work.set(xlabel="share of agents, least working first", ylabel="share of pellets", title=title)
     pellets.legend(frameon=False)
     work.legend(frameon=False)
     figure.savefig(path, dpi=110)

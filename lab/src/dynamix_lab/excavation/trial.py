@@ -13,15 +13,19 @@ import torch
 
 from dynamix_lab.excavation.config import HAND, LEARNED_GATE, ExperimentConfig, base, task_of
 from dynamix_lab.excavation.gate_search import LOST, SETTLING, busiest, learn_gate, settings
+from dynamix_lab.excavation.ground import drawn, held_out
 from dynamix_lab.excavation.hand import HandMotion
 from dynamix_lab.excavation.learner import Actions, DQNTraining, evaluate, without_traces, work
-from dynamix_lab.excavation.maddpg import MADDPGTraining
 from dynamix_lab.excavation.mappo import MAPPOTraining
 from dynamix_lab.excavation.resting import Counting, Forced, Gate, ThresholdConfig, Thresholds
 from dynamix_lab.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
 
 EVALUATION_SEED = 770_000
-RESTERS = 0.5  # most of the agents that rest while S-MADRL's motion is learned
+# Least and most of the agents that rest while a motion is learned for a gate. On drawn grounds, where no gate is
+# learned, the least is 0: the motion must also fit when nobody rests.
+RESTERS = {"s-madrl": (0.0, 0.5), "s-madrl-team": (0.125, 0.4)}
+
+Motion = Callable[[ExcavationConfig], Callable[[Seen], Actions]]  # for the task it moves on
 
 
 def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
@@ -29,26 +33,33 @@ def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     started, processor = time.perf_counter(), time.process_time()
     task = task_of(config.task, method)
-    act = _trained(config, task, method, seed)
+    motion = _trained(config, task, method, seed)
     trained_s = time.perf_counter() - started
-    most = max(config.agents)
-    search = dataclasses.replace(config.gate, agents=most)
-    learned = learn_gate(act, task, search, seed=seed) if base(method) in LEARNED_GATE else None
+    act, most = motion(task), max(config.agents)
+    learned = None
+    if base(method) in LEARNED_GATE and not config.drawn:
+        learned = learn_gate(act, task, dataclasses.replace(config.gate, agents=most), seed=seed)
+    elif base(method) == "hand":
+        learned = ThresholdConfig()
     gate = _gate(method, learned, seed)
-    worlds, at = config.evaluation_worlds, EVALUATION_SEED + seed
+    worlds, at, places = config.evaluation_worlds, EVALUATION_SEED + seed, config.places()
 
-    def found(agents: int, gate: Callable[[Excavation], Gate] | None) -> dict[str, Any]:
-        return evaluate(act, task, agents=agents, worlds=worlds, seed=at, gate=gate).summary()
+    def found(place: str, gate: Callable[[Excavation], Gate] | None) -> dict[str, Any]:
+        shape, agents = places[place]
+        there = dataclasses.replace(task, shape=shape)
+        return evaluate(motion(there), there, agents=agents, worlds=worlds, seed=at, gate=gate).summary()
 
     more: dict[str, Any] = {}
     if learned is not None:
         more["gate"] = settings(learned)
-        more["open"] = {str(n): found(n, None) for n in config.agents}
-        more["forced"] = {str(n): found(most, functools.partial(Forced, count=n)) for n in range(min(5, most))}
-    if most > LOST + 1:
+        more["open"] = {name: found(name, None) for name in places}
+        if not config.drawn:
+            count = range(min(5, most))
+            more["forced"] = {str(n): found(str(most), functools.partial(Forced, count=n)) for n in count}
+    if most > LOST + 1 and not config.drawn:
         more["loss"] = lost_and_back(act, task, gate, agents=most, worlds=worlds, seed=seed)
     for name, rule in (("large", gate), ("open_large", None)):
-        if config.large and (name == "large" or learned is not None):
+        if config.large and not config.drawn and (name == "large" or learned is not None):
             more[name] = {
                 str(n): _on_larger_ground(act, task, rule, agents=n, of=most, worlds=worlds, seed=at)
                 for n in config.large
@@ -58,7 +69,7 @@ def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
         "method": method,
         "seed": seed,
         "fingerprint": config.fingerprint(method),
-        "agents": {str(n): found(n, gate) for n in config.agents},
+        "agents": {name: found(name, gate) for name in places},
         "training_s": round(trained_s, 1),
         "total_s": round(time.perf_counter() - started, 1),
         "processor_s": round(time.process_time() - processor, 1),
@@ -115,24 +126,22 @@ def _gate(method: str, learned: ThresholdConfig | None, seed: int) -> Callable[[
     return Counting if base(method) == "counting" else None
 
 
-def _trained(config: ExperimentConfig, task: ExcavationConfig, method: str, seed: int) -> Callable[[Seen], Actions]:
+def _trained(config: ExperimentConfig, task: ExcavationConfig, method: str, seed: int) -> Motion:
     name = base(method)
     if name in HAND:
-        return HandMotion(task, seed=seed)
+        return lambda task: HandMotion(task, seed=seed)
     if name == "random":
         rng = np.random.default_rng(seed)
-        return lambda seen: rng.integers(len(ACTIONS), size=seen.shape[:-1])
-    how: dict[str, Any] = {"stages": config.stages, "worlds": config.worlds, "seed": seed}
-    if name in ("mappo", "mappo-typed"):
-        mappo = MAPPOTraining(task, dataclasses.replace(config.mappo, traces=name == "mappo-typed"), **how)
+        return lambda task: lambda seen: rng.integers(len(ACTIONS), size=seen.shape[:-1])
+    grounds = functools.partial(drawn, but=[shape for shape, _ in held_out()]) if config.drawn else None
+    how: dict[str, Any] = {"stages": config.stages, "worlds": config.worlds, "seed": seed, "grounds": grounds}
+    least, highest = RESTERS.get(name, (0.0, 0.0))
+    rest = (0.0 if config.drawn else least, highest)
+    if name in ("mappo", "mappo-typed", "s-madrl-team"):
+        mappo = MAPPOTraining(task, dataclasses.replace(config.mappo, traces=name != "mappo", resters=rest), **how)
         mappo.run()
-        return mappo.act
-    if name == "maddpg":
-        maddpg = MADDPGTraining(task, config.maddpg, **how)
-        maddpg.run()
-        return maddpg.act
+        return lambda task: mappo.act
     dqn = without_traces(config.dqn) if name in ("madqn", "sight-2") else config.dqn
-    rest = RESTERS if name == "s-madrl" else config.dqn.resters
     training = DQNTraining(task, dataclasses.replace(dqn, resters=rest), **how)
     training.run()
-    return training.learner.act
+    return lambda task: training.learner.act

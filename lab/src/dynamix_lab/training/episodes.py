@@ -29,6 +29,7 @@ class Episode:
     done            (T, N) bool, whether the episode ended with that window; None: it never did
     at_once         (T, N, W) and (T, N) what each worker's and the cluster's own action did to the reward of its
                     window, where that is known; the learner then asks the rewards only for what came later
+    acted           (T, N, W) bool, who of the mask did what was chosen for them; None: all. Only they learn to act
     evaluated       log-probabilities (T, N, W) and (T, N) and values (T + 1, N) as they were when the actions were
                     taken; None: the learner evaluates the episode when it begins to learn from it
     """
@@ -43,6 +44,7 @@ class Episode:
     shared: Tensor | None = None
     done: Tensor | None = None
     at_once: tuple[Tensor, Tensor] | None = None
+    acted: Tensor | None = None
     evaluated: tuple[Tensor, Tensor, Tensor] | None = None
 
 

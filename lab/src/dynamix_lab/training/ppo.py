@@ -90,7 +90,9 @@ class PPO(Learner):
     def _flatten(self, episode: Episode) -> dict[str, Tensor]:
         """Decisions (T * N, ...) of known reward, with advantages, returns and log-probabilities of the actions."""
         shared = episode.shared if episode.shared is not None else episode.reward.new_zeros(*episode.reward.shape, 0)
+        acted = episode.mask if episode.acted is None else episode.acted
         flat = {"observed": episode.observed, "mask": episode.mask, "chosen": episode.chosen, "shared": shared}
+        flat["acted"] = acted
         flat = {name: tensor.flatten(0, 1) for name, tensor in flat.items()}
         if episode.evaluated is None:
             *logs, value = self.evaluate(flat["observed"], flat["mask"], flat["chosen"], flat["shared"])
@@ -117,15 +119,15 @@ class PPO(Learner):
         return [part for part in order.split(count) if len(part) > 1]
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        c, mask = self.config, batch["mask"]
+        c, mask, acted = self.config, batch["mask"], batch["acted"]
         actions, value = self.head(self.net, batch["observed"], mask)
         log_chosen, log_shared = actions.log_prob(batch["chosen"], batch["shared"])
         own, common = _standardised(batch["own"]), _standardised(batch["common"])
-        gain = (self._clipped((log_chosen - batch["log_chosen"]) * mask, own) * mask).sum(-1)
+        gain = (self._clipped((log_chosen - batch["log_chosen"]) * acted, own) * acted).sum(-1)
         if batch["shared"].shape[-1]:
             gain = gain + self._clipped(log_shared - batch["log_shared"], common)
         missed = (batch["returns"] - value).square().mean()
-        parts = {"policy": -gain.mean(), "value": missed, "entropy": actions.entropy(mask)}
+        parts = {"policy": -gain.mean(), "value": missed, "entropy": actions.entropy(acted)}
         loss = parts["policy"] + c.value_weight * parts["value"] - c.entropy_weight * parts["entropy"]
         if self.anchor is not None:
             with torch.no_grad():
