@@ -272,3 +272,11 @@ def test_files_that_are_named_exist(page: Path) -> None:
     for text in code(page):
         for path in re.findall(r"(?:^|\s)((?:examples|scripts|src|lab|docs|tests)/[\w./-]+)", text):
             assert (ROOT / path).exists(), path
+
+
+def test_every_policy_has_a_page_and_every_experiment_a_row() -> None:
+    pages = {page.stem for page in ROOT.glob("docs/policies/*.md")}
+    assert set(dynamix.policies.policy_names()) <= pages
+    described = (ROOT / "docs/design/experiments.md").read_text()
+    missing = [e.stem for e in ROOT.glob("lab/src/dynamix_lab/experiments/*.toml") if f"`{e.stem}`" not in described]
+    assert not missing

@@ -220,18 +220,23 @@ def test_a_window_of_two_steps_knows_how_accuracy_changed() -> None:
     assert row["accuracy_change"] > 0
 
 
-def test_a_probe_that_fails_is_dropped_and_its_fields_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reads", [None, {"watts": 3.0, "memory": -1.0}, {"compute": -1.0, "memory": -1.0}])
+def test_a_probe_that_fails_or_reads_what_it_may_not_is_dropped(
+    reads: dict[str, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken:
         name, asked = "broken", 0
 
         def sample(self) -> dict[str, float]:
             self.asked += 1
-            raise OSError("gone")
+            if reads is None:
+                raise OSError("gone")
+            return reads
 
     recorder, broken = Recorder(torch.device("cpu")), Broken()
     monkeypatch.setattr("dynamix.runtime.measure.recorder.PROBE_EVERY_S", 0.0)
     recorder.probes.asked.append(broken)  # type: ignore[arg-type]
-    with pytest.warns(RuntimeWarning, match="broken probe failed"):
+    with pytest.warns(RuntimeWarning, match="broken probe failed.*" + ("gone" if reads is None else min(reads))):
         _row(recorder)
     assert _row(recorder)["memory"] >= 0
     assert broken.asked == 1

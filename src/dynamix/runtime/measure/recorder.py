@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynamix.errors import ConfigError
 from dynamix.probes import probes_here
 from dynamix.probes.timing import RECENT, Clock, StepTimer, StepTimes, pause_in
 from dynamix.runtime.measure.readings import Reader, Value
@@ -173,7 +174,7 @@ class Recorder(Part):
                 self.reader.failed(name, none)
             if name in ("loss", "accuracy"):
                 known[f"{name}_std"], known[f"{name}_change"] = std, self._change(name, known[name], std)
-        known |= self.probes.sample() | dict(zip(HELD, held, strict=False))
+        known |= self.probes.sample({*ROW} - {*HELD} - known.keys()) | dict(zip(HELD, held, strict=False))
         steps = min(self.steps, MOST_STEPS)
         comm = of_steps["comm"][-steps:] if steps else []
         self.last = {"compute_s": known["compute"], "exchange_s": _mean_std(comm)[0], "data_s": known["data"]}
@@ -317,14 +318,22 @@ class Probes:
         self._said: dict[str, float] = {}
         self._again_s = 0.0  # time of the next reading, on the clock `time.monotonic`
 
-    def sample(self) -> dict[str, float]:
-        """Their readings, at most `PROBE_EVERY_S` old. A probe that raises gets a warning, and is not read again."""
+    def sample(self, fields: Set[str]) -> dict[str, float]:
+        """Their readings of `fields`, at most `PROBE_EVERY_S` old.
+
+        A probe that raises or reads anything else gets a warning, and is not read again.
+        """
         if time.monotonic() < self._again_s:
             return self._said
         self._said, self._again_s = {}, time.monotonic() + PROBE_EVERY_S
         for probe in list(self.asked):
             try:
-                self._said |= probe.sample()
+                if others := (said := probe.sample()).keys() - fields:
+                    free = ", ".join(sorted(fields))
+                    raise ConfigError(
+                        "sample()", ", ".join(sorted(others)), free, "return fields that no step measures"
+                    )
+                self._said |= said
             except Exception as error:
                 self.asked.remove(probe)
                 text = f"the {probe.name} probe failed ({error!r}): what it measures is unknown (NaN) from now on"
