@@ -65,6 +65,16 @@ class GateSearch:
             fix = "check the configuration"
             raise ConfigError("rounds, draws, kept, worlds", given, "1 or more each, kept 2 to draws", fix)
 
+    def steps(self, horizon: int) -> int:
+        """Steps of a world that a search takes.
+
+        >>> GateSearch().steps(1000)
+        2534400
+        """
+        of_draw = horizon + (SETTLING + horizon if self.agents > LOST else 0)
+        of_draw += max(horizon // 2, 1) * sum(n < self.agents for n in self.few)
+        return self.rounds * self.draws * self.worlds * of_draw
+
 
 def learn_gate(
     act: Callable[[Seen], Actions], task: ExcavationConfig, config: GateSearch | None = None, *, seed: int = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dynamix_lab.excavation.config import HAND, LEARNED_GATE, base
+from dynamix_lab.excavation.gate_search import GateSearch
 from dynamix_lab.excavation.summary import places_of
 from dynamix_lab.report import Section, Table, number
 
@@ -26,9 +28,10 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         cells, loss = m["agents"][most], m.get("loss", {})
         parts = [_cell(loss[key], 2) if key in loss else "–" for key in ("without", "again")]
         figures = [("pellets_per_1000", 0), ("gini", 2), ("halves", 2), ("collisions_per_1000", 0)]
-        crowd.append([name, *(_cell(cells[key], digits) for key, digits in figures), *parts])
+        crowd.append([name, *(_cell(cells[key], digits) for key, digits in figures), *parts, _learned(result, name)])
     heads = ["method", "trainings", *(f"{n} agents" if n != "1" else "1 agent" for n in agents)]
     head = ["method", "pellets", "Gini", "halves", "collisions", "without the three busiest", "when they are back"]
+    head += ["learned in steps of a world, gate included"]
     made = [
         Section("Pellets per 1,000 steps", table=Table(heads, by_agents)),
         Section(f"With {most} agents", table=Table(head, crowd)),
@@ -57,6 +60,15 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         rows = [[name, *(_cell(f[k], 0) for k in counts)] for name, f in forced.items()]
         made.append(Section("Pellets where so many are made to rest", table=Table(["motion", *counts], rows)))
     return made
+
+
+def _learned(result: Mapping[str, Any], method: str) -> str:
+    """Steps of a world, in millions: those of the lessons, and of the search for a gate."""
+    config, name = result["config"], base(method.removesuffix("-open"))
+    steps = 0 if name in (*HAND, "random") else result["steps_of_worlds"]
+    if name in LEARNED_GATE and not method.endswith("-open"):
+        steps += GateSearch(**config["gate"]).steps(config["task"]["horizon"])
+    return f"{steps / 1e6:.1f} million" if steps else "0"
 
 
 def _cell(estimate: Mapping[str, Any], digits: int) -> str:
