@@ -28,7 +28,7 @@ from dynamix.errors import UsageError
 from dynamix.runtime.controller import Controller
 
 AGAIN = 75
-"""Exit code of a worker that is to be started again (EX_TEMPFAIL)."""
+"""Exit code of a worker that should be restarted (EX_TEMPFAIL)."""
 PATIENCE_S = 3.0  # of a worker that its own agent has not asked to end, in case the agent is about to
 
 _asked = False

@@ -34,7 +34,7 @@ REMOVED = {
     "tta": "dynamix policy evaluate for simulated clusters, dynamix demo for emulated ones",
     "workloads": "nothing: no result of it was recorded",
 }
-"""A command under `dynamix bench`, and what to write in its place."""
+"""Removed commands of `dynamix bench`, and what to use instead."""
 
 
 def _refuse(context: typer.Context) -> None:

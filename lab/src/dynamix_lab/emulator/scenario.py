@@ -1,4 +1,4 @@
-"""An emulated cluster and its disturbances, as data. `schedule` has its course over time."""
+"""An emulated cluster and its disturbances, as data. The module `schedule` computes its course over time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamix.errors import ScenarioError
 from dynamix_lab.emulator.traces import MAX_ROWS, check_rows
 
 MAX_HOSTS = 64
-MOST_TRAFFIC = 0.9  # of a link: with more the job's traffic would nearly stop
+MOST_TRAFFIC = 0.9  # of a link's rate; with more, the job's traffic would nearly stop
 
 _Cores = Annotated[float, Field(strict=True, ge=0.02, le=1024, allow_inf_nan=False)]
 _Rate = Annotated[float, Field(strict=True, ge=0.1, le=30_000, allow_inf_nan=False)]
@@ -31,7 +31,7 @@ _Work = Annotated[float, Field(strict=True, ge=0, le=60_000, allow_inf_nan=False
 _Fixed = Annotated[float, Field(strict=True, gt=0, le=60_000, allow_inf_nan=False)]
 _Index = Annotated[int, Field(strict=True, ge=0, lt=MAX_HOSTS)]
 
-# The first version's hash held all fields, which are these. A later field counts only if it differs from its default,
+# The first version hashed all its fields, which are these. A later field counts only if it differs from its default,
 # so that a scenario without it keeps its hash.
 _ALWAYS_HASHED = {"hosts", "cpu", "rate_mbit_s", "disturbances", "kind", "every_s", "factor", "seed"}
 _NEVER_HASHED = {"name", "description", "file"}
@@ -61,12 +61,12 @@ class Host(_Model):
 
     @property
     def up_mbit_s(self) -> float | None:
-        """Limit of what it sends; None for no limit."""
+        """The most that the host sends; None for no limit."""
         return self.rate_mbit_s if self.rate_up_mbit_s is None else self.rate_up_mbit_s
 
     @property
     def down_mbit_s(self) -> float | None:
-        """Limit of what it receives; None for no limit."""
+        """The most that the host receives; None for no limit."""
         return self.rate_mbit_s if self.rate_down_mbit_s is None else self.rate_down_mbit_s
 
 
@@ -105,7 +105,7 @@ class Load(_Model):
     seed: _Seed = 0
 
     def on_hosts(self, workers: int) -> tuple[int, ...]:
-        """The hosts on which it may be."""
+        """The hosts on which the load may run."""
         return tuple(range(workers)) if self.hosts is None else self.hosts
 
 
@@ -127,7 +127,7 @@ class Change(_Model):
     def applied(self, host: Host) -> Host:
         """`host` after this change."""
         new = {n: v for n in Host.model_fields if (v := getattr(self, n)) is not None}
-        if "rate_mbit_s" in new:  # for both directions, overriding their own rates
+        if "rate_mbit_s" in new:  # sets both directions, and overrides their own rates
             new = {"rate_up_mbit_s": None, "rate_down_mbit_s": None, **new}
         return host.model_copy(update=new)
 
@@ -201,7 +201,7 @@ class Scenario(_Model):
 
     @property
     def needs(self) -> dict[str, str]:
-        """Its demands on links ("rate", "loss", "latency", "traffic"), each with the first place that has it."""
+        """Its demands on links ("rate", "loss", "latency", "traffic"), each with the first setting that makes it."""
         found: dict[str, str] = {}
         places: list[tuple[str, Host | Change]] = [(f"hosts[{i}]", host) for i, host in enumerate(self.hosts)]
         places += [(f"schedule[{i}]", change) for i, change in enumerate(self.schedule)]
@@ -216,12 +216,12 @@ class Scenario(_Model):
 
     @property
     def sha256(self) -> str:
-        """Hash of what is emulated. It ignores names, the description, a trace's file name and the order of keys."""
+        """Hash of the content. It ignores names, the description, a trace's file name and the order of keys."""
         canonical = json.dumps(_hashed(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def stages(self) -> Iterator[tuple[float, list[Host]]]:
-        """(time, hosts from then on) at 0 s and at every time of the schedule, without trace and disturbances."""
+        """Yields (time, hosts from then) at 0 s and at every time of the schedule, without trace and disturbances."""
         hosts = list(self.hosts)
         yield 0.0, list(hosts)
         for at_s, changes in itertools.groupby(self.schedule, key=lambda change: change.at_s):
@@ -257,7 +257,7 @@ class Scenario(_Model):
         return self
 
     def _check_speeds(self) -> None:
-        """Check device hosts: `cpu` is a relative speed."""
+        """Check the `cpu` of device hosts: it is a relative speed."""
         wrong = [(place, cpu) for place, cpu in self.cpus() if cpu > 1]
         for place, cpu in wrong[:1]:
             allowed = "at most 1: with device, cpu is a relative speed, 1 that of the device"
@@ -265,12 +265,12 @@ class Scenario(_Model):
             raise ScenarioError(place, cpu, allowed, fix)
 
     def cpus(self) -> list[tuple[str, float]]:
-        """Every value of cpu with its place."""
+        """Every value of `cpu`, with the name of its setting."""
         found = [(f"hosts[{i}].cpu", host.cpu) for i, host in enumerate(self.hosts)]
         return found + [(f"schedule[{i}].cpu", change.cpu) for i, change in enumerate(self.schedule) if change.cpu]
 
     def _check_links(self) -> None:
-        """Check that a traced rate exists, and that background traffic leaves the job a part of the link."""
+        """Check that every traced rate is set, and that background traffic leaves the job a part of its link."""
         least, traced = [1.0] * self.workers, self.trace is not None and self.trace.scales == "rate"
         if self.trace is not None and traced:
             least = [min(column) for column in zip(*self.trace.factors, strict=True)]
@@ -300,7 +300,7 @@ class Scenario(_Model):
 def check_machine(scenario: Scenario, cores: float) -> None:
     """Raise `ScenarioError` if this machine has fewer cores than the scenario's hosts need together.
 
-    Device hosts need none: their `cpu` is no number of cores.
+    Device hosts need none: their `cpu` is a relative speed.
     """
     if scenario.device is not None:
         return

@@ -1,4 +1,4 @@
-"""Scores of several seeds as one number with an interval (Agarwal et al. 2021, "statistical precipice")."""
+"""Aggregates scores of several seeds to one number and an interval (Agarwal et al. 2021, "statistical precipice")."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An interquartile mean and its bootstrap interval, NaN for a single seed."""
+    """An interquartile mean and its bootstrap interval; the interval is NaN for a single seed."""
 
     value: float
     low: float
     high: float
 
     def to_dict(self) -> dict[str, float | None]:
-        """For JSON; NaN becomes None."""
+        """The estimate for JSON; NaN becomes None."""
         values = {"iqm": self.value, "low": self.low, "high": self.high}
         return {name: value if np.isfinite(value) else None for name, value in values.items()}
 
 
 def interquartile_mean(scores: ArrayLike) -> float:
-    """The mean of the middle half of all scores; what lies across a quartile counts in part.
+    """The mean of the middle half of all scores; a score across a quartile counts in part.
 
     >>> interquartile_mean([0.0, 1.0, 2.0, 100.0])
     1.5
@@ -48,7 +48,7 @@ def _means(rows: Floats) -> Floats:
 
 
 def stratified(scores: ArrayLike, *, resamples: int = 2000, confidence: float = 0.95, seed: int = 0) -> Estimate:
-    """Interquartile mean of scores (seeds, tasks) or (seeds,), with a bootstrap that draws seeds anew within each task.
+    """Interquartile mean of scores (seeds, tasks) or (seeds,); the bootstrap resamples seeds within each task.
 
     >>> stratified([[1.0, 3.0], [1.0, 3.0]])
     Estimate(value=2.0, low=2.0, high=2.0)

@@ -1,4 +1,4 @@
-"""The methods that are compared on the excavation task, and everything that a run depends on."""
+"""The methods compared on the excavation task, and all settings of a run."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from dynamix_lab.excavation.lessons import CURRICULUM, DRAWN, Stage
 from dynamix_lab.excavation.mappo import MAPPOConfig
 from dynamix_lab.excavation.world import ExcavationConfig
 
-# s-madrl        typed traces, motion learned by DQN with some agents at rest, and a threshold gate learned for it
-# s-madrl-team   the same, with motion learned by MAPPO: the team's reward and critic, which only learning needs
-# visits, madqn, sight-2   DQN with the paper's one trace, without traces, and without but seeing two cells far
-# mappo, mappo-typed       without traces, and with typed ones
-# hand           motion by hand, with a learned gate
-# counting       motion by hand; a planner's rule lets `Counting.most` in at a time
+# s-madrl        typed traces; DQN learns motion while some agents rest; then a threshold gate is learned for it
+# s-madrl-team   the same, but MAPPO learns motion, with the team's reward and critic, which only training needs
+# visits, madqn, sight-2   DQN with the paper's one trace; without traces; without traces, but with sight 2
+# mappo, mappo-typed       MAPPO without traces; with typed traces
+# hand           hand-written motion with a learned gate
+# counting       hand-written motion; a planner's rule lets `Counting.most` agents in at a time
 METHODS = (
     "s-madrl-team", "s-madrl", "visits", "madqn", "sight-2", "mappo", "mappo-typed", "hand", "counting", "random"
 )  # fmt: skip
-# Where a method's settings are; hand and random have none.
+# The field with a method's settings; hand, counting and random have none.
 _SETTINGS = {
     **dict.fromkeys(("s-madrl", "visits", "madqn", "sight-2"), "dqn"),
     **dict.fromkeys(("s-madrl-team", "mappo", "mappo-typed"), "mappo"),
 }
 LEARNED_GATE = ("s-madrl-team", "s-madrl", "hand")
 HAND = ("hand", "counting")
-# Methods may be named NAME:CHANGE: typed traces that never fade, that are gone after a step, that are read with noise
-# as large as half a fresh trace, or five steps late.
+# NAME:CHANGE is a method with changed typed traces: they never fade, are gone after a step, are read with noise as
+# large as half a fresh trace, or are read five steps late.
 CHANGES: dict[str, dict[str, Any]] = {
     "no-decay": {"fast": Decay(alpha=0.0, beta=1.0, start=0.0), "entries": Decay(alpha=0.0, beta=0.4, start=0.0)},
     "fast-decay": {"fast": Decay(alpha=1.0, beta=1.0, start=0.0), "entries": Decay(alpha=0.2, beta=4.0, start=0.0)},
@@ -55,14 +55,13 @@ def base(method: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentConfig:
-    """The settings of a comparison. `evaluation_worlds` episodes of one horizon for every place, method and seed.
+    """The settings of a comparison. Every place, method and seed gets `evaluation_worlds` episodes of one horizon.
 
-    agents  numbers of agents on the task's ground: each is a place. Unless `drawn`, methods with a gate are also
-            measured as NAME-open, in which nobody rests
-    large   numbers of agents on larger grounds, with a tunnel for every so many as most of `agents`; nothing is learned
-            there
-    drawn   every episode of learning has a ground of its own, and the places are those of `held_out`. No gate is
-            learned: of hand-written motion, nobody rests or all have `ThresholdConfig`'s
+    agents  numbers of agents on the task's ground; each is a place. Unless `drawn`, methods with a learned gate are
+            also measured as NAME-open, in which no agent rests
+    large   numbers of agents on larger grounds with one tunnel for every max(`agents`); nothing is learned there
+    drawn   every training episode has its own ground, and the places are those of `held_out`. No gate is learned;
+            hand-written motion is measured with the default `ThresholdConfig`, and as NAME-open
     """
 
     methods: tuple[str, ...] = METHODS
@@ -88,7 +87,7 @@ class ExperimentConfig:
             raise ConfigError("methods, agents, seeds", "none", "one or more of each", "check the configuration")
 
     def places(self) -> dict[str, tuple[Shape, int]]:
-        """What is measured by name: a ground, and how many agents work there."""
+        """The places by name: a ground, and the number of agents that work there."""
         if not self.drawn:
             return {str(n): (self.task.shape, n) for n in self.agents}
         return {
@@ -107,7 +106,7 @@ class ExperimentConfig:
         horizon: int = 1000,
         scale: float = 1.0,
     ) -> ExperimentConfig:
-        """From options; `scale` is of the number of steps of every stage, `slow` the speed of every second agent."""
+        """A comparison from options. `scale` multiplies every stage's steps; `slow` is every second agent's speed."""
         if not 0 < scale < float("inf"):
             raise ConfigError("scale", scale, "above 0, finite", "1 is the whole curriculum")
         drawn = ground == "drawn"
@@ -125,7 +124,7 @@ class ExperimentConfig:
         )
 
     def fingerprint(self, method: str) -> str:
-        """A fingerprint of all that a finished run of `method` depends on; methods and seeds may be added later."""
+        """A hash of all settings on which a run of `method` depends. Methods and seeds may be added later."""
         others = {"dqn", "mappo"} - {_SETTINGS.get(base(method))}
         others |= {"methods", "seeds", *(() if base(method) in LEARNED_GATE else ("gate",))}
         facts = {k: v for k, v in dataclasses.asdict(self).items() if k not in others}

@@ -1,4 +1,4 @@
-"""The excavation task behind PettingZoo's interface, one world, an agent each; and behind Gymnasium's, one agent of it.
+"""The excavation task with PettingZoo's interface (all agents of a world) and with Gymnasium's (one of its agents).
 
 Needs the extra `learn`.
 """
@@ -23,10 +23,10 @@ RENDER_MODES = ("ansi", "rgb_array")
 
 
 class ParallelExcavation(ParallelEnv[str, NDArray[np.float32], int]):
-    """Agents "robot_0" and so on: observations (F,), actions 0 to 4 (`ACTIONS`), a reward of its own for each.
+    """Agents "robot_0" and so on. Each has its own observation (F,), action 0 to 4 (`ACTIONS`) and reward.
 
-    Truncated at the horizon, terminated when all pellets (if they can run out) are in the nest. `render_mode` "ansi"
-    gives text, "rgb_array" an image; the infos say how many pellets the agent has delivered.
+    An episode is truncated at the horizon. If pellets can run out, it terminates when all are in the nest.
+    `render_mode` "ansi" gives text, "rgb_array" an image. An agent's info has the number of pellets that it delivered.
     """
 
     metadata = {"render_modes": list(RENDER_MODES), "name": "dynamix_excavation_v0"}  # noqa: RUF012
@@ -84,10 +84,10 @@ class ParallelExcavation(ParallelEnv[str, NDArray[np.float32], int]):
 
 
 class OneOfMany(gymnasium.Env[NDArray[np.float32], Any]):
-    """The first agent of a world; the others move by hand. Observation (F,), actions 0 to 4, its own reward.
+    """The first agent of a world; the others move by hand-written rules. Observation (F,), actions 0 to 4, own reward.
 
     `gymnasium.make("dynamix_lab.excavation.environments:dynamix/Excavation-v0", agents=8)`. The ground is
-    "single-file", traces are typed. Truncated at the horizon; the infos say how many pellets it and all have delivered.
+    "single-file", traces are typed. Truncated at the horizon. The info has the pellets that it and all delivered.
     """
 
     metadata = {"render_modes": list(RENDER_MODES), "render_fps": 10}  # noqa: RUF012

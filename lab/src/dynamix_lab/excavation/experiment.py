@@ -1,8 +1,8 @@
-"""S-MADRL against its baselines on the excavation task (`dynamix bench excavation`).
+"""Compares S-MADRL with its baselines on the excavation task (`dynamix bench excavation`).
 
-Every (method, seed) is one training by the same curriculum over the same number of steps of the worlds; its final
-weights are evaluated with 1 to 8 agents. Settings are the classes' defaults for all. A finished (method, seed) is a
-line of OUT/runs.jsonl, and a call that finds such lines runs only what is missing.
+Every (method, seed) is one training, with the same curriculum and the same number of steps of the worlds. Its final
+weights are evaluated with 1 to 8 agents. All methods have their classes' default settings. A finished (method, seed) is
+a line of OUT/runs.jsonl. A call that finds such lines runs only the missing ones.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def run(
     minutes: float | None = None,
     tell: Callable[[str, float], None] = lambda what, done: None,
 ) -> dict[str, Any]:
-    """Run what is missing in `out`, tell how long each run took, and return the summary.
+    """Do the runs that `out` lacks, report the time that each took, and return the summary.
 
-    minutes   after which no other training begins: the summary is of what is finished, so methods may differ by a
-              training; 0 for what `out` holds
+    minutes   after which no other training begins. The summary then has the finished runs, so methods may differ by
+              one training. 0 only summarises `out`
 
-    A run that fails does not keep those beside it from being kept; its error is raised when they are. Raises
+    If a run fails, the runs in other processes are still finished and stored; then its error is raised. Raises
     `StateError` if `out` holds runs of another configuration or a damaged line.
     """
     if minutes is not None and not minutes >= 0:

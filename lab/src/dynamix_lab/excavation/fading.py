@@ -1,6 +1,6 @@
-"""Traces on every cell of many worlds, faded at every step: what agents leave for each other instead of messages.
+"""Decaying traces on the cells of many worlds, which agents leave for each other instead of sending messages.
 
-S-MADRL (arXiv 2510.03592): a visited cell becomes rho <- (1 - alpha) rho + beta, every other one (1 - alpha) rho.
+S-MADRL (arXiv 2510.03592): rho <- (1 - alpha) rho + beta on a visited cell, rho <- (1 - alpha) rho on every other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dynamix.window import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class Decay:
-    """How traces fade. The three numbers are known at second hand only; they are settings, not facts.
+    """How traces fade. The three defaults are second-hand: treat them as settings, not as facts.
 
     alpha   share lost per step, 0 (never fades) to 1 (gone after its own step)
     beta    added per visit; a cell visited at every step tends to beta / alpha
@@ -37,9 +37,9 @@ class Decay:
 
 
 class FadingField:
-    """B worlds of C cells; `open_` (C,) says which of them hold traces.
+    """The traces of B worlds of C cells. `open_` (C,) marks the cells that hold traces.
 
-    late   steps by which `smelt` is behind
+    late   delay of `smelt`, in steps
 
     >>> field = FadingField(np.array([True, True, False]), Decay(alpha=0.5, beta=1.0, start=0.0), worlds=1)
     >>> field.deposit(np.array([[0, 0, 2]]))
@@ -62,18 +62,18 @@ class FadingField:
         self._past = []
 
     def fade(self) -> None:
-        """A step passes: before the deposits of the next one."""
+        """Let all traces fade by one step. Call it before the next step's deposits."""
         if self.late:
             self._past = [*self._past, self.value.copy()][-self.late :]
         self.value *= 1.0 - self.decay.alpha
 
     def deposit(self, cell: Ints, amount: NDArray[Any] | float = 1.0) -> None:
-        """So many visits (a number, or (B, n)) to cells (B, n) of their worlds; one may be named repeatedly."""
+        """Add `amount` visits (a number, or (B, n)) to cells (B, n) of their worlds. A cell may occur repeatedly."""
         visits = self.decay.beta * amount * self.open_[cell]
         np.add.at(self.value.reshape(-1), (cell + self._first).reshape(-1), visits.reshape(-1))
 
     def smelt(self, cell: Ints) -> Floats:
-        """The traces on cells (B, ...) of their worlds, `late` steps ago."""
+        """The traces on cells (B, ...) of their worlds, as of `late` steps ago."""
         now = self._past[0] if self.late and self._past else self.value
         first = self._first.reshape(-1, *([1] * (cell.ndim - 1)))
         return np.asarray(now.reshape(-1).take(cell + first))

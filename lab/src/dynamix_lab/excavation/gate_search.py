@@ -1,8 +1,8 @@
 """Learns a threshold gate for a motion by the cross-entropy method (Rubinstein 1999).
 
-When to rest pays only over hundreds of steps: a learner whose discount sees ten cannot find it. So the numbers of
-`ThresholdConfig` are drawn, tried, and drawn anew about the best. All draws of a round work at the same time, in worlds
-of their own.
+Rest pays only over hundreds of steps, so a learner whose discount covers ten steps cannot learn when to rest. This
+search draws the numbers of `ThresholdConfig`, tries them, and draws again around the best. All draws of a round run at
+the same time, each in its own worlds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dynamix_lab.excavation.resting import ThresholdConfig, Thresholds
 from dynamix_lab.excavation.sharing import correlations, gini
 from dynamix_lab.excavation.world import Excavation, ExcavationConfig, Flags, Seen
 
-LOST = 3  # busiest agents that are taken away
-SETTLING = 300  # steps that the others have before it is measured what a loss cost
-# Of each number: least, most, and whether it is searched on a logarithmic scale.
+LOST = 3  # busiest agents that are removed
+SETTLING = 300  # steps for the others to adapt, before the cost of the loss is measured
+# By number: its minimum, its maximum, and whether the search uses a logarithmic scale.
 RANGES = {
     "lowest": (0.5, 8.0, False),
     "highest": (0.5, 12.0, False),
@@ -38,16 +38,16 @@ RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class GateSearch:
-    """All ours. A trial is a horizon with `agents`, one after the `LOST` busiest were taken away (the first `SETTLING`
-    steps are not counted), and half a horizon with each of `few`. Its score is the sum of pellets per 1,000 steps in
-    all of them, and `division` times how unequal the work was for good.
+    """Settings, ours. A trial is a horizon with `agents`, one `SETTLING` steps after the `LOST` busiest were removed,
+    and half a horizon with each of `few`. Its score is the sum of the pellets per 1,000 steps in all of them, plus
+    `division` times the lasting inequality with `agents`.
 
-    rounds, draws, kept   of the cross-entropy method: draws in a round, and how many the next one is drawn about
-    agents, few           that each draw is tried with
-    worlds                of each draw
-    division              pellets that lasting inequality of 1 is worth: the Gini coefficient with all agents, times
-                          the correlation of what they delivered in the two halves
-    enough                lasting inequality beyond which more is worth nothing
+    rounds, draws, kept   of the cross-entropy method: draws per round, and the best ones that shape the next round
+    agents, few           numbers of agents with which each draw is tried
+    worlds                per draw
+    division              pellets for a lasting inequality of 1: the Gini coefficient with all agents, times the
+                          correlation of their deliveries in the two halves
+    enough                lasting inequality above which more adds nothing to the score
     """
 
     rounds: int = 8
@@ -79,7 +79,7 @@ class GateSearch:
 def learn_gate(
     act: Callable[[Seen], Actions], task: ExcavationConfig, config: GateSearch | None = None, *, seed: int = 0
 ) -> ThresholdConfig:
-    """The gate with which `act` scores highest: the mean of what was kept in the last round."""
+    """The gate with which `act` scores highest: the mean of the draws kept in the last round."""
     c, rng = config or GateSearch(), np.random.default_rng(seed)
     mean, spread = np.full(len(RANGES), 0.5), np.full(len(RANGES), 0.3)
     for number in range(c.rounds):
@@ -92,7 +92,7 @@ def learn_gate(
 
 
 def gate_of(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> ThresholdConfig:
-    """The gate of numbers between 0 and 1, in the order of `RANGES`.
+    """The gate from numbers between 0 and 1, in the order of `RANGES`.
 
     >>> gate_of(np.zeros(len(RANGES))).retry
     0.001
@@ -114,7 +114,7 @@ def scores(
     *,
     seed: int,
 ) -> Floats:
-    """The worth of each of `gates` (`GateSearch`)."""
+    """The score of each of `gates`, as in `GateSearch`."""
     each = [gate for gate in gates for _ in range(c.worlds)]
 
     def mean(values: Floats) -> Floats:
@@ -139,17 +139,17 @@ def scores(
 
 
 def lasting(env: Excavation) -> Floats:
-    """The lasting inequality by world (B,): the Gini coefficient, times the correlation of the two halves if it is
-    above 0."""
+    """The lasting inequality by world (B,): the Gini coefficient times the correlation of the two halves. A negative
+    or undefined correlation counts as 0."""
     unequal = np.nan_to_num(gini(env.delivered))
     return np.asarray(unequal * np.maximum(np.nan_to_num(correlations(env.early, env.delivered - env.early)), 0.0))
 
 
 def busiest(env: Excavation) -> Flags:
-    """The `LOST` agents of every world who have delivered most, (B, N)."""
+    """Marks (B, N) the `LOST` agents of every world that delivered most."""
     return np.asarray(env.delivered.argsort(-1).argsort(-1) >= env.agents - LOST)
 
 
 def settings(gate: ThresholdConfig) -> dict[str, float]:
-    """For a record."""
+    """The gate's numbers, for a record."""
     return dataclasses.asdict(gate)

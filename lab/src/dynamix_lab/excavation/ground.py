@@ -1,4 +1,4 @@
-"""The ground of the excavation task: a nest, a narrow tunnel, and the face at its end where pellets are dug."""
+"""The ground of the excavation task: a nest, a narrow tunnel, and the face at its end, where agents take pellets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes in cells, ours (the paper's are not known to us): the nest is a rectangle, the tunnel leaves its middle.
+    """Sizes in cells, ours, as we do not know the paper's. The nest is a rectangle; the tunnel begins at its middle.
 
-    tunnel_width   1: nobody can pass anybody; 2: just
+    tunnel_width   1: no agents can pass each other; 2: they just can
     chamber_rows, chamber_columns
-                   of a room at the end of the tunnel; 0 and 0: there is none. The face is the last column
-    tunnels        such grounds side by side with one nest for all: a tunnel for every `nest_rows` of its rows
+                   size of the room at the end of the tunnel; 0 and 0: no room. The face is the last column
+    tunnels        number of such grounds side by side with one common nest: one tunnel per `nest_rows` of its rows
     """
 
     nest_rows: int = 6
@@ -46,7 +46,7 @@ class Shape:
             raise ConfigError("chamber_rows, chamber_columns", chamber, allowed, "check the shape")
 
 
-# Two grounds on which methods are compared, as far to go on each. In the second, who meets somebody has to back out.
+# Methods are compared on two grounds of equal distance. In the second, one of two agents that meet must back out.
 GROUNDS = {
     "two-lane": Shape(),
     "single-file": Shape(tunnel_length=6, tunnel_width=1, chamber_rows=3, chamber_columns=2),
@@ -54,9 +54,9 @@ GROUNDS = {
 
 
 def drawn(rng: np.random.Generator, *, but: Collection[Shape] = ()) -> Shape:
-    """A ground with a tunnel one cell wide and 4 to 12 long, a chamber, and a nest for 18 agents or more.
+    """Draw a ground: a tunnel one cell wide and 4 to 12 long, a chamber, and a nest for 18 agents or more.
 
-    but   grounds that are not drawn: those on which what was learned is measured
+    but   grounds that are never drawn, because they are for evaluation
     """
     while True:
         nest = int(rng.integers(6, 9)), int(rng.integers(3, 5))
@@ -66,15 +66,15 @@ def drawn(rng: np.random.Generator, *, but: Collection[Shape] = ()) -> Shape:
 
 
 def held_out(count: int = 10) -> list[tuple[Shape, int]]:
-    """The grounds on which nobody learned, and how many agents (3 to 12) work on each."""
+    """Grounds on which no training runs, and the number of agents (3 to 12) on each."""
     draws = [np.random.default_rng([880_000, i]) for i in range(count)]
     return [(drawn(rng), int(rng.integers(3, 13))) for rng in draws]
 
 
 class Burrow:
-    """A `Shape` as flat arrays over a grid with a margin of `margin` cells of rock, so that no view leaves it.
+    """A `Shape` as flat arrays over a grid. A margin of `margin` cells of rock keeps every view inside the grid.
 
-    A cell is one integer, row * width + column. Neighbours are at -width, +width, -1, +1.
+    A cell is one integer, row * width + column. Its neighbours are at -width, +width, -1 and +1.
 
     >>> print(Burrow(Shape(nest_rows=4, nest_columns=2, tunnel_length=3, tunnel_width=2)).text())
     #######
@@ -92,8 +92,8 @@ class Burrow:
         self.height, self.width = rows * shape.tunnels + 2 * margin, columns + 2 * margin
         row, column = (a - margin for a in np.divmod(np.arange(self.height * self.width), self.width))
         inside = (row >= 0) & (row < rows * shape.tunnels) & (column >= 0) & (column < columns)
-        self.tunnel = np.where(inside, row // rows, 0)  # the nearest
-        row = np.where(inside, row % rows, row)  # of those that belong to this tunnel
+        self.tunnel = np.where(inside, row // rows, 0)  # the nearest one
+        row = np.where(inside, row % rows, row)  # among the rows of its tunnel
         aside, down = _aside(row, rows, shape.tunnel_width)
         self.nest = inside & (column < shape.nest_columns)
         chamber = inside & (column >= tunnel_end) & (_aside(row, rows, shape.chamber_rows)[0] == 0)
@@ -101,11 +101,11 @@ class Burrow:
         self.rock = ~(self.nest | tunnel | chamber)
         self.face = ~self.rock & (column == columns - 1)
         self.row, self.column = row, column
-        # Steps to the goals and their direction in rows, as if there were nobody else.
+        # Steps to the goals, and their direction in rows, ignoring other agents.
         self.to_face = columns - 1 - column + aside * self.nest
         self.to_nest = np.maximum(column - (shape.nest_columns - 1), 0) + aside * chamber
         self.rows_to_face, self.rows_to_nest = down * self.nest, down * chamber
-        self.off_path = (2 * aside + shape.nest_columns - 1 - column) * self.nest  # how little one stands in the way
+        self.off_path = (2 * aside + shape.nest_columns - 1 - column) * self.nest  # larger: less in the way
         self.farthest = int(self.to_face[~self.rock].max())
 
     @property
@@ -125,7 +125,7 @@ class Burrow:
 
 
 def _aside(row: Ints, rows: int, wide: int) -> tuple[Ints, Ints]:
-    """Steps from the `wide` middle rows of `rows`, and whether down (1), up (-1), or none lead there."""
+    """Steps to the `wide` middle rows of `rows`, and the direction there: down (1), up (-1) or none (0)."""
     top = (rows - wide) // 2
     steps = np.maximum(np.maximum(top - row, row - (top + wide - 1)), 0)
     return steps, np.where(row < top, 1, -1) * (steps > 0)

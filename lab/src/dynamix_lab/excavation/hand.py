@@ -1,8 +1,8 @@
-"""Motion by hand on typed traces, where a tunnel one cell wide ends in a chamber: the baseline of what is learned.
+"""Hand-written motion on typed traces, for a tunnel one cell wide that ends in a chamber: a baseline for learning.
 
-It acts on what an agent sees and smells, like a learner. Laden agents go home. Empty ones go in as a file, and turn
-round for a laden one in the tunnel, or for one who turned round before them. The laden wait in the chamber until the
-file is in, so that all who came together leave together. Nobody stands before the mouth at home while others come out.
+Like a learner, it acts on each agent's own observation. Laden agents go home. Empty agents go in as a file. They turn
+round for a laden agent in the tunnel, or for one ahead that turned round. Laden agents wait in the chamber until the
+file is in, so that all leave together. In the nest, agents keep away from the mouth while others come out.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dynamix.window import Ints
 from dynamix_lab.excavation.world import KINDS, ExcavationConfig, Flags, Seen
 
 STAY, UP, DOWN, LEFT, RIGHT = range(5)
-_FRESH = 0.5  # a trace above it was left in this step
+_FRESH = 0.5  # a stronger trace is from this step
 
 
 class HandMotion:
-    """Actions (B, N) for observations (B, N, F); own random generator.
+    """Gives actions (B, N) for observations (B, N, F). It has its own random generator. Its probabilities per step:
 
-    courtesy   chance per step that a laden agent in the chamber waits for those who come in
-    gives_way  chance per step that an empty one in the tunnel turns round for a laden one that holds its entrance
-    leaves     chance per step that an empty one leaves a chamber in which there is no place
+    courtesy   a laden agent in the chamber waits for agents that come in
+    gives_way  an empty agent in the tunnel turns round for a laden one at the chamber's entrance
+    leaves     an empty agent at the chamber's entrance leaves, if no cell next to it is free
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class HandMotion:
 
 
 class _Look:
-    """The view of the agents in one step, by name."""
+    """The agents' observations in one step, with a name for each part."""
 
     def __init__(self, by: HandMotion, seen: Seen) -> None:
         shape = by.task.shape
@@ -58,7 +58,7 @@ class _Look:
         self.carrying = seen[..., 0] > 0.5
         self.row = (seen[..., 1] * shape.nest_rows).round().astype(int)
         self.column = (seen[..., 2] * columns).round().astype(int)
-        self.towards = seen[..., 4].round().astype(int)  # rows to the goal
+        self.towards = seen[..., 4].round().astype(int)  # the goal's direction in rows
         blocks = seen[..., 6:30].reshape(*self.shape, 3, 8)
         around = np.zeros((*self.shape, 3, 9), dtype=bool)
         around[..., [0, 1, 2, 3, 5, 6, 7, 8]] = blocks > 0.5
@@ -77,7 +77,7 @@ class _Look:
         return np.where(self.carrying, self._laden(), self._empty())
 
     def _trace(self, kind: int, cells: list[tuple[int, int]], *, in_tunnel: bool = True) -> Flags:
-        """Whether there is a fresh trace on one of the cells (rows, columns) from here."""
+        """Whether a cell at one of the offsets (rows, columns) has a fresh trace; `in_tunnel`: only tunnel cells."""
         found = np.zeros(self.shape, dtype=bool)
         for row, column in cells:
             there = self.traces[..., kind, row + 2, column + 2]
@@ -91,7 +91,7 @@ class _Look:
         return np.asarray(~self.taken[..., row + 1, column + 1] & ~self.rock[..., row + 1, column + 1])
 
     def _occupied(self, action: Ints) -> Flags:
-        """Whether somebody stands where `action` leads."""
+        """Whether an agent is on the cell to which `action` leads."""
         rows, columns = np.array([0, -1, 1, 0, 0])[action], np.array([0, 0, 0, -1, 1])[action]
         b, n = np.indices(self.shape)
         return np.asarray(self.taken[b, n, rows + 1, columns + 1])
@@ -100,7 +100,7 @@ class _Look:
         return np.asarray(self.rng.random(self.shape) < part)
 
     def _aside(self, otherwise: Ints | int) -> Ints:
-        """Up or down, where it is free."""
+        """Up or down, whichever is free; else `otherwise`."""
         up, down = self._free(-1, 0), self._free(1, 0)
         return np.where(up & (self._chance(0.5) | ~down), UP, np.where(down, DOWN, otherwise))
 
@@ -123,9 +123,9 @@ class _Look:
         ahead = [(r, c) for r in range(-2, 3) for c in (1, 2)]
         laden, turned = self._trace(0, ahead), self._trace(2, [(0, 1), (0, 2)])
         go = self._rows(RIGHT)
-        # In the chamber: past whoever stands there; at its entrance out again, if there is no place.
+        # At the chamber's entrance: pass an agent in the way, or go out again if no cell is free.
         blocked = self.chamber & self._occupied(go)
-        turn = np.where(self._chance(0.5), UP, DOWN)  # four who go round in a ring pass each other
+        turn = np.where(self._chance(0.5), UP, DOWN)  # even onto a taken cell: four agents in a ring can all move
         go = np.where(blocked & self._at_entrance(), self._aside(turn), go)
         full = (
             self._at_entrance()
@@ -141,7 +141,7 @@ class _Look:
         return np.where(self.nest, self._at_home(laden | self._trace(2, ahead)), go)
 
     def _at_home(self, busy: Flags) -> Ints:
-        """The moves of empty agents in the nest. `busy`: somebody comes out."""
+        """The moves of empty agents in the nest. `busy`: an agent comes out."""
         go, middle = self._rows(RIGHT), self.row == self.middle
         door = middle & (self.column == self.nest_columns - 1)
         ways = np.stack([self._free(-1, 0), self._free(1, 0), self._free(0, -1)])
@@ -153,13 +153,13 @@ class _Look:
         around = self._occupied(go) & self._chance(0.5) & self._free(0, 1)
         near = np.abs(self.row - self.middle) <= 1
         waits = busy | (self._occupied(go) & ~self._follows(go))
-        shuffles = self._occupied(go) & self._chance(0.15)  # somebody may want to pass here
+        shuffles = self._occupied(go) & self._chance(0.15)  # another agent may want to pass here
         waiting = np.where(near & busy, outwards, np.where(shuffles, off, STAY))
         inner = np.where(waits, waiting, np.where(around, RIGHT, go))
         return np.where(door, np.where(busy, off, go), inner)
 
     def _follows(self, action: Ints) -> Flags:
-        """Whether the one who stands where `action` leads is on the way in."""
+        """Whether the agent on the cell to which `action` leads is on its way in."""
         rows, columns = np.array([0, -1, 1, 0, 0])[action], np.array([0, 0, 0, -1, 1])[action]
         b, n = np.indices(self.shape)
         return np.asarray(self.traces[b, n, 1, rows + 2, columns + 2])

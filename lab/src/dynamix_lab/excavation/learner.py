@@ -1,10 +1,10 @@
-"""Independent deep Q-learning with shared weights, in one file: what S-MADRL's agents learn with. Torch only.
+"""S-MADRL's learner: independent deep Q-learning with shared weights, in one file, with torch only.
 
-Every agent acts on its own observation and learns from its own reward and the mean of its world; all use, and fill, the
-same network and memory (target network and replay, Mnih et al. 2015; Munchausen DQN, Vieillard et al. 2020). They draw
-their actions from the soft-max of what they are worth, because equal agents who all take the best one block each other
-for ever. `DQNConfig(traces=False)` is MADQN, the baseline: the same class, network, and settings, with the traces in
-its observation masked.
+Every agent acts on its own observation, and learns from its own reward and its world's mean reward. All agents share
+one network and one replay memory (target network and replay, Mnih et al. 2015; Munchausen DQN, Vieillard et al. 2020).
+Actions are drawn from the soft-max of the Q-values, because equal agents that all take the best action block each other
+permanently. `DQNConfig(traces=False)` is MADQN, the baseline: the same class, network and settings, with the traces
+masked in the observation.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Actions = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DQNConfig:
-    """All ours: the paper's settings are not known to us.
+    """Settings, all ours: we do not know the paper's.
 
-    traces         False masks the pheromone: MADQN
+    traces         False masks the traces: MADQN
     gamma          discount per step
-    batch          transitions in a gradient step, of which there is one per step of the worlds
-    capacity       transitions remembered; learning begins with `warm_up` of them
-    target_every   gradient steps between two copies of the network to the target
-    reward_scale   on what the network learns from, so that its outputs are of order 1
-    temperature    of the soft-max, and weight of the entropy in what is learned; in scaled reward
-    munchausen     share of the taken action's log-probability, times the temperature and cut at -1, that is added to
-                   the reward
-    epsilon_last   chance of any action, while learning, that is left after the first half of a stage
-    shared         share of the reward that is the mean of all agents of the world: to step aside pays others first
-    resters        least and most of a world's agents that rest at a time while learning, as parts of them
-    cooling        last part of the training in which the learning rate falls to 0
+    batch          transitions in a gradient step; there is one gradient step per step of the worlds
+    capacity       transitions in the replay memory; learning begins with `warm_up` of them
+    target_every   gradient steps between two copies of the network to the target network
+    reward_scale   factor on the reward that the network learns from, so that its outputs are of order 1
+    temperature    of the soft-max, and weight of the entropy in the learning target; in units of scaled reward
+    munchausen     weight of a term that is added to the reward: the taken action's log-probability times the
+                   temperature, clipped at -1
+    epsilon_last   probability of a uniformly random action in training, after the first half of a stage
+    shared         weight of the world's mean reward in an agent's reward: stepping aside first pays other agents
+    resters        minimum and maximum fraction of a world's agents that rest at a time in training
+    cooling        last part of the training, in which the learning rate falls to 0
     """
 
     traces: bool = True
@@ -98,7 +98,7 @@ def perceptron(inputs: int, hidden: int, outputs: int, generator: torch.Generato
 
 
 class DQN:
-    """Network, target, optimizer, replay memory and a random generator of its own; `state_dict` has all of them."""
+    """Network, target network, optimizer, replay memory and own random generator; `state_dict` has all of them."""
 
     def __init__(self, features: int, traces: slice, config: DQNConfig | None = None, *, seed: int = 0) -> None:
         self.config = c = config or DQNConfig()
@@ -121,14 +121,14 @@ class DQN:
 
     @torch.no_grad()
     def act(self, seen: Seen, *, epsilon: float = 0.0) -> Actions:
-        """Actions (...) for observations (..., F), drawn from the soft-max, or with chance `epsilon` from all alike."""
+        """Draw actions (...) for observations (..., F) from the soft-max, or with probability `epsilon` uniformly."""
         worth = self.net(torch.from_numpy(seen) * self.mask)
         chance = (worth / self.config.temperature).softmax(-1) * (1 - epsilon) + epsilon / len(ACTIONS)
         drawn = torch.multinomial(chance.flatten(0, -2), 1, generator=self.generator)
         return np.asarray(drawn.view(chance.shape[:-1]).numpy())
 
     def remember(self, seen: Seen, action: Actions, reward: NDArray[Any], then: Seen, goes_on: NDArray[Any]) -> None:
-        """Keep transitions: (..., F), (...), (...), (..., F), (...); the oldest give way."""
+        """Store transitions: (..., F), (...), (...), (..., F), (...). They replace the oldest."""
         features, capacity = seen.shape[-1], self.config.capacity
         new = {
             "seen": torch.from_numpy(seen).view(-1, features) * self.mask,
@@ -138,14 +138,14 @@ class DQN:
             "goes_on": torch.from_numpy(goes_on).reshape(-1).float(),
         }
         count, at = len(new["reward"]), self.remembered % capacity
-        until_end = min(count, capacity - at)  # the rest goes to the beginning
+        until_end = min(count, capacity - at)  # the others go to the beginning
         for name, values in new.items():
             self.memory[name][at : at + until_end] = values[:until_end]
             self.memory[name][: count - until_end] = values[until_end:]
         self.remembered += count
 
     def learn(self) -> float:
-        """One gradient step of Munchausen DQN on remembered transitions; the loss, NaN while there are too few."""
+        """Make one gradient step of Munchausen DQN on stored transitions. Returns the loss; NaN before `warm_up`."""
         c = self.config
         if self.remembered < c.warm_up:
             return float("nan")
@@ -153,7 +153,7 @@ class DQN:
         seen, action, reward, then, goes_on = (self.memory[name][rows] for name in self.memory)
         with torch.no_grad():
             (following, now), heat = self.target(torch.cat([then, seen])).chunk(2), c.temperature
-            soft = heat * (following / heat).logsumexp(-1)  # what is expected, and the temperature times the entropy
+            soft = heat * (following / heat).logsumexp(-1)  # expected value plus temperature times entropy
             taken = (now / heat).log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
             aim = reward + c.munchausen * (heat * taken).clamp(min=-1.0) + c.gamma * goes_on * soft
         value = self.net(seen).gather(-1, action.unsqueeze(-1)).squeeze(-1)
@@ -188,9 +188,9 @@ class DQN:
 
 
 class DQNTraining:
-    """Learning by a curriculum in B worlds at once, one gradient step per step of the worlds.
+    """Trains a `DQN` by a curriculum in B worlds at once, with one gradient step per step of the worlds.
 
-    Stopped at any step and resumed from `state_dict`, it ends in the same weights.
+    If stopped at any step and resumed from `state_dict`, it ends with the same weights.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class DQNTraining:
         self.learner = DQN(self.lessons.task.features, self.lessons.task.traces, config, seed=seed)
 
     def run(self, steps: int | None = None, *, progress: Callable[[str, float], None] | None = None) -> None:
-        """Go on for so many steps of the worlds, or to the end; `progress` hears the stage and the part done."""
+        """Train for `steps` steps of the worlds, or to the end. `progress` gets the stage and the part done."""
         lessons, c = self.lessons, self.learner.config
         until = lessons.steps if steps is None else min(lessons.done + steps, lessons.steps)
         while lessons.done < until:
@@ -243,14 +243,14 @@ def evaluate(
     seed: int = 0,
     gate: Callable[[Excavation], Gate] | None = None,
 ) -> WorkShares:
-    """Let `act` (observations (B, N, F) to actions (B, N)) work for one horizon in B worlds; `gate` says who rests."""
+    """Run `act` (observations (B, N, F) to actions (B, N)) for one horizon in B worlds. `gate` decides who rests."""
     env = Excavation(task, agents=agents, worlds=worlds, seed=seed)
     work(env, act, None if gate is None else gate(env), task.horizon)
     return env.workload()
 
 
 def work(env: Excavation, act: Callable[[Seen], Actions], gate: Gate | None, steps: int) -> None:
-    """Go on for so many steps."""
+    """Run `act` in `env` for `steps` steps."""
     seen = env.observe()
     for _ in range(steps):
         seen, _, _ = env.step(act(seen), resting=None if gate is None else gate.rest())

@@ -1,4 +1,4 @@
-"""A curriculum on the excavation task: from one agent, who learns the way, to many, who learn each other's."""
+"""A curriculum for the excavation task: one agent first learns the way, then more agents learn to share it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dynamix_lab.excavation.world import Excavation, ExcavationConfig, Flags, Se
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`steps` of the worlds, in each part of which there are so many agents: (1, 4) is one in half of them and four in
-    the others. `epsilon`, for learners that have one, falls from here over the stage's first half.
+    """A stage of `steps` steps. With `agents` (1, 4), half of the worlds have one agent and the others four. `epsilon`,
+    for learners that have one, starts at this value and falls over the stage's first half.
     """
 
     agents: tuple[int, ...]
@@ -34,7 +34,7 @@ CURRICULUM = (
     Stage((2, 4, 6), 8000, 0.3),
     Stage((1, 4, 6, 8), 14000, 0.3),
 )
-# For drawn grounds: more parts, so that more grounds are learned on at a time.
+# For drawn grounds: more parts, so that training uses more grounds at a time.
 DRAWN = (
     Stage((1, 1, 1, 1, 2, 2, 2, 2), 4000, 1.0),
     Stage((1, 2, 3, 4, 1, 2, 3, 4), 6000, 0.3),
@@ -44,14 +44,14 @@ DRAWN = (
 
 
 class Lessons:
-    """B worlds that go through the stages: act on `observe()`, then `step`. Episodes begin anew by themselves.
+    """B worlds that go through the stages: act on `observe()`, then call `step`. Episodes restart by themselves.
 
-    Arrays have room for the largest number of agents of a stage; `present` (B, N) says who there is, `acted` who of
-    them did in the last step what they had chosen.
+    N is the largest number of agents of the stage. `present` (B, N) marks the existing agents. `acted` marks those
+    whose chosen action counted in the last step, because they did not rest.
 
-    resters   least and most of a world's agents that rest at a time, as parts of them; who and how many changes by
-              chance. The learned network then fits any number of active agents
-    grounds   draws the ground of every episode of every part of the worlds; None: all have the task's
+    resters   minimum and maximum fraction of a world's agents that rest at a time; which and how many changes at
+              random, so that the learned network fits any number of active agents
+    grounds   draws a ground for every episode of every part of the worlds; None: all use the task's ground
     """
 
     def __init__(
@@ -100,20 +100,20 @@ class Lessons:
         return self._within / self.stage.steps
 
     def cooled(self, cooling: float) -> float:
-        """Factor on a learning rate that falls to 0 in the last `cooling` (0 to 1) of all stages."""
+        """Factor on a learning rate. It falls to 0 in the last part `cooling` (0 to 1) of all stages."""
         return min(1.0, (1 - self.done / self.steps) / cooling) if cooling else 1.0
 
     def observe(self) -> Seen:
-        """The view of the agents, (B, N, F), zeros for the absent; N grows with the first call after a stage."""
+        """Observations (B, N, F), zero for missing agents. The first call after a stage begins the next, with its N."""
         if self._within >= self.stage.steps and self._index + 1 < len(self.stages):
             self._index, self._within = self._index + 1, 0
             self._begin()
         return self.seen
 
     def step(self, action: ArrayLike) -> tuple[Seen, Floats, Flags]:
-        """Their view then (B, N, F), their rewards (B, N), and whether there was anything left to do (B, N).
+        """Returns the next observations (B, N, F), rewards (B, N), and whether the agents' task continues (B, N).
 
-        An episode that is over because of its horizon alone did not end for the agents: there was.
+        It continues at an episode's horizon too, because that only truncates the episode.
         """
         chosen = np.asarray(action)
         then, self.seen = np.zeros_like(self.seen), np.zeros_like(self.seen)
@@ -149,7 +149,7 @@ class Lessons:
             self.seen[rows, : env.agents] = env.observe()
 
     def _begin(self, episodes: Sequence[int] | None = None) -> None:
-        """The worlds of this stage, split among its numbers of agents as evenly as they go."""
+        """Make the worlds of this stage, split as evenly as possible among its numbers of agents."""
         agents = self.stage.agents
         self._episodes = [0] * len(agents) if episodes is None else list(episodes)
         self.parts = [self._part(index) for index in range(len(agents))]
@@ -171,7 +171,7 @@ class Lessons:
         return slice(a, b), env, AtRandom(env, least=self.resters[0], most=self.resters[1], seed=seed)
 
     def _anew(self, index: int) -> Seen:
-        """The first view of the part's next episode, on a ground of its own."""
+        """The first observations of the part's next episode, on its own ground."""
         self._episodes[index] += 1
         self.parts[index] = self._part(index)
         return self.parts[index][1].observe()

@@ -1,7 +1,7 @@
 """MAPPO, a baseline (Yu et al. 2022): one actor for all agents, each on its own observation, and a central critic.
 
-The learner is dynamix's own PPO, the reward the team's mean. It does not see traces, as in the paper's comparison,
-unless asked.
+The learner is our own PPO, and the reward is the team's mean. As in the paper's comparison, it does not see traces
+unless `MAPPOConfig.traces` is set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dynamix_lab.training.ppo import PPO, PPOConfig
 
 @dataclass(frozen=True, slots=True)
 class MAPPOConfig:
-    """Ours. `rollout` steps of all worlds between two updates of `epochs` passes over them; else as in `DQNConfig`."""
+    """Settings, ours. An update makes `epochs` passes over `rollout` steps of all worlds. Others as in `DQNConfig`."""
 
     traces: bool = False
     resters: tuple[float, float] = (0.0, 0.0)
@@ -51,7 +51,7 @@ class MAPPOConfig:
 
 
 class TeamCriticNet(nn.Module):
-    """Observations (N, W, F) to logits (N, W, A), each from its own agent's, and the team's value (N,) from all."""
+    """Maps observations (N, W, F) to logits (N, W, A), each agent's from its own, and to the team's value (N,)."""
 
     def __init__(self, features: int, hidden: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class TeamCriticNet(nn.Module):
         self.critic = perceptron(2 * hidden, hidden, 1, generator)
         with torch.no_grad():
             for head in (self.actor, self.critic):
-                list(head.parameters())[-2].mul_(0.01)  # at first any action, worth nothing
+                list(head.parameters())[-2].mul_(0.01)  # begin with uniform actions and values of 0, nearly
 
     def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         hidden = torch.relu(self.encode(observed)) * mask[..., None]
@@ -69,7 +69,7 @@ class TeamCriticNet(nn.Module):
 
 
 class MAPPOTraining:
-    """Interface, curriculum and number of steps as in `learner.DQNTraining`; stages in whole rollouts."""
+    """Has the interface, curriculum and steps of `learner.DQNTraining`; stages consist of whole rollouts."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class MAPPOTraining:
             self.mask[self.lessons.task.traces] = 0.0
 
     def run(self, steps: int | None = None, *, progress: Callable[[str, float], None] | None = None) -> None:
-        """Go on for at least so many steps of the worlds (whole rollouts), or to the end."""
+        """Train for at least `steps` steps of the worlds, in whole rollouts, or to the end."""
         lessons = self.lessons
         until = lessons.steps if steps is None else min(lessons.done + steps, lessons.steps)
         while lessons.done < until:
@@ -114,7 +114,7 @@ class MAPPOTraining:
                 progress(f"{max(lessons.stage.agents)} agents", lessons.done / lessons.steps)
 
     def act(self, seen: Seen) -> Actions:
-        """Actions drawn from the policy: it was learned as a random one."""
+        """Draw actions from the policy, because it was trained as a stochastic one."""
         observed = torch.from_numpy(seen) * self.mask
         everybody = torch.ones(observed.shape[:-1], dtype=torch.bool)
         return np.asarray(self.learner.choose(observed, everybody).numpy())
@@ -127,8 +127,8 @@ class MAPPOTraining:
         self.lessons.load_state_dict(state["lessons"])
 
     def play(self) -> Episode:
-        """A rollout. The horizon is looked past: its last step is bootstrapped with what the fresh episode is worth."""
-        self.lessons.observe()  # a stage may begin
+        """One rollout. It ignores the horizon: an episode's last step is bootstrapped with the next one's value."""
+        self.lessons.observe()  # may begin a stage
         present = torch.from_numpy(self.lessons.present)
         seen, chosen, rewards, acted = [], [], [], []
         for _ in range(self.config.rollout):

@@ -12,7 +12,7 @@ from dynamix_lab.report import Section, Table, number
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """Pellets by number of agents; who did how much where there are most; what a planner's rest would give."""
+    """Sections on pellets by number of agents, division of work, larger grounds, and forced rest, if measured."""
     methods, agents = result["methods"], places_of(result)
     if result["config"].get("drawn"):
         rows = [[n, *(_cell(m["agents"][n]["pellets_per_1000"], 0) for m in methods.values())] for n in agents]
@@ -63,7 +63,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
 
 
 def _learned(result: Mapping[str, Any], method: str) -> str:
-    """Steps of a world, in millions: those of the lessons, and of the search for a gate."""
+    """Steps of a world, in millions, in the lessons and in the search for a gate."""
     config, name = result["config"], base(method.removesuffix("-open"))
     steps = 0 if name in (*HAND, "random") else result["steps_of_worlds"]
     if name in LEARNED_GATE and not method.endswith("-open"):

@@ -1,4 +1,4 @@
-"""Pictures of an excavation: text for a terminal, an array, a GIF."""
+"""Pictures of an excavation: as text for a terminal, as an array, as a GIF."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLOURS = {
 
 
 def text(env: Excavation, world: int = 0) -> str:
-    """One world: # rock, . free, : a fresh trace, o an agent, @ one with a pellet; then what was delivered.
+    """One world: # rock, . free, : a fresh trace, o an agent, @ one with a pellet. The last line has counts.
 
     >>> print(text(Excavation(agents=1, seed=1)).splitlines()[-1])
     step 0: 0 pellets delivered, 0 collisions
@@ -42,9 +42,9 @@ def text(env: Excavation, world: int = 0) -> str:
 
 
 def image(env: Excavation, world: int = 0, *, scale: int = 16, resting: Flags | None = None) -> Image:
-    """One world, (height, width, 3): traces orange, agents blue, those with a pellet purple; `scale` pixels a cell.
+    """One world (height, width, 3) at `scale` pixels per cell: traces orange, agents blue, with a pellet purple.
 
-    resting   (B, N): who is drawn grey
+    resting   (B, N), the agents that are drawn grey
     """
     burrow = env.burrow
     traces = env.traces_now()[_checked(env, world)]
@@ -69,7 +69,7 @@ def image(env: Excavation, world: int = 0, *, scale: int = 16, resting: Flags | 
 
 
 def captioned(picture: Image, lines: Sequence[str]) -> Image:
-    """The picture with lines of text under it. Needs pillow."""
+    """The picture with lines of text below it. Needs pillow."""
     from PIL import Image as Pictures
     from PIL import ImageDraw, ImageFont
 
@@ -82,7 +82,7 @@ def captioned(picture: Image, lines: Sequence[str]) -> Image:
 
 
 def save_gif(frames: Iterable[Image], path: str | Path, *, frame_s: float = 0.1) -> None:
-    """Write `image`s of one size as a film that repeats. Needs pillow (extra `report`)."""
+    """Write `image`s of one size as a GIF that repeats. Needs pillow (extra `report`)."""
     from PIL import Image as Pictures
 
     pictures = [Pictures.fromarray(frame).quantize(64) for frame in frames]

@@ -1,9 +1,9 @@
-"""Agents that rest: a threshold of its own tells each of them when the tunnel is too full to go in.
+"""Agents that rest: each has its own threshold, above which the tunnel is too full for it to go in.
 
 Response thresholds (Bonabeau, Theraulaz, Deneubourg 1996; reinforced ones: Theraulaz, Bonabeau, Deneubourg 1998): equal
-agents divide the work unequally without anybody who tells them to. Whoever comes home smells how often the tunnel was
-entered of late, S, and rests with chance sigmoid(k (S - theta)). A delivery raises the own theta, having had to turn
-back lowers it: who was lucky goes on, who was not stays out of the way. Nobody knows what others do or have.
+agents divide the work unequally without a planner. An agent that comes home reads S, how often the tunnel was recently
+entered, and rests with probability sigmoid(k (S - theta)). A delivery raises its theta; turning back without a pellet
+lowers it. So successful agents continue, and others stay out of the way. No agent reads another's state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 
 class Gate(Protocol):
-    """Decides who rests. `rest` is asked before every step of the worlds, (B, N); `after` is told that it was made."""
+    """Decides who rests. Call `rest`, which gives (B, N), before every step of the worlds, and `after` after it."""
 
     def rest(self) -> Flags: ...
 
@@ -32,14 +32,14 @@ class Gate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ThresholdConfig:
-    """All ours. Thetas are in entries per 20 steps, as S is.
+    """Settings, all ours. Theta and S are in entries per 20 steps.
 
-    lowest, highest   thetas at the start, spread evenly over the agents
+    lowest, highest   initial thetas, spread evenly over the agents
     steepness         k
-    retry             chance per step that a resting agent thinks again
-    delivered, turned_back, rested   what a delivery, a way back without a pellet, and a step of rest add to theta
-    floor, ceiling    of theta. Below its floor S calls everybody, whatever they learned
-    memory            weight of a step in the mean of S that a resting agent keeps and thinks again by; 1: S itself
+    retry             probability per step that a resting agent decides again
+    delivered, turned_back, rested   added to theta by a delivery, a return without a pellet, and a step of rest
+    floor, ceiling    limits of theta. If S is below the floor, all agents go in, whatever they learned
+    memory            weight of a step in a resting agent's running mean of S, by which it decides again; 1: S itself
     """
 
     lowest: float = 4.0
@@ -65,9 +65,9 @@ class ThresholdConfig:
 
 
 class Thresholds:
-    """Every agent's own theta in worlds `env`; its own random generator.
+    """Every agent's theta in the worlds of `env`. It has its own random generator.
 
-    config   one for all worlds, or one for each
+    config   one for all worlds, or one per world
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Thresholds:
         start = self._of["lowest"] + spread * np.linspace(0.0, 1.0, env.agents)
         self.theta: Floats = np.broadcast_to(start, env.place.shape).copy()
         self.resting: Flags = np.zeros(env.place.shape, dtype=bool)
-        self.smelt: Floats = np.zeros(env.place.shape)  # by who rests, in the mean
+        self.smelt: Floats = np.zeros(env.place.shape)  # S; for resting agents its running mean
 
     def rest(self) -> Flags:
         env, of, now = self.env, self._of, self.env.entries_now()
@@ -101,7 +101,7 @@ class Thresholds:
 
 
 class Forced:
-    """The first `count` agents of every world rest for good: what a planner who knows them would say."""
+    """The first `count` agents of every world rest permanently, as a planner who knows them could order."""
 
     def __init__(self, env: Excavation, count: int) -> None:
         if not 0 <= count <= env.agents:
@@ -117,9 +117,9 @@ class Forced:
 
 
 class Counting:
-    """A planner's rule that needs somebody who sees all: `most` agents go in together, the next when all are back.
+    """A planner's rule, which needs a view of all agents: `most` go in together, the next when all are back.
 
-    It counts entries minus exits, and calls those who stand nearest to the mouth.
+    It calls the agents that are nearest to the mouth.
     """
 
     def __init__(self, env: Excavation, most: int = 5) -> None:
@@ -141,7 +141,7 @@ class Counting:
 
 
 class AtRandom:
-    """For learning: a part of a world's agents rests, `least` to `most`, others after some hundred steps."""
+    """For training: a random part of the agents, `least` to `most`, rests; drawn again about every `lasts` steps."""
 
     def __init__(
         self, env: Excavation, *, least: float = 0.0, most: float = 0.5, lasts: int = 250, seed: int = 0

@@ -1,4 +1,4 @@
-"""The sharing of work: what an excavation achieved, and how unequally the work was shared."""
+"""The result of an excavation, and how unequally its agents shared the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 def gini(work: ArrayLike) -> Floats:
     """Inequality of work (..., N): sum_ij |x_i - x_j| / (2 N^2 mean x), 0 (equal) to 1 - 1/N (one does all).
 
-    NaN where nobody did anything. Raises `ConfigError` for negative work.
+    NaN if no agent did any work. Raises `ConfigError` for negative work.
 
     >>> float(gini([1.0, 1.0, 1.0])), float(gini([0.0, 0.0, 0.0, 4.0]))
     (0.0, 0.75)
@@ -28,7 +28,7 @@ def gini(work: ArrayLike) -> Floats:
 
 
 def lorenz(work: ArrayLike) -> Floats:
-    """The Lorenz curve of work (..., N): share of all work done by the k least busy, k = 0 to N; shape (..., N + 1).
+    """The Lorenz curve of work (..., N): share of all work by the k least busy agents, k = 0 to N; shape (..., N + 1).
 
     >>> lorenz([3.0, 1.0]).tolist()
     [0.0, 0.25, 1.0]
@@ -40,7 +40,7 @@ def lorenz(work: ArrayLike) -> Floats:
 
 
 def correlation(first: ArrayLike, second: ArrayLike) -> float | None:
-    """Pearson's, over agents, the mean over worlds (B, N); None where one of the two is the same for all agents.
+    """The mean over worlds of Pearson's correlation over agents (B, N); None if no world has one (`correlations`).
 
     >>> correlation([[0, 1, 2], [1, 1, 1]], [[0, 2, 4], [1, 2, 3]])
     1.0
@@ -51,7 +51,7 @@ def correlation(first: ArrayLike, second: ArrayLike) -> float | None:
 
 
 def correlations(first: ArrayLike, second: ArrayLike) -> Floats:
-    """Pearson's over agents (..., N), by world (...); NaN where one of the two is the same for all agents."""
+    """Pearson's correlation over agents (..., N), by world (...); NaN if either is the same for all agents."""
     a, b = (x - x.mean(-1, keepdims=True) for x in (_work(first), _work(second)))
     size = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
     return np.asarray(np.divide((a * b).sum(-1), size, out=np.full(np.shape(size), np.nan), where=size > 0))
@@ -69,10 +69,10 @@ class WorkShares:
     """The work of N agents in each of B worlds: arrays (B, N), over `steps` steps.
 
     delivered    pellets brought to the nest
-    collisions   moves refused because of another agent
-    bumps        moves refused by a wall
-    reward       summed, undiscounted
-    early        of `delivered`, in the first half of a horizon
+    collisions   moves that another agent blocked
+    bumps        moves that rock blocked
+    reward       undiscounted sum
+    early        part of `delivered` in the first half of a horizon
     """
 
     steps: int
@@ -83,11 +83,11 @@ class WorkShares:
     early: NDArray[np.int64]
 
     def summary(self) -> dict[str, Any]:
-        """Means over worlds: per agent reward, all agents' pellets and collisions per 1,000 steps, Gini, Lorenz curve.
+        """Means over worlds: reward per agent; pellets, collisions, bumps of all per 1,000 steps; Gini; Lorenz curve.
 
-        "halves" is the correlation, over the agents of a world, of what they delivered in the first half and in the
-        second: near 1 where a division of labour lasts. Worlds in which nobody delivered anything have no Gini, and
-        those in which all delivered the same no correlation; it is None if there is no other.
+        "halves" is the correlation, over a world's agents, of their deliveries in the first half and in the second:
+        near 1 if a division of labour lasts. Worlds without a delivery do not count for Gini and Lorenz curve, worlds
+        without a correlation do not count for "halves". A value is None if no world counts.
         """
         per_1000 = 1000.0 / max(self.steps, 1)
         busy = self.delivered[self.delivered.sum(-1) > 0]

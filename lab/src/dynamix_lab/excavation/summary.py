@@ -18,7 +18,7 @@ MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini", "halves
 def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Interquartile means over seeds by method and place ("all": over all places), and Lorenz curves.
 
-    In "all", pellets are per agent, because more agents fetch more and would outweigh the others.
+    In "all", pellets are per agent, because places with more agents would outweigh the others.
     """
     methods: dict[str, Any] = {}
     places = config.places()
@@ -78,12 +78,12 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def places_of(summary: Mapping[str, Any]) -> list[str]:
-    """The names of what was measured, as in `ExperimentConfig.places`."""
+    """The names of the measured places, as in `ExperimentConfig.places`."""
     return list(next(iter(summary["methods"].values()))["agents"])
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:
-    """Pellets by place (interquartile mean and its interval), and who did the work at the last one."""
+    """Draw pellets by place (interquartile mean and its interval), and the Lorenz curves of the last place."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -96,7 +96,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         ends = np.array([[c["iqm"] if c[end] is None else c[end] for _, c in known] for end in ("low", "high")])
         pellets.errorbar(x, mean, np.abs(ends - mean), label=name, marker="o", capsize=3)
         lorenz = method["agents"][places[-1]]["lorenz"]
-        if lorenz is not None:  # None: nobody delivered anything
+        if lorenz is not None:  # None: no agent delivered anything
             work.plot(np.linspace(0, 1, len(lorenz)), lorenz, label=name)
     work.plot([0, 1], [0, 1], color="0.7", linestyle=":", label="equal work")
     pellets.set(xlabel="agents", ylabel="pellets per 1,000 steps, all agents")
@@ -125,6 +125,6 @@ def _measures(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _estimate(values: Sequence[float | None]) -> dict[str, float | None]:
-    """The estimate over those that are known."""
+    """The estimate over the values that are not None."""
     known = [value for value in values if value is not None]
     return stratified(known).to_dict() if known else {"iqm": None, "low": None, "high": None}

@@ -1,4 +1,4 @@
-"""One training of one method, and everything that is measured with its final weights."""
+"""One training of one method, and all measurements with its final weights."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dynamix_lab.excavation.resting import Counting, Forced, Gate, ThresholdConf
 from dynamix_lab.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
 
 EVALUATION_SEED = 770_000
-# Least and most of the agents that rest while a motion is learned for a gate. On drawn grounds, where no gate is
-# learned, the least is 0: the motion must also fit when nobody rests.
+# Minimum and maximum fraction of agents that rest while motion is learned for a gate. On drawn grounds no gate is
+# learned, and the minimum is 0: the motion must also work if no agent rests.
 RESTERS = {"s-madrl": (0.0, 0.5), "s-madrl-team": (0.125, 0.4)}
 
-Motion = Callable[[ExcavationConfig], Callable[[Seen], Actions]]  # for the task it moves on
+Motion = Callable[[ExcavationConfig], Callable[[Seen], Actions]]  # for a given task
 
 
 def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
-    """Train one method with one seed and evaluate it: results by number of agents, and the seconds it took."""
+    """Train one method with one seed and evaluate it. Returns the results by place, and the seconds it took."""
     torch.set_num_threads(1)
     started, processor = time.perf_counter(), time.process_time()
     task = task_of(config.task, method)
@@ -85,9 +85,9 @@ def lost_and_back(
     worlds: int,
     seed: int,
 ) -> dict[str, float | None]:
-    """Pellets of a horizon with everybody, `SETTLING` steps after the `LOST` busiest are gone, and after they are back.
+    """Pellets of a horizon with all agents, without the `LOST` busiest, with all again; each after `SETTLING` steps.
 
-    `without` and `again` are parts of what all delivered before; None where that was nothing.
+    `without` and `again` are fractions of the first number; None if it is 0.
     """
     env = Excavation(task, agents=agents, worlds=worlds, seed=EVALUATION_SEED + 1000 + seed)
     rests, delivered = None if gate is None else gate(env), []
@@ -113,7 +113,7 @@ def _on_larger_ground(
     worlds: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Play with a tunnel for every `of` agents, and one nest for all."""
+    """Evaluate on a ground with a tunnel for every `of` agents and one nest for all."""
     tunnels = max(agents // of, 1)
     larger = dataclasses.replace(task, shape=dataclasses.replace(task.shape, tunnels=tunnels))
     shares = evaluate(act, larger, agents=agents, worlds=max(worlds // tunnels, 1), seed=seed, gate=gate)

@@ -1,9 +1,9 @@
 """The excavation task of S-MADRL (arXiv 2510.03592), B worlds at once: fetch pellets through a narrow tunnel.
 
-Equal agents, one cell each. An agent at the face of the tunnel takes a pellet, in the nest it leaves it. All move at
-the same time: a cell goes to one of those who want it, drawn by lot; nobody enters a cell that its owner does not
-leave, and two cannot change places. An agent sees what is next to it and the traces around; nothing else tells it of
-the others. An empty one in the nest may rest: it walks off to where it is in nobody's way.
+Equal agents occupy one cell each. An agent takes a pellet at the face of the tunnel, and delivers it in the nest. All
+move at the same time. If several want a cell, a lot decides. No agent enters an occupied cell unless its occupant
+leaves, and two agents cannot swap. An agent sees the cells next to it and reads the traces around it; it knows nothing
+else of the others. An empty agent in the nest may rest: it moves to a cell where it blocks no other agent.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Seen = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 ACTIONS = ("stay", "up", "down", "left", "right")
 SIGNS = ("visits", "typed")
-KINDS = ("laden", "going in", "going out")  # of typed traces
-_MANY_ENTRIES = 8.0  # in 20 steps: what is read is divided by it
-_HEADINGS = np.array([0, 0, 0, -1, 1])  # of the actions: out, in
-_OWN = 6  # carrying, row, column, steps to the goal, and the goal's direction in rows and columns
-_CEILING = 2.0  # of what is smelt; of the traces of visits half is
+KINDS = ("laden", "going in", "going out")  # kinds of typed traces
+_MANY_ENTRIES = 8.0  # per 20 steps; readings are divided by it
+_HEADINGS = np.array([0, 0, 0, -1, 1])  # by action: left leads out, right leads in
+_OWN = 6  # own features: carrying, row, column, steps to the goal, the goal's direction in rows and columns
+_CEILING = 2.0  # largest reading; readings of visits are halved first
 
 
 @dataclass(frozen=True, slots=True)
 class EventRewards:
-    """Points and the weight of each of the four events; known at second hand only."""
+    """Points and weight of each of the four events. The defaults are second-hand."""
 
-    closer: float = 2.5  # a step towards the own goal: the face, or with a pellet the nest
-    collision: float = -2.0  # a move refused, by an agent or by rock
+    closer: float = 2.5  # a step towards the agent's goal: the face, or with a pellet the nest
+    collision: float = -2.0  # a move that an agent or rock blocks
     pickup: float = 50.0
     delivery: float = 50.0
     closer_weight: float = 0.2
@@ -47,19 +47,19 @@ class EventRewards:
 
 @dataclass(frozen=True, slots=True)
 class ExcavationConfig:
-    """All ours, but for the rewards and the decay (see there).
+    """Settings, all ours except the rewards and the decay (see there).
 
-    signs    what a trace means. "visits" (the paper's): somebody was here, by `decay`. "typed": somebody laden was
-             here, somebody empty on the way in, or one on the way out, each by `fast`; and how often the tunnel was
-             entered, by `entries`, which all smell in the nest
-    sight    radius of the square in which an agent sees rock and other agents, cells
-    smell    radius of the square in which it reads traces
-    noise    standard deviation of what is added to every trace that is read, anew each time
-    late     steps by which the traces around are read late
+    signs    meaning of a trace. "visits" (the paper's): an agent was here; fades by `decay`. "typed": a laden agent, an
+             empty one on its way in, or one on its way out was here; each fades by `fast`. In the nest all agents then
+             also read how often the tunnel was entered; fades by `entries`
+    sight    radius in cells of the square in which an agent sees rock and other agents
+    smell    radius in cells of the square in which it reads traces
+    noise    standard deviation of the noise that is added to every reading of a trace
+    late     delay in steps of the traces around an agent
     horizon  steps of an episode
-    pellets  that there are; None: they never run out
-    speeds   chance that an agent's move is carried out, one per agent, repeated from the start if fewer: (1.0, 0.5)
-             makes every second one slow
+    pellets  number of pellets; None: they never run out
+    speeds   probability that an agent's move is carried out, one per agent, repeated from the start if there are fewer:
+             (1.0, 0.5) makes every second agent slow
     """
 
     shape: Shape = field(default_factory=Shape)
@@ -94,7 +94,7 @@ class ExcavationConfig:
 
     @property
     def traces(self) -> slice:
-        """The part of an observation that holds the traces: a learner without them masks it."""
+        """The part of an observation that holds the traces. A learner without traces masks it."""
         first, around = _OWN + 3 * ((2 * self.sight + 1) ** 2 - 1), (2 * self.smell + 1) ** 2
         return slice(first, first + (len(KINDS) * around + 2 if self.signs == "typed" else around))
 
@@ -102,7 +102,7 @@ class ExcavationConfig:
 class Excavation:
     """B worlds of N agents: actions (B, N) of 0 to 4 (`ACTIONS`), observations (B, N, F), rewards (B, N).
 
-    Own random generator; `state_dict` makes an episode go on exactly.
+    It has its own random generator. An episode that is resumed from `state_dict` continues exactly.
 
     >>> env = Excavation(agents=2, worlds=3, seed=0)
     >>> env.reset().shape
@@ -138,11 +138,11 @@ class Excavation:
         self._first = (np.arange(worlds) * self.burrow.cells)[:, None]
         self._row = np.arange(worlds)[:, None]
         inside = (self.burrow.row >= 0) & (self.burrow.column >= 0)
-        self._outside = int(np.flatnonzero(self.burrow.rock & inside)[0])  # rock, in which nobody is met
+        self._outside = int(np.flatnonzero(self.burrow.rock & inside)[0])  # rock, where no agent is met
         self.reset()
 
     def reset(self) -> Seen:
-        """Everybody at a random place in the nest, fresh ground."""
+        """Put all agents on random cells of the nest, and reset the traces and counts."""
         nest, shape = np.flatnonzero(self.burrow.nest), (self.worlds, self.agents)
         self.place = self.rng.permuted(np.tile(nest, (self.worlds, 1)), axis=1)[:, : self.agents]
         self.carrying = np.zeros(shape, dtype=bool)
@@ -164,11 +164,11 @@ class Excavation:
         return self.clock >= self.config.horizon
 
     def step(self, action: ArrayLike, *, resting: Flags | None = None) -> tuple[Seen, Floats, Flags]:
-        """Move everybody once. Returns what they see, their rewards, and which worlds have no pellet left (B,).
+        """Move all agents once. Returns observations, rewards, and the worlds (B,) with all pellets in the nest.
 
-        resting   who rests (B, N): those of them who are empty and in the nest walk off, whatever their action is
+        resting   (B, N): resting agents that are empty and in the nest move out of the way, whatever their action is
 
-        `gave` (B, N) says afterwards who delivered, `turned_back` who came home without a pellet.
+        Afterwards `gave` (B, N) marks agents that delivered, and `turned_back` those that came home without a pellet.
         """
         chosen = np.asarray(action)
         if chosen.shape != self.place.shape or not (chosen.min() >= 0 and chosen.max() < len(ACTIONS)):
@@ -212,13 +212,13 @@ class Excavation:
         return self.observe(), reward, self.finished()
 
     def leave(self, who: Flags) -> None:
-        """`who` (B, N) are gone from now on, and the pellets they carried."""
+        """Remove the agents `who` (B, N), with the pellets that they carry, until `come_back`."""
         self.absent = self.absent | who
         self.place = np.where(who, self._outside, self.place)
         self.carrying = self.carrying & ~who
 
     def come_back(self, who: Flags) -> None:
-        """Those of `who` (B, N) who were gone are at free places in the nest again, empty-handed."""
+        """Put the removed agents among `who` (B, N) back on free cells of the nest, without pellets."""
         for world, agent in zip(*np.nonzero(who & self.absent), strict=True):
             taken = set(self.place[world].tolist())
             free = [cell for cell in np.flatnonzero(self.burrow.nest).tolist() if cell not in taken]
@@ -227,13 +227,13 @@ class Excavation:
             self.heading[world, agent] = 1
 
     def finished(self) -> Flags:
-        """Worlds (B,) in which every pellet is in the nest."""
+        """The worlds (B,) in which all pellets are in the nest."""
         if self.config.pellets is None:
             return np.zeros(self.worlds, dtype=bool)
         return np.asarray(self.delivered.sum(-1) >= self.config.pellets)
 
     def observe(self) -> Seen:
-        """The view of each agent, (B, N, F)."""
+        """Each agent's observation, (B, N, F)."""
         seen = np.empty((*self.place.shape, self.config.features), dtype=np.float32)
         others, traces = self._known.shape[-1], self.config.traces
         seen[..., :others] = self._known[self.carrying.astype(np.int64), self.place]
@@ -252,13 +252,13 @@ class Excavation:
         return np.asarray(self.burrow.nest[self.place] & ~self.carrying)
 
     def entries_now(self) -> Floats:
-        """How often the nearest tunnel was entered lately, (B, N), per 1 / `entries.alpha` steps weighted; what all can
-        smell in the nest.
+        """Entries into the nearest tunnel (B, N) per beta / alpha steps of `entries`: an exponential mean over the last
+        1 / alpha steps or so. All agents in the nest read it.
         """
         return self.entries.smelt(self.burrow.tunnel[self.place])
 
     def off_the_way(self) -> Ints:
-        """The action (B, N) that leads one in the nest to a free cell farther from the tunnel's mouth."""
+        """The action (B, N) for agents in the nest: to the free neighbouring cell most out of the way, or stay."""
         b, taken = self.burrow, np.zeros((self.worlds, self.burrow.cells), dtype=bool)
         taken[self._row, self.place] = True
         to = self.place[..., None] + self._moves
@@ -272,12 +272,11 @@ class Excavation:
         return np.asarray(self.field.value.reshape(self.worlds, -1, self.burrow.cells).sum(1))
 
     def _kind(self) -> Ints:
-        """The kind (B, N) of trace that everybody leaves."""
+        """The kind (B, N) of trace that each agent leaves."""
         return np.where(self.carrying, 0, np.where(self.heading > 0, 1, 2)) if self.typed else np.zeros_like(self.place)
 
     def _what_places_show(self) -> Seen:
-        """The parts that do not change: by carrying or not, and cell, the own features and the rock around (2, cells,
-        ...)."""
+        """The constant part of observations (2, cells, ...), by carrying and cell: own features, then rock around."""
         b, cells = self.burrow, np.arange(self.burrow.cells)
         inside = ~b.rock
         near = np.where(inside[:, None], cells[:, None] + self._near, 0)
@@ -292,7 +291,7 @@ class Excavation:
         return np.stack(known).astype(np.float32)
 
     def _smelt(self) -> Floats:
-        """The traces around everybody, kind after kind; if typed, entries and own heading (B, N, K)."""
+        """The traces around each agent, kind after kind; if typed, then entries and own heading (B, N, K)."""
         traces = self.field.smelt(self.place[..., None] + self._wide)
         if not self.typed:
             traces = traces / 2
@@ -360,7 +359,7 @@ _STATE = (
 
 
 def refused(place: Ints, wanted: Ints, lot: Floats) -> Flags:
-    """Which moves (B, N) other agents prevent; `lot` decides who gets a cell that several want (the lowest).
+    """The moves (B, N) that other agents block. If several want a cell, the agent with the lowest `lot` gets it.
 
     >>> refused(np.array([[0, 1, 2]]), np.array([[1, 2, 3]]), np.zeros((1, 3))).tolist()  # a file moves on
     [[False, False, False]]

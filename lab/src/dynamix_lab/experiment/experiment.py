@@ -24,7 +24,7 @@ from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
 CLUSTERS = ("virtual", "emulator")
 FACTORS: dict[str, Callable[[int], float]] = {"r0": lambda workers: 1.0, "sqrt(W) r0": math.sqrt, "W r0": float}
-"""The factor on r0 for W workers."""
+"""By the rate's name: the factor on r0 for W workers."""
 USUAL = "usual"  # W r0; sqrt(W) r0 for Adam and others that divide by the gradient's size (docs/adaptive.md)
 POLICIES = {"profiled": lambda _: Profiled(), **references("device-even")}  # defined only here; to check a name
 SCHEDULE = dict.fromkeys(OF_BUDGET, "cosine")  # of a recipe, by setting; all other settings have a constant rate

@@ -92,4 +92,4 @@ SETTINGS: Mapping[str, Setting] = {
     "reach": ToTarget(True),
     "crossing": ToTarget(False),
 }
-"""By name, as files have them."""
+"""The settings by their names in experiment files."""

@@ -121,7 +121,7 @@ OUTAGES = {
     "device-replaced": (Outage(host=2, from_s=15.0, until_s=20.0),),
     "device-swapped": (Outage(host=1, from_s=2.4, until_s=3.2),),
 }
-"""Hosts that a scenario loses for a time, on the virtual clock."""
+"""By scenario: the hosts that it loses for a time, on the virtual clock."""
 
 _TIMES = re.compile(r"(.+)-x([1-9]\d*)")  # a scenario with all its hosts several times
 

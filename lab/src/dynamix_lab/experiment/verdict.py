@@ -12,11 +12,11 @@ from dynamix_lab.statistics import geometric_mean
 
 SINGLE = "single"
 OPPONENTS = (*FIXED_SHARES, *FIXED_TOTAL)
-"""Synchronous opponents: those whose workers meet after every step, ours left out."""
+"""Synchronous opponents: their workers average gradients after every step. Our own policies are not among them."""
 PAYS = 1.5
 
 Times = Mapping[str, Sequence[float]]
-"""Row -> seconds by seed, censored, never missing."""
+"""Row -> seconds by seed. A run that did not finish has its censored time, so none is missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from dynamix_lab.harness.host import host
 from dynamix_lab.harness.processes import in_processes
 
 Tell = Callable[[str, float], None]
-"""How progress is told: what is going on, and the part that is done, 0 to 1."""
+"""Reports progress: the present activity, and the fraction done, 0 to 1."""
 
 
 def untold(what: str, done: float) -> None:

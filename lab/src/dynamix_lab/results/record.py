@@ -19,7 +19,7 @@ from dynamix.events.records import SCHEMA
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 KEYS = ("schema", "command", "commit", "cluster", "machine")
 COMPARING = ("seeds", "target", "policies", "ratios", "mechanisms", "scenario_sha256")
-"""What results of suites of policies have besides `KEYS`."""
+"""Fields that results with policies have in addition to `KEYS`."""
 
 
 def record(folder: Path, name: str, *, results: Path = Path("results"), changed: bool = False) -> Path:

@@ -119,4 +119,4 @@ _FROZEN = (
     ),
 )
 CLAIM_JOBS = {job.workload: job for job in _FROZEN}
-"""By name; the figures are those of results/stepcount-*."""
+"""Jobs by workload. Their figures are those of results/stepcount-*."""

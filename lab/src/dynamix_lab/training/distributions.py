@@ -31,7 +31,7 @@ class ActionDistribution(Protocol):
 
 
 Head = Callable[[nn.Module, Tensor, Tensor], tuple[ActionDistribution, Tensor]]
-"""From a network, observations (N, W, F) and masks (N, W) to the distribution of actions and values (N,)."""
+"""Maps a network, observations (N, W, F) and masks (N, W) to the distribution of actions and values (N,)."""
 
 
 class Categorical:

@@ -1,4 +1,4 @@
-"""Learners learn from these: decisions in simulated clusters and what each led to."""
+"""Episodes for learners: decisions in simulated clusters, and their results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ LARGEST_REWARD = 2.0  # a lost measurement or a stall must not outweigh a whole 
 
 @dataclass(slots=True)
 class Episode:
-    """T decisions in each of N clusters of W workers. NaN rewards are left out of learning.
+    """T decisions in each of N clusters of W workers. Learners skip decisions with a NaN reward.
 
-    observed, mask  (T, N, W, F) and (T, N, W) bool, workers that took part
+    observed, mask  (T, N, W, F) and (T, N, W) bool, the workers that took part
     chosen          (T, N, W) index of each worker's action, or (T, N, W, L) real actions
-    reward          (T, N) of the window that followed
-    duration        (T, N) of that window, in the time that discounts count: seconds, or 1 for each decision
+    reward          (T, N) of the window after the decision
+    duration        (T, N) of that window, in the unit of the discount: seconds, or 1 per decision
     final_observed, final_mask   (N, W, F) and (N, W) after the last window
-    shared          (T, N, G) the clusters' own actions; None: they have none
-    done            (T, N) bool, whether the episode ended with that window; None: it never did
-    at_once         (T, N, W) and (T, N) what each worker's and the cluster's own action did to the reward of its
-                    window, where that is known; the learner then asks the rewards only for what came later
-    acted           (T, N, W) bool, who of the mask did what was chosen for them; None: all. Only they learn to act
-    evaluated       log-probabilities (T, N, W) and (T, N) and values (T + 1, N) as they were when the actions were
-                    taken; None: the learner evaluates the episode when it begins to learn from it
+    shared          (T, N, G) the clusters' own actions; None: there are none
+    done            (T, N) bool, whether the episode ended with that window; None: it never ended
+    at_once         (T, N, W) and (T, N), the effect of each worker's and of the cluster's own action on the reward of
+                    its window; the learner then takes only later effects from the rewards. None: not computed
+    acted           (T, N, W) bool, workers of the mask whose chosen action was taken; None: all. Only they learn to act
+    evaluated       log-probabilities (T, N, W) and (T, N) and values (T + 1, N) at the time of the actions; None: the
+                    learner evaluates the episode before it learns from it
     """
 
     observed: Tensor
@@ -49,7 +49,7 @@ class Episode:
 
 
 def mean_reward(episodes: Sequence[Episode]) -> float:
-    """Over windows, clusters and episodes; unknown rewards count nothing."""
+    """The mean reward over windows, clusters and episodes, without NaN."""
     return float(torch.cat([episode.reward.flatten() for episode in episodes]).nanmean())
 
 
@@ -57,7 +57,7 @@ def mean_reward(episodes: Sequence[Episode]) -> float:
 def play(
     env: ClusterEnv, policy: AdditivePolicy, choose: Choice, reward: Reward, window: Window, windows: int
 ) -> Episode:
-    """`windows` decisions in every cluster of `env`, the first one on `window`; `choose` samples the actions."""
+    """Make `windows` decisions in every cluster of `env`, the first on `window`. `choose` samples the actions."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     paid, lasted = [], []
     for _ in range(windows):

@@ -1,9 +1,9 @@
 """Proximal policy optimisation for a team: any kind of action, variable W, masks, a central critic, exact resume.
 
-Clipped surrogate (Schulman et al. 2017) summed over workers: each worker's action has a ratio of its own and all share
-the team's advantage (GAE, Schulman et al. 2016). An action that a whole cluster shares counts as one more agent. If an
-episode knows what each action did at once (`Episode.at_once`), that replaces the first reward in its advantage. It
-stays unbiased: what is left out does not depend on the action (Foerster et al. 2018).
+The clipped surrogate (Schulman et al. 2017) is summed over workers: each worker's action has its own ratio, and all
+share the team's advantage (GAE, Schulman et al. 2016). A cluster's shared action counts as one more agent. If an
+episode has each action's immediate effect (`Episode.at_once`), this replaces the first reward in its advantage. The
+advantage stays unbiased, because the omitted part does not depend on the action (Foerster et al. 2018).
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class PPOConfig:
     """Defaults follow Schulman et al. 2017.
 
     gamma          discount per unit of an episode's `duration`: per decision, or per second
-    minibatch      decisions in a gradient step
-    worker_rows    if given, workers times decisions in a gradient step instead, of at least 8 decisions
-    anchor_weight  pull towards `PPO.anchor`, by `ActionDistribution.distance`
+    minibatch      decisions per gradient step
+    worker_rows    if given, replaces `minibatch`: workers times decisions per gradient step, of at least 8 decisions
+    anchor_weight  weight in the loss of `ActionDistribution.distance` from `PPO.anchor`
     """
 
     learning_rate: float = 3e-4
@@ -40,7 +40,7 @@ class PPOConfig:
 
 
 class PPO(Learner):
-    """Learner around an actor-critic `net`, whose outputs `head` reads (`categorical`, `gaussian`)."""
+    """Trains an actor-critic `net`; `head` (`categorical`, `gaussian`) reads its outputs."""
 
     def __init__(self, net: nn.Module, head: Head, config: PPOConfig | None = None, *, seed: int = 0) -> None:
         self.config = config or PPOConfig()
@@ -48,7 +48,7 @@ class PPO(Learner):
         self.anchor: nn.Module | None = None
 
     def update(self, episodes: list[Episode]) -> dict[str, float]:
-        """Some epochs of gradient steps on episodes, which may differ in W; means of the losses, for the log."""
+        """Make `epochs` passes over episodes, which may differ in W. Returns mean losses and reward, for the log."""
         flats = [self._flatten(episode) for episode in episodes]
         totals, steps = {"policy": 0.0, "value": 0.0, "entropy": 0.0}, 0
         for _ in range(self.config.epochs):
@@ -65,7 +65,7 @@ class PPO(Learner):
 
     @torch.no_grad()
     def evaluate(self, observed: Tensor, mask: Tensor, chosen: Tensor, shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities (N, W) and (N,) of actions, and values (N,)."""
+        """Log-probabilities (N, W) of workers' and (N,) of clusters' actions, and values (N,)."""
         actions, value = self.head(self.net, observed, mask)
         return *actions.log_prob(chosen, shared), value
 
@@ -88,7 +88,7 @@ class PPO(Learner):
 
     @torch.no_grad()
     def _flatten(self, episode: Episode) -> dict[str, Tensor]:
-        """Decisions (T * N, ...) of known reward, with advantages, returns and log-probabilities of the actions."""
+        """Decisions (T * N, ...) with finite reward, their advantages, returns and log-probabilities of the actions."""
         shared = episode.shared if episode.shared is not None else episode.reward.new_zeros(*episode.reward.shape, 0)
         acted = episode.mask if episode.acted is None else episode.acted
         flat = {"observed": episode.observed, "mask": episode.mask, "chosen": episode.chosen, "shared": shared}

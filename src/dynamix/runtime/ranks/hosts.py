@@ -14,7 +14,7 @@ import numpy as np
 from dynamix.window import Floats, Ints
 
 HOST = "DYNAMIX_HOST"
-"""Environment variable: the name that a worker's speed is remembered by, where hosts' names change or are all alike."""
+"""Environment variable: the name under which a worker's speed is stored, if host names change or are all alike."""
 
 
 MOST_AWAY = 1024

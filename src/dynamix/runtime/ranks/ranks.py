@@ -228,4 +228,4 @@ class Alone(Ranks):
 
 
 ALONE = Alone()
-"""For what is made without ranks, and never asked when to stop."""
+"""The default for objects made without ranks. Nobody asks it when to stop."""

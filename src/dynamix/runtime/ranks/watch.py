@@ -43,7 +43,7 @@ CLOSED = "its controller was closed"
 # The state of a rank: it waits for no other; it waits, and others' errors reach it; it is in a collective of its loop.
 RUNS, WAITS, INSIDE = "012"
 Look = Callable[[str], tuple[bool, DynamixError | None]]
-"""Gets the place of every rank, a character each; says whether this one is INSIDE, and an error that ends the job."""
+"""Gets every rank's state, one character each. Returns whether this rank is INSIDE, and an error that ends the job."""
 _log = logging.getLogger("dynamix")
 
 

@@ -62,10 +62,10 @@ ABLATIONS: dict[str, Rule] = {
     "noise": partial(Impaired, noise=0.1),
     "late": partial(Impaired, late=1),
 }
-"""Each removes one thing, by name. `whole` removes nothing: it shows the effect of learning again alone.
+"""Rules by name. Each impairs one thing, except `whole`, which shows the effect of learning again alone.
 
-Without traces a worker still knows a noise scale, from its own gradient and the mean gradient. If traces are read late,
-the others' last choice arrives a window late, so a worker takes a change of all for an error of its own.
+Without traces a worker still has a noise scale, from its own gradient and the mean gradient. If traces are read late,
+the others' last choice arrives a window late, so a worker mistakes a change of all workers for its own error.
 """
 
 
