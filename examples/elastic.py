@@ -32,8 +32,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    elastic.require_restartable()  # before the process group, which fails first after a restart
     dist.init_process_group("gloo")
-    elastic.require_restartable()
+    args.folder.mkdir(parents=True, exist_ok=True)
     rank, saved = dist.get_rank(), args.folder / "checkpoint.pt"
 
     x = torch.randn(6000, 20)

@@ -2,11 +2,13 @@
 
 python examples/exporter.py runs/mine      # http://127.0.0.1:9642/metrics; with --once it prints them, and ends
 
-It follows the runs' events files. Import docs/grafana-dashboard.json. Of many workers it shows the 64 slowest.
+It follows the runs' events files, and finds those that appear later. Import docs/grafana-dashboard.json. Of many
+workers it shows the 64 slowest.
 """
 
+import argparse
+import contextlib
 import math
-import sys
 import time
 
 import numpy as np
@@ -14,54 +16,71 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
+from dynamix.errors import ConfigError
 from dynamix.model import JobModel
 from dynamix.telemetry import find_sources
 
 NEWEST = {"global_batch_samples": "global_batch", "noise_scale_samples": "noise_scale", "step_seconds": "step_s"}
 NEWEST |= {"waiting_ratio": "waiting", "samples_per_second": "samples_per_s", "loss": "loss"}
 NEWEST |= {"accuracy_ratio": "accuracy"}
+# These begin at 0: Prometheus sees no increase in the first value of a series.
+KINDS = ("restart", "workers", "late", "failed", "fault", "guard", "meeting", "dropped")
 
 
 class Run:
     def __init__(self):
-        self.model, self.window, self.expected, self.best = JobModel(), None, math.nan, np.array(np.inf)
+        self.model, self.window, self.written_s = JobModel(), None, math.nan
+        self.best, self.score, self.expected = np.array(np.nan), np.array(np.nan), math.nan
 
-    def figures(self, view):
+    def take(self, window, written_s):  # expected and score compare it with the windows of earlier polls
+        known = self.model.sizes.shape == window.batch_size.shape
+        self.expected = float(self.model.step_s(window.batch_size)) if known else math.nan
+        self.model, self.window, self.written_s = self.model.update(window), window, written_s
+        each = np.asarray(window.seconds_per_sample)
+        best = self.best if self.best.shape == each.shape else np.full(each.shape, np.nan)
+        self.best, self.score = np.fmin(best, each), np.minimum(best, each) / each
+
+    def figures(self, view, written_s):
         window, changes = view.newest, view.changes.count
-        if window is not self.window:  # update the model once for each new window
-            known = self.model.sizes.shape == window.batch_size.shape
-            self.expected = float(self.model.step_s(window.batch_size)) if known else math.nan
-            self.model, self.window = self.model.update(window), window
         totals = {"samples": view.samples, "steps": view.steps, "windows": view.windows, "size_changes": changes}
         yield from ((Counter, name, [], {"": value}) for name, value in totals.items())
         yield Counter, "decisions", ["decision"], view.decisions
-        yield Counter, "events", ["kind"], view.notices.counts
+        yield Counter, "events", ["kind"], dict.fromkeys(KINDS, 0) | view.notices.counts
         if window is None:  # a run that ended before its first whole window
             return
+        if window is not self.window:
+            self.take(window, written_s)
         gauges = {name: view.latest[key] for name, key in NEWEST.items()} | {"expected_step_seconds": self.expected}
+        gauges["last_window_timestamp_seconds"] = self.written_s
         yield from ((Gauge, name, [], {"": value}) for name, value in gauges.items())
         each = np.asarray(window.seconds_per_sample)
-        self.best = np.fmin(self.best, each) if self.best.shape in ((), each.shape) else each
         of = {"batch_samples": window.batch_size, "relative_perf_score": np.fmin.reduce(each) / each}
         of |= {f"{part}_seconds": values for part, values in view.newest_parts().items()}
         slowest = np.argsort(-np.nan_to_num(each))[:64]
-        for name, values in (of | {"individual_perf_score": self.best / each}).items():
+        for name, values in (of | {"individual_perf_score": self.score}).items():
             yield Gauge, f"worker_{name}", ["worker"], {str(worker): values[worker] for worker in slowest}
 
 
 class Exporter:
     def __init__(self, paths):
-        self.sources, self.runs, self.told = find_sources(paths), {}, []
+        self.paths, self.sources, self.runs, self.told = paths, {}, {}, []
 
     def collect(self):
         return self.told
 
     def look(self):
+        for path in self.paths:
+            with contextlib.suppress(ConfigError):  # nothing is there yet
+                for source in find_sources([path]):
+                    if source.name in [known.name for known in self.sources.values()]:
+                        source.name = str(source.events)
+                    self.sources.setdefault(source.events, source)
         metrics = {}
-        for source in self.sources:
+        for source in self.sources.values():
             source.refresh()
             for view in source.views.values():
-                for kind, name, label, values in self.runs.setdefault(view.name, Run()).figures(view):
+                run = self.runs.setdefault(view.name, Run())
+                for kind, name, label, values in run.figures(view, time.time() - source.quiet_s):
                     new = kind(f"dynamix_{name}", name.replace("_", " "), labels=["run", *label])
                     for key, value in values.items():
                         if math.isfinite(value):
@@ -70,12 +89,18 @@ class Exporter:
 
 
 if __name__ == "__main__":
-    exporter, registry = Exporter([path for path in sys.argv[1:] if path != "--once"]), CollectorRegistry()
+    parser = argparse.ArgumentParser(description="Offers figures of runs to Prometheus.")
+    parser.add_argument("runs", nargs="+", help="run folders or events files; they may appear later")
+    parser.add_argument("--once", action="store_true", help="print the figures, and end")
+    parser.add_argument("--port", type=int, default=9642)
+    parser.add_argument("--address", default="127.0.0.1")
+    args = parser.parse_args()
+    exporter, registry = Exporter(args.runs), CollectorRegistry()
     registry.register(exporter)
     exporter.look()
-    if "--once" in sys.argv:
+    if args.once:
         print(generate_latest(registry).decode())
     else:
-        start_http_server(9642, "127.0.0.1", registry=registry)
+        start_http_server(args.port, args.address, registry=registry)
         while not time.sleep(5):
             exporter.look()

@@ -27,8 +27,8 @@ def main(folder: Path) -> None:
     """Until the end of the epoch in which the folder has a file `enough`."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     elastic.require_restartable()
+    dist.init_process_group("gloo")
     rank, workers, host = dist.get_rank(), dist.get_world_size(), os.environ["DYNAMIX_HOST"]
     (folder / f"{host}.pid").write_text(str(os.getpid()))
     x = torch.randn(SAMPLES, 4)

@@ -280,3 +280,8 @@ def test_every_policy_has_a_page_and_every_experiment_a_row() -> None:
     described = (ROOT / "docs/design/experiments.md").read_text()
     missing = [e.stem for e in ROOT.glob("lab/src/dynamix_lab/experiments/*.toml") if f"`{e.stem}`" not in described]
     assert not missing
+
+
+@on_every_page
+def test_no_line_begins_with_a_percent_sign_which_markdown_drops_as_a_comment(page: Path) -> None:
+    assert not [line for line in page.read_text().split("\n") if line.strip().startswith("%")]

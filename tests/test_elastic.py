@@ -124,5 +124,7 @@ def _required(rank: int) -> list[str]:
 @pytest.mark.multiproc
 def test_a_job_that_could_not_be_started_again_is_refused() -> None:
     (answers,) = run_ranks(_required, 1)
+    for before, answer in zip(_required(0), answers, strict=True):
+        assert before == answer, "the same before there is a process group"
     for (environment, said), answer in zip(JOBS, answers, strict=True):
         assert said in answer, environment

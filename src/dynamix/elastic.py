@@ -1,7 +1,7 @@
 """Jobs that torchrun restarts: workers come and go, and training resumes from its last checkpoint.
 
+    elastic.require_restartable()              # checks torchrun's options
     torch.distributed.init_process_group("gloo")
-    elastic.require_restartable()              # after init_process_group: checks torchrun's options
     controller = dynamix.Controller(...)
     elastic.stop_on_sigterm(controller)        # a host leaves, or others join: all stop after the same step
     ...                                        # load the newest checkpoint
@@ -39,14 +39,14 @@ def require_restartable() -> None:
 
     By default workers find each other in the store of torchrun's own rendezvous. It still holds keys of the last start,
     so after a restart gloo connects to addresses of processes that no longer exist (pytorch#135712). Nothing is checked
-    without torchrun, or if it may not restart anything.
+    without torchrun, if it may not restart anything, or if a process group exists and gloo has no part in it.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
-    if agent != "True" or not dist.is_initialized():
+    if agent != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or "gloo" not in _backends():
+    if dist.is_initialized() and "gloo" not in _backends():
         return
-    line = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT ..."
+    line = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ... (several hosts: with --rdzv-endpoint HOST:PORT, too)"
     why = "torchrun's own store outlives its workers, so gloo would find addresses of dead processes in it"
     raise UsageError(f"this job cannot be restarted: {why}. Start it with {line}")
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import runpy
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -30,8 +33,11 @@ def example() -> ModuleType:
 
 
 def collected(example: ModuleType, *paths: Path) -> dict[tuple[str, str], float]:
-    """(name, worker or kind) -> value."""
-    exporter = example.Exporter(paths)
+    return polled(example.Exporter(paths))
+
+
+def polled(exporter: Any) -> dict[tuple[str, str], float]:
+    """(name, worker or kind) -> value, of one run."""
     exporter.look()
     registry = CollectorRegistry(auto_describe=False)
     registry.register(exporter)
@@ -75,18 +81,65 @@ def test_the_documents_and_the_dashboard_name_figures_that_exist(example: Module
     exporter = example.Exporter([tmp_path])
     exporter.look()
     run = next(iter(exporter.runs.values()))
-    (view,) = exporter.sources[0].views.values()
-    names = {f"dynamix_{name}{'_total' if kind is example.Counter else ''}" for kind, name, *_ in run.figures(view)}
+    (source,) = exporter.sources.values()
+    (view,) = source.views.values()
+    names = {f"dynamix_{name}{'_total' if kind is example.Counter else ''}" for kind, name, *_ in run.figures(view, 0)}
     dashboard = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
-    asked = {
-        name
-        for panel in dashboard["panels"]
-        for target in panel["targets"]
-        for name in re.findall(r"dynamix_\w+", target["expr"])
-    }
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for expression in expressions for name in re.findall(r"dynamix_\w+", expression)}
     assert asked <= names
+    assert all(re.search(r'dynamix_\w+\{run=~"\$run"\}', expression) for expression in expressions)
     assert {panel["type"] for panel in dashboard["panels"]} == {"timeseries"}
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
     told = set(re.findall(r"`(dynamix_\w+)`", (ROOT / "docs" / "report.md").read_text()))
     assert told == names
+
+
+def test_it_starts_before_its_runs_and_finds_those_that_appear_later(example: ModuleType, tmp_path: Path) -> None:
+    exporter = example.Exporter([tmp_path / "runs", tmp_path / "other" / "late"])
+    assert polled(exporter) == {}
+    known = []
+    for folder in ("runs/early", "runs/late", "other/late"):
+        simulate(tmp_path / folder / "events.jsonl", windows=2)
+        exporter.look()
+        assert list(exporter.sources.values())[:-1] == known  # those already followed stay
+        known = list(exporter.sources.values())
+    assert list(exporter.runs) == ["early", "late", str(tmp_path / "other" / "late" / "events.jsonl")]
+
+
+def test_what_needs_earlier_windows_is_left_out_of_the_first_poll(example: ModuleType, tmp_path: Path) -> None:
+    compared = {"dynamix_expected_step_seconds", "dynamix_worker_individual_perf_score"}
+    lines = simulate(tmp_path / "all.jsonl", windows=4).read_bytes().splitlines(keepends=True)
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(lines[0])
+    exporter = example.Exporter([path])
+    assert not compared & {name for name, _ in polled(exporter)}
+    path.write_bytes(b"".join(lines))
+    found = polled(exporter)
+    assert compared <= {name for name, _ in found}
+    assert 0 < min(found["dynamix_worker_individual_perf_score", str(worker)] for worker in range(4)) <= 1
+
+
+def test_the_age_of_the_newest_window_is_that_of_the_file(example: ModuleType, tmp_path: Path) -> None:
+    path = simulate(tmp_path / "events.jsonl", windows=2)
+    os.utime(path, (1e9, 1e9))
+    found = collected(example, path)
+    assert found["dynamix_last_window_timestamp_seconds", ""] == pytest.approx(1e9, abs=0.1)
+
+
+def test_every_kind_of_event_begins_at_zero(example: ModuleType, tmp_path: Path) -> None:
+    found = collected(example, simulate(tmp_path / "events.jsonl", windows=2))
+    kinds = {kind: value for (name, kind), value in found.items() if name == "dynamix_events_total"}
+    told = "".join((ROOT / "src" / "dynamix" / "telemetry" / f"{name}.py").read_text() for name in ("notices", "run"))
+    assert set(re.findall(r'\.note\([^"]*"(\w+)"', told)) == set(kinds)
+    assert set(kinds.values()) == {0}
+
+
+def test_it_explains_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, code in ((["--help"], 0), ([], 2), (["--port", "1234"], 2)):
+        monkeypatch.setattr("sys.argv", ["exporter.py", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "examples" / "exporter.py"), run_name="__main__")
+        assert ended.value.code == code
+        assert "--address" in "".join(capsys.readouterr())

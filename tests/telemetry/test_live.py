@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -15,9 +17,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import dynamix
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError
+from dynamix.events.records import read_events
 from dynamix.telemetry import find_sources
+from tests.runtime.jobs import Training, classes
 from tests.telemetry.simulated import simulate
 
 pytest.importorskip("uvicorn")
@@ -132,3 +137,31 @@ def test_watch_shows_the_workers_of_a_run(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["watch", str(tmp_path / "many"), "--once"])
     assert "the 12 slowest of 90 workers" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_watch_prints_once_if_stdout_is_no_terminal(tmp_path: Path) -> None:
+    path = simulate(tmp_path / "events.jsonl", windows=3)
+    done = CliRunner().invoke(app, ["watch", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "4 workers" in done.stdout
+    assert "no line for" not in done.stdout
+    os.utime(path, (1e9, 1e9))
+    assert "the job has ended, or hangs" in CliRunner().invoke(app, ["watch", str(tmp_path)]).stdout
+
+
+def test_the_end_of_a_job_cannot_be_told_from_its_events(tmp_path: Path) -> None:
+    """The last line of a closed controller may be short or whole, and a job that is restarted goes on after both."""
+    path, state, trained = tmp_path / "events.jsonl", None, 0
+    for steps, short in ((10, False), (13, True), (17, False)):
+        job = Training(dynamix.Controller("static", 8, interval=10, events=path), classes(520))
+        if state is not None:
+            job.controller.load_state_dict(state)
+        for x, y in itertools.islice(job.batches(1), steps):
+            job.train(x, y)
+        state, trained = job.controller.state_dict(), trained + 8 * steps
+        job.controller.close()
+        assert read_events(path)[-1].get("short", False) is short
+        (source,) = find_sources([path])
+        source.refresh()
+        (view,) = source.views.values()
+        assert (view.trained, source.ended) == (trained, False)

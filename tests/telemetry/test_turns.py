@@ -18,16 +18,18 @@ from dynamix.window import Bounds, Floats, Window
 SECONDS, EXCHANGE_S = np.array([0.001, 0.003]), 0.008
 
 
-def job(path: Path, policies: str, windows: int, *, noise: float = 0.01, seed: int = 0) -> PolicyTurns:
+def job(
+    path: Path, policies: str, windows: int, *, noise: float = 0.01, seed: int = 0, loading: float = 0.0
+) -> PolicyTurns:
     """The events of a job of two workers, of which one is three times slower."""
     turns, rng = make_policy(f"compare:{policies}"), np.random.default_rng(seed)
     bounds, sizes, time_s = Bounds.of(2, 1, 63, total_low=64, total_high=64), np.array([32, 32]), 0.0
     with EventLog(path) as log:
         for index in range(windows):
-            compute = SECONDS * sizes * np.exp(noise * rng.standard_normal())
-            wait = compute.max() - compute
-            window = Window.of(sizes, compute=compute, wait=wait, communication=EXCHANGE_S, steps=5)
-            time_s += 5 * (compute.max() + EXCHANGE_S)
+            busy = SECONDS * sizes * np.exp(noise * rng.standard_normal())
+            parts = {"compute": busy * (1 - loading), "data": busy * loading, "wait": busy.max() - busy}
+            window = Window.of(sizes, **parts, communication=EXCHANGE_S, steps=5)
+            time_s += 5 * (busy.max() + EXCHANGE_S)
             sizes = turns.decide(window, bounds)
             told: dict[str, Any] = {"window_index": index, "window": window, "time_s": time_s, "decision": "new"}
             log.write(**told, allocation=sizes.tolist(), from_step=0, samples_seen=64 * 5 * index, **report_of(turns))
@@ -48,6 +50,12 @@ def test_the_ratio_is_that_of_the_cluster(tmp_path: Path) -> None:
     total = first.seconds + second.seconds + again.seconds
     assert cost((first, second, again)) == pytest.approx(1 - 3 * second.seconds / total, rel=0.02)
     assert read.seconds > total
+
+
+def test_time_between_batch_and_forward_pass_counts(tmp_path: Path) -> None:
+    slow = job(tmp_path / "events.jsonl", "static,lb_bsp", 4 * 10, loading=0.9).speeds()
+    assert slow[0].samples_s == pytest.approx(64 / (0.096 + EXCHANGE_S), rel=0.01)
+    assert slow[1].times == pytest.approx((0.096 + EXCHANGE_S) / (0.048 + EXCHANGE_S), rel=0.02)
 
 
 def test_before_a_block_counts_nothing_is_said_and_few_say_not_how_sure_they_are(tmp_path: Path) -> None:

@@ -46,7 +46,10 @@ def watch(
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two reads of the file.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print once, and end.")] = False,
 ) -> None:
-    """Show a run in the terminal while it goes on: sizes, where time goes, what happens. Ctrl-C leaves it running."""
+    """Show a run in the terminal while it goes on: sizes, where time goes, what happens. Ctrl-C leaves it running.
+
+    If stdout is no terminal, it prints once, and ends.
+    """
     from rich.console import Console
     from rich.live import Live
 

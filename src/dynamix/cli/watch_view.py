@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dynamix.telemetry.run import RunView
 from dynamix.telemetry.sentences import headline, number, percent, seconds
-from dynamix.telemetry.sources import RunSource
+from dynamix.telemetry.sources import STALE_S, RunSource
 
 MOST_WORKERS = 12
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -29,6 +29,8 @@ def view_of(sources: Sequence[RunSource]) -> RenderableType:
         else:
             parts.append(Text(f"{source.name}: no window was written yet", "dim"))
         parts += [Text(f"note: {said}", "yellow") for said in source.missing()]
+        if not source.run and source.quiet_s > STALE_S:  # of other runs `missing` says it
+            parts.append(Text(f"note: no line for {seconds(source.quiet_s)}: the job has ended, or hangs", "yellow"))
     return Group(*parts)
 
 

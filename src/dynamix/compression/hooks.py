@@ -236,7 +236,7 @@ class CompressionState:
         if not self._said_mixed:
             self._said_mixed = True
             count = "state.statistics.dense_after['mixed'] counts them"
-            _log.warning("ranks disagreed about bucket %d, so it went dense: %s", line.exchange.index, count)
+            _log.warning("dynamix: ranks disagreed about bucket %d, so it went dense: %s", line.exchange.index, count)
 
     def _reroute(self) -> None:
         """All ranks do this at the same step, because no exchange is pending between two backward passes."""

@@ -100,14 +100,14 @@ class BackgroundLog:
             self._most_bytes = records.MOST_BYTES
         except (OSError, StateError) as error:  # for example no room for a second file: retry at twice the length
             self._most_bytes *= 2
-            _log.warning("%s cannot be thinned (%s) and grows", self.path, error)
+            _log.warning("dynamix: %s cannot be thinned (%s) and grows", self.path, error)
         self._shut()
 
     def _drop(self, why: str) -> None:
         self.dropped += 1
         if not self._warned:
             self._warned = True
-            _log.warning("events cannot be written to %s (%s); training goes on, lines are dropped", self.path, why)
+            _log.warning("dynamix: training goes on, but lines are dropped: %s cannot be written (%s)", self.path, why)
 
     def _shut(self) -> None:
         if self._fd >= 0:

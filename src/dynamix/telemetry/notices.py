@@ -49,9 +49,7 @@ class Notices:
         elif decision == "failed":
             self.note(at_s, window, "failed", "The policy failed; sizes stayed as they were.")
         if (dropped := fields.get("dropped")) is not None:
-            self.note(
-                at_s, window, "dropped", f"{dropped} lines could not be written so far: windows are missing here."
-            )
+            self.note(at_s, window, "dropped", f"{dropped} lines could not be written so far: windows are missing.")
         self._of_guard(fields.get("guard"), at_s, window)
         self._of_rounds(fields.get("rounds"), at_s, window)
 

@@ -217,7 +217,7 @@ def _single(window: Window) -> dict[str, Floats]:
     return means | {
         "global_batch": window.global_batch,
         "noise_scale": np.where(np.isfinite(scale), scale, np.nan),
-        "step_s": step_seconds(window),
+        "step_s": step_seconds(window) + np.nan_to_num(means["data"]),
         "loss": _weighted(window.loss, window.batch_size),
         "accuracy": _weighted(window.accuracy, window.batch_size),
         "network": mean_of_known(window.communication),

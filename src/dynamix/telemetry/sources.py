@@ -19,9 +19,9 @@ from dynamix.telemetry.sentences import percent
 EVENTS = "events.jsonl"
 MOST_RUNS = 64  # on one page
 MOST_OVERRUNS = 0.01  # part of an emulated device's steps; above it, the machine was too slow for the device
+STALE_S = 60.0  # a run whose last line is older is said to be killed, or to hang
 _LABELS = ("policy", "seed", "attempt")  # identify the lines of a run in a file of several
 _TAIL_BYTES = 2**16
-_STALE_S = 60.0
 
 
 class RunSource:
@@ -85,7 +85,7 @@ class RunSource:
         if behind := self.follower.behind_bytes:
             said.append(f"{self.events.name} is still being read: {behind / 1e6:,.0f} MB are left.")
         if self.run and not self.result:
-            if self.quiet_s < _STALE_S:
+            if self.quiet_s < STALE_S:
                 said.append("The run is still being written: there is no result.json yet.")
             else:
                 ago = _duration(self.quiet_s)

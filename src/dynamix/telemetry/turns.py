@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.model.measured import step_seconds
+from dynamix.model.measured import mean_of_known, step_seconds
 from dynamix.telemetry.comparing import student
 from dynamix.telemetry.reading import EventFollower, Recorded
 from dynamix.window import Floats
@@ -60,7 +60,8 @@ class PolicyTurns:
         self._at = start + (about["block"] < before), about["block"]  # a job that started anew counts from 0 again
         self.policies, self.seconds = about["of"], float(recorded.fields["time_s"])
         steps = float(window.steps)
-        samples, took = steps * float(window.worked.sum()), steps * float(step_seconds(window))
+        samples, loading_s = steps * float(window.worked.sum()), np.nan_to_num(mean_of_known(window.data))
+        took = steps * float(step_seconds(window) + loading_s)
         # A window excludes pauses, and rounds cut by the end of an epoch; NaN if nothing of it remains.
         if about["counts"] and took > 0:
             self._blocks.setdefault(self._at, {})[about["turn"]] = samples, took

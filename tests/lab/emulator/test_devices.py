@@ -336,7 +336,8 @@ def test_a_controller_sees_the_devices_time_and_the_folder_holds_its_events(
     assert (result["device"], result["mechanisms"]["cpu"]) == ({**DEVICE, "per_cost_ms": 0}, "device")
     assert [rank["steps"] for rank in result["device_steps"]] == [64, 64]
     events, said = read_events(out / "events.jsonl"), done.stdout.splitlines()[-1]
-    assert said.startswith(f"2 ranks ended with 0 after {result['wall_s']:.1f} s, limits from ")
+    took = f"{result['wall_s']:.1f} s (with the start of the processes)"
+    assert said.startswith(f"2 ranks ended with 0 after {took}, limits from ")
     assert f"{out} holds run.json, result.json, events.jsonl ({len(events)} windows), report.html, ranks/0/" in said
     assert "; 128 device steps, on a rank at most " in said
     assert "epoch 0: loss" in (out / "ranks/0/rank0.out").read_text()

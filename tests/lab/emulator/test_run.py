@@ -11,8 +11,11 @@ from typer.testing import CliRunner
 
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError, EmulationError, ScenarioError
+from dynamix_lab.commands.doctor import emulation
 from dynamix_lab.emulator import emulate, probe_mechanisms, scenario_schema
 from dynamix_lab.emulator.control import request
+from dynamix_lab.emulator.launchers import check_command
+from dynamix_lab.emulator.run import summary
 from tests.lab.emulator.conftest import PYTHON
 from tests.refused import refused
 
@@ -81,6 +84,72 @@ def test_a_timeout_ends_the_job(tmp_path: Path) -> None:
     result = emulate(TWO, program, out=tmp_path / "run", mechanism="duty-cycle", echo=None, timeout_s=1.0)
     assert result["exit_codes"] == [-15, -15]
     assert result["exit_code"] == 143
+    assert result["ended_by_timeout_s"] == 1
+    assert "s (with the start of the processes), ended by --timeout 1, " in summary(result)
+
+
+def test_a_timeout_that_did_not_end_the_job_is_not_named(tmp_path: Path) -> None:
+    result = emulate(TWO, ["true"], out=tmp_path / "run", mechanism="duty-cycle", echo=None, timeout_s=300.0)
+    assert result["ended_by_timeout_s"] is None
+    assert "--timeout" not in summary(result)
+
+
+def test_a_comparison_names_the_rows_that_a_timeout_ended(tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text(json.dumps(TWO))
+    line = ["emulate", str(tmp_path / "two.yaml"), "--compare", "static,goodput", "--mechanism", "duty-cycle"]
+    line += ["--timeout", "1", "--out", str(tmp_path / "run"), "--", *PYTHON, "import time; time.sleep(600)"]
+    said = CliRunner().invoke(app, line).stdout.splitlines()[-1]
+    assert said.startswith("ended by --timeout: static; ")
+
+
+def test_without_events_the_command_says_that_no_page_is_normal(tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text(json.dumps(TWO))
+    line = ["emulate", str(tmp_path / "two.yaml"), "--mechanism", "duty-cycle", "--out", str(tmp_path / "run")]
+    said = CliRunner().invoke(app, [*line, "--", "true"]).stdout
+    assert "There is no page: no Controller wrote events, which is normal under observe.\n" in said
+    assert "could not be written" not in said
+
+
+@pytest.mark.parametrize("more", [[], ["--compare", "static"]])
+@pytest.mark.parametrize(
+    ("command", "named", "instead"),
+    [
+        ("torchrun --nproc-per-node 3 job.py --epochs 2", "'torchrun'", "python job.py --epochs 2"),
+        ("/opt/venv/bin/torchrun job.py", "'torchrun'", "python job.py"),
+        ("torchrun -m package.job conf.py", "'torchrun'", "python train.py"),
+        ("python -u -m torch.distributed.run --nnodes 1 job.py", "'torch.distributed.run'", "python job.py"),
+        ("python3 -m torch.distributed.launch job.py", "'torch.distributed.launch'", "python job.py"),
+        ("accelerate launch --num_processes 2 job.py", "'accelerate launch'", "python job.py"),
+        ("mpirun -np 3 python job.py", "'mpirun'", "python job.py"),
+        ("mpiexec.hydra -n 3 ./job", "'mpiexec.hydra'", "python train.py"),
+        ("env A=1 srun -n 3 python job.py", "'srun'", "python job.py"),
+    ],
+)
+def test_a_launcher_is_refused_with_the_line_to_write(
+    command: str, named: str, instead: str, more: list[str], tmp_path: Path
+) -> None:
+    line = ["emulate", "demo", *more, "--out", str(tmp_path / "run"), "--", *command.split()]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: command={named} is not possible: ")
+    assert "emulate starts one rank on each host" in done.stderr
+    assert done.stderr.endswith(f"leave the launcher out: write -- {instead}\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python train.py --epochs 1",
+        "python -m dynamix.observe --out observed train.py",
+        "python train.py --launcher torchrun",
+        "python -m package.job --launcher srun",
+        "python tests/torchrun.py",
+        "accelerate env",
+    ],
+)
+def test_a_command_of_one_rank_is_no_launcher(command: str) -> None:
+    check_command(command.split())
 
 
 def test_bad_input_makes_no_folder(tmp_path: Path) -> None:
@@ -123,7 +192,12 @@ def test_probing_says_what_is_missing_and_leaves_nothing() -> None:
     assert set(found) == {"network", "cpu", "duty-cycle", "rate", "loss", "latency"}
     assert found["duty-cycle"][0]
     assert all(text for _, text in found.values())
+    assert not any("((" in text for _, text in found.values())  # an error's text, not its numbers
     assert [name for _, name in socket.if_nameindex()] == before
+
+
+def test_the_doctor_names_device_hosts_which_every_machine_can_emulate() -> None:
+    assert [available for name, available, _ in emulation() if name == "device hosts"] == [True]
 
 
 def test_the_command_prints_the_schema() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ LOAD = {"kind": "load", "factor": 0.5}
         ({"hosts": [{"cpu": True}]}, "hosts[0].cpu=True", "number"),
         ({"hosts": [{"cpu": 0.5, "ram": 2}]}, "unknown key hosts[0].ram=2", "cpu, rate_mbit_s"),
         ({"hosts": [{}]}, "hosts[0].cpu", "missing"),
+        ({"hosts": [{"cores": 0.5}]}, "unknown key hosts[0].cores=0.5", "did you mean 'cpu'?"),
+        ({"hosts": [{}, {"cpu": 1, "latency": 5}]}, "unknown key hosts[1].latency=5", "did you mean 'latency_ms'?"),
         ({"hosts": [{"cpu": 0.5}], "hots": 1}, "unknown key hots=1", "hosts, disturbances"),
         ({"hosts": []}, "hosts=[]", "1 or more entries"),
         ({"hosts": [{"cpu": 0.02}] * 65}, "hosts=", "64 or fewer"),
@@ -162,6 +165,18 @@ def test_shipped_scenarios_are_frozen() -> None:
 def test_the_shipped_schema_is_the_models() -> None:
     shipped = resources.files("dynamix_lab.emulator") / "scenario.schema.json"
     assert json.loads(shipped.read_text("utf-8")) == scenario_schema(), "dynamix emulate --schema > that file"
+
+
+def test_every_scenario_of_the_page_can_be_loaded(tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs" / "design" / "emulator.md"
+    own, device = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "cluster.yaml").write_text(own)
+    scenario = load_scenario(tmp_path / "cluster.yaml")
+    check_machine(scenario, 2)
+    assert [host.cpu for host in scenario.hosts] == [0.5, 0.2, 0.5]
+    assert scenario.needs == {"rate": "hosts[2].rate_mbit_s=20"}
+    (tmp_path / "device.yaml").write_text(device)
+    assert load_scenario(tmp_path / "device.yaml").device
 
 
 def test_the_example_uses_everything() -> None:

@@ -142,8 +142,8 @@ def test_a_rank_that_stands_still_is_named_in_every_log_and_training_goes_on() -
         assert one["steps"] == ended[0]["steps"] > 60
         lines = [line for _, line in one["log"]]
         if rank != 1:
-            assert any(line.startswith("rank 1 (") and "has been silent for" in line for line in lines), lines
-            assert any(line.startswith("rank 1 (") and "answers again" in line for line in lines), lines
+            assert any(line.startswith("dynamix: rank 1 (") and "has been silent for" in line for line in lines), lines
+            assert any(line.startswith("dynamix: rank 1 (") and "answers again" in line for line in lines), lines
 
 
 def test_one_rank_asked_to_stop_stops_all_after_the_same_step() -> None:

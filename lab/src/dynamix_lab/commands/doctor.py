@@ -8,10 +8,11 @@ from dynamix_lab.installed import BENCH, how_to_install
 
 
 def emulation() -> list[tuple[str, bool, str]]:
-    """Mechanisms that limit emulated hosts."""
+    """Mechanisms that limit emulated hosts. Device hosts need none of them."""
     from dynamix_lab.emulator import probe_mechanisms
 
-    return [(name, *found) for name, found in probe_mechanisms().items()]
+    device = ("device hosts", True, "relative speeds, as in device-demo: they need no privilege and no kernel feature")
+    return [*((name, *found) for name, found in probe_mechanisms().items()), device]
 
 
 def laboratory() -> list[tuple[str, bool, str]]:

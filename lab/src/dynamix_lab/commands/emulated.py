@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from dynamix.cli.console import Json, Out, guarded, print_json
-from dynamix.errors import ConfigError
 from dynamix_lab.commands.group import Mechanism
 
 emulate = typer.Typer()
@@ -39,9 +38,10 @@ def _emulate(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Run any training script on emulated hosts, one rank each: dynamix emulate demo -- python train.py."""
-    if not context.args:
-        raise ConfigError("command", "", "a command after --", "dynamix emulate demo -- python train.py")
+    """Run any training script on emulated hosts, one rank each: dynamix emulate demo -- python train.py.
+
+    It starts one rank on each host itself, so the command has no launcher such as torchrun.
+    """
     options: dict[str, Any] = {"seed": seed, "out": out, "throttle_after_s": throttle_after, "timeout_s": timeout}
     options["mechanism"] = mechanism
     if compare is None:
@@ -60,7 +60,7 @@ def run_once(scenario: str, command: Sequence[str], *, as_json: bool, **options:
     if as_json:
         print_json(result)
     else:
-        _say(data)
+        _say(data, Path(result["folder"]))
         typer.echo(summary(result))
     return result
 
@@ -87,9 +87,11 @@ def run_compared(
             typer.echo(f"{name}: {why}")
     elif data["comparison"]:
         _print_table(data)
-    _say(data)
+    _say(data, folder)
+    late = [name for name, done in result["rows"].items() if done.get("ended_by_timeout_s") is not None]
+    ended = f"ended by --timeout: {', '.join(late)}; " if late else ""
     held = ", report.html" if data is not None else ""
-    typer.echo(f"{folder} holds run.json, result.json{held} and a run folder for each row")
+    typer.echo(f"{ended}{folder} holds run.json, result.json{held} and a run folder for each row")
     return result
 
 
@@ -97,7 +99,7 @@ def _page(folder: Path) -> dict[str, Any] | None:
     """Write report.html of a run folder. Returns its data, or None if there is no window or no room for the page."""
     from dynamix.telemetry import find_sources, write_page
 
-    if not any(folder.glob("events.jsonl")) and not any(folder.glob("*/events.jsonl")):
+    if not _has_events(folder):
         return None
     sources = find_sources([folder])
     for source in sources:
@@ -111,9 +113,15 @@ def _page(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _say(data: dict[str, Any] | None) -> None:
+def _has_events(folder: Path) -> bool:
+    return any(folder.glob("events.jsonl")) or any(folder.glob("*/events.jsonl"))
+
+
+def _say(data: dict[str, Any] | None, folder: Path) -> None:
     if data is None:
-        typer.echo("There is no page: no window could be read, or the page could not be written.")
+        failed = "no window could be read, or the page could not be written"
+        absent = "no Controller wrote events, which is normal under observe"
+        typer.echo(f"There is no page: {failed if _has_events(folder) else absent}.")
         return
     for said in data["missing"]:
         typer.echo(f"note: {said}", err=True)

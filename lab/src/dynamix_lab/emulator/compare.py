@@ -11,6 +11,7 @@ from dynamix.errors import ConfigError
 from dynamix.events.records import SCHEMA, each_event
 from dynamix.events.run_folder import RunFolder, row_folder
 from dynamix.runtime.config import OUTSIDE
+from dynamix_lab.emulator.launchers import check_command
 from dynamix_lab.emulator.run import emulate, worst
 
 ROW_VARIABLE = "DYNAMIX_ROW"  # the folder of a script's row, for its files
@@ -86,6 +87,7 @@ def compare(
     the script cannot run a row, that is not a failure: its `available` says why. `exit_code` is the worst of the other
     rows. If the script fails in the first row before its first window, the other rows are not run.
     """
+    check_command(command)
     with RunFolder("emulate", out) as folder:
         found: dict[str, dict[str, Any]] = {}
         asked = {"command": "emulate", "compare": [row.name for row in rows], "job": list(command)}

@@ -104,7 +104,7 @@ class Namespaces:
         except Exception as error:
             self.close()
             fix = "run as root with pyroute2 installed, or ask for mechanism='duty-cycle'"
-            raise EmulationError(f"cannot make network namespaces ({error}); {fix}") from error
+            raise EmulationError(f"cannot make network namespaces ({reason(error)}); {fix}") from error
 
     def fd(self, host: int) -> int:
         return self._fds[host]
@@ -229,6 +229,15 @@ def _shape(state: Link) -> Link:
 def netlink() -> Any:
     """A netlink socket of this thread's namespace. pyroute2 is optional and has no types."""
     return importlib.import_module("pyroute2").IPRoute()
+
+
+def reason(error: Exception) -> str:
+    """The text of an error of the kernel: OSError and pyroute2's errors hold (number, text).
+
+    >>> reason(OSError(2, "No such file or directory")), reason(ValueError("no link"))
+    ('No such file or directory', 'no link')
+    """
+    return str(error.args[1] if len(error.args) == 2 else error)
 
 
 def inside(fd: int, action: Callable[[], _T]) -> _T:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from dynamix.errors import ScenarioError, UsageError
+from dynamix.errors import ScenarioError, UsageError, spelling
 from dynamix_lab.emulator.scenario import Change, Device, Host, Load, Neighbour, Scenario, Trace
 from dynamix_lab.emulator.traces import read_trace
 from dynamix_lab.installed import how_to_install
@@ -135,8 +135,9 @@ _BOUNDS = {
 
 
 def _explain(error: ValidationError) -> NoReturn:
-    """Raise pydantic's first complaint in the wording of the other errors."""
-    first = error.errors(include_url=False)[0]
+    """Raise one of pydantic's complaints in the wording of the other errors: an unknown key, or the first."""
+    errors = error.errors(include_url=False)
+    first = next((found for found in errors if found["type"] == "extra_forbidden"), errors[0])
     limits, value, kind = first.get("ctx", {}), first["input"], first["type"]
     if isinstance(limits.get("error"), ScenarioError):  # one of ours, from a model's own check
         raise limits["error"] from None
@@ -149,7 +150,10 @@ def _explain(error: ValidationError) -> NoReturn:
         tag = next((part for part in first["loc"] if part in _KINDS), None)
         model = _KINDS[str(tag)] if tag else _PARTS.get(str(parts[0]), Scenario) if len(parts) > 1 else Scenario
         allowed = "the keys " + ", ".join(model.model_fields)
-        raise ScenarioError(f"unknown key {place}", _short(value), allowed, "correct or remove the key") from None
+        lacking = [e["loc"][-1] for e in errors if (e["type"], e["loc"][:-1]) == ("missing", first["loc"][:-1])]
+        fix = f"did you mean {lacking[0]!r}?" if lacking else "correct or remove the key"
+        fix = spelling(parts[-1], model.model_fields, fix)
+        raise ScenarioError(f"unknown key {place}", _short(value), allowed, fix) from None
     if kind in ("missing", "union_tag_not_found"):
         raise ScenarioError(place, None, "a value", "the key is missing: add it to the scenario") from None
     allowed = " and ".join(text.format(limits[k]) for k, text in _BOUNDS.items() if k in limits)

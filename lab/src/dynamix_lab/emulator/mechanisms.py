@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamix.errors import EmulationError, ScenarioError
 from dynamix_lab.emulator import keeper, links, loss
-from dynamix_lab.emulator.hosts import inside, netlink, new_namespace
+from dynamix_lab.emulator.hosts import inside, netlink, new_namespace, reason
 from dynamix_lab.emulator.limits import Cgroup, DutyCycle, find_cgroup
 from dynamix_lab.emulator.scenario import Scenario
 from dynamix_lab.installed import how_to_install
@@ -65,7 +65,7 @@ def _tried(probe: Callable[[], str | None], offers: str) -> tuple[bool, str]:
     try:
         return True, probe() or offers
     except Exception as error:
-        return False, f"{offers}: {error}"
+        return False, f"{offers}: {reason(error)}"
 
 
 def _probe_cgroup() -> str:
@@ -121,6 +121,6 @@ def _probe_net(kind: str = "", add: Callable[[Any, int], None] | None = None) ->
     except Exception as error:
         if add is None:
             raise
-        raise EmulationError(f"the kernel offers no {kind} ({error}); {_ENABLE[kind]}") from error
+        raise EmulationError(f"the kernel offers no {kind} ({reason(error)}); {_ENABLE[kind]}") from error
     finally:
         os.close(fd)

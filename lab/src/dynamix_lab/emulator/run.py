@@ -20,6 +20,7 @@ from dynamix.events.records import EVENTS_VARIABLE, SCHEMA, read_events
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.emulator.cluster import Emulation, Mechanism, load_permitted
 from dynamix_lab.emulator.devices import DeviceSteps, too_many_overruns
+from dynamix_lab.emulator.launchers import check_command
 from dynamix_lab.emulator.scenario import Scenario
 
 _Ranks = Sequence[subprocess.Popen[bytes]]
@@ -57,8 +58,7 @@ def emulate(
 
     `exit_code` is the worst rank's (128 + n for signal n). Ctrl-C ends the ranks, removes the hosts and is re-raised.
     """
-    if not command:
-        raise ConfigError("command", "", "a program and its arguments", "dynamix emulate demo -- python train.py")
+    check_command(command)
     if throttle_after_s is not None and not 0 <= throttle_after_s < float("inf"):
         raise ConfigError("throttle_after_s", throttle_after_s, "0 or more", "use 0 to limit ranks from birth")
     loaded = load_permitted(scenario, mechanism)  # fails before a folder is created
@@ -71,12 +71,13 @@ def emulate(
             began = time.monotonic()
             end_s = math.inf if timeout_s is None else began + timeout_s
             launch = functools.partial(cluster.launch, command, env={EVENTS_VARIABLE: str(events), **(env or {})})
-            limited_after_s = _run(cluster, launch, _Echo(ranks, echo), throttle_after_s, end_s, grace_s)
+            limited_after_s, late = _run(cluster, launch, _Echo(ranks, echo), throttle_after_s, end_s, grace_s)
             codes = [code if code is not None else 1 for code in cluster.poll()]
             steps = [dataclasses.asdict(rank) for rank in cluster.overruns()]
             wall_s = round(time.monotonic() - began, 3)
     result = {**facts, "exit_code": worst(codes), "exit_codes": codes, "folder": str(folder.path)}
     result |= {"wall_s": wall_s, "limited_after_s": limited_after_s, "device_steps": steps or None}
+    result["ended_by_timeout_s"] = timeout_s if late else None
     folder.write_result(result)
     if echo is not None:
         _show_failures(codes, ranks, echo)
@@ -89,13 +90,16 @@ def summary(result: Mapping[str, Any]) -> str:
     alike = len(set(codes)) == 1
     ended = f"{len(codes)} ranks ended with {codes[0]}" if alike else f"ranks ended with {', '.join(map(str, codes))}"
     limited = "without limits" if limits is None else f"limits from {limits:.1f} s on"
+    if (timeout_s := result["ended_by_timeout_s"]) is not None:
+        limited = f"ended by --timeout {timeout_s:g}, {limited}"
     holds = ["run.json", "result.json"]
     events = folder / "events.jsonl"
     if events.exists():
         holds.append(f"events.jsonl ({len(read_events(events))} windows)")
     holds += ["report.html"] if (folder / "report.html").exists() else []
     holds.append(f"ranks/{result['seeds'][0]}/ (output of every rank)")
-    return f"{ended} after {result['wall_s']:.1f} s, {limited}{_devices(result)}; {folder} holds {', '.join(holds)}"
+    took = f"after {result['wall_s']:.1f} s (with the start of the processes)"
+    return f"{ended} {took}, {limited}{_devices(result)}; {folder} holds {', '.join(holds)}"
 
 
 def _devices(result: Mapping[str, Any]) -> str:
@@ -132,8 +136,9 @@ def worst(codes: Sequence[int]) -> int:
 
 def _run(
     cluster: Emulation, launch: Callable[[], _Ranks], follow: _Echo, after_s: float | None, end_s: float, grace_s: float
-) -> float | None:
-    """Run to the end of the job. Returns after how many seconds limits began, None if it ended before."""
+) -> tuple[float | None, bool]:
+    """Run to the end of the job. Returns after how many seconds limits began (None if it ended before), and whether
+    the time at `end_s` ended it."""
     limited_after_s = 0.0 if after_s == 0 else None
     if limited_after_s is not None:
         cluster.start_clock()
@@ -142,20 +147,17 @@ def _run(
         try:
             ranks = launch()
             follow.open()
-            while None in (codes := cluster.poll()) and not any(codes):
-                now = time.monotonic()
-                if now > end_s:
-                    cluster.terminate()
-                    break
+            while None in (codes := cluster.poll()) and not any(codes) and (now := time.monotonic()) < end_s:
                 if limited_after_s is None:
                     limited_after_s = _limited(cluster, ranks, now - began, after_s)
                 follow.more()
                 time.sleep(0.1)
             cluster.wait(max(0.0, end_s - time.monotonic()), grace_s=grace_s)
+            late = None in codes and time.monotonic() >= end_s
         except KeyboardInterrupt:
             cluster.terminate(patience_s=2.0)
             raise
-    return limited_after_s
+    return limited_after_s, late
 
 
 def _limited(cluster: Emulation, ranks: _Ranks, elapsed_s: float, after_s: float | None) -> float | None:

@@ -150,12 +150,12 @@ class Liveness:
         for rank, seconds in silent.items():
             if seconds >= self._said.get(rank, SILENT_S):
                 self._said[rank] = 2 * seconds
-                _log.warning("%s has been silent for %.0f s", self._name(rank), seconds)
+                _log.warning("dynamix: %s has been silent for %.0f s", self._name(rank), seconds)
         own = 0 if self.rank else STORE  # counted by the other thread
         for rank in about or [rank for rank in list(self._said) if rank != own]:
             if rank in self._said and rank not in silent:
                 del self._said[rank]
-                _log.warning("%s answers again", self._name(rank))
+                _log.warning("dynamix: %s answers again", self._name(rank))
 
     def _name(self, rank: int) -> str:
         if rank == STORE:

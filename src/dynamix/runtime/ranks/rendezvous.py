@@ -198,7 +198,7 @@ class Rendezvous:
         if since_s > WITHOUT_US_S and rank not in self.told:
             self.told.add(rank)
             waits = f"rank {self.me} waits for it to make one over ranks {self.ranks}"
-            _log.warning("%s, and %s. If it never does, %s", theirs, waits, _FIX)
+            _log.warning("dynamix: %s, and %s. If it never does, %s", theirs, waits, _FIX)
 
     def _waits_for_me(self, rank: int) -> bool:
         """Whether `rank` cannot continue before this rank does: its group needs this rank, or another rank that cannot
