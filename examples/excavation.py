@@ -22,6 +22,7 @@ from dynamix_lab.excavation.mappo import MAPPOConfig, MAPPOTraining
 from dynamix_lab.excavation.render import captioned, image, save_gif, text
 from dynamix_lab.excavation.resting import ThresholdConfig, Thresholds
 from dynamix_lab.excavation.sharing import gini
+from dynamix_lab.excavation.trial import RESTERS
 from dynamix_lab.excavation.world import Excavation, ExcavationConfig
 
 
@@ -41,7 +42,7 @@ def main() -> None:
     if given.by_hand:
         act, gate = HandMotion(task), ThresholdConfig()
     else:
-        config = MAPPOConfig(traces=True, resters=(0.125, 0.4))
+        config = MAPPOConfig(traces=True, resters=RESTERS["s-madrl-team"])
         whole = config.rollout
         stages = tuple(
             dataclasses.replace(s, steps=max(1, round(s.steps * given.scale / whole)) * whole) for s in CURRICULUM

@@ -86,7 +86,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     """Draw pellets by place (interquartile mean and its interval), and the Lorenz curves of the last place."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure, colours, colour = Figure(figsize=(11, 4), layout="constrained"), (f"C{n}" for n in range(10)), "C0"
     pellets, work = figure.subplots(1, 2)
     places = places_of(summary)
     for name, method in summary["methods"].items():
@@ -94,18 +94,20 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         known = [(n, c) for n, c in zip(places, cells, strict=True) if c["iqm"] is not None]
         x, mean = [n for n, _ in known], np.array([c["iqm"] for _, c in known])
         ends = np.array([[c["iqm"] if c[end] is None else c[end] for _, c in known] for end in ("low", "high")])
-        pellets.errorbar(x, mean, np.abs(ends - mean), label=name, marker="o", capsize=3)
+        whole = not name.endswith("-open")  # dashed, in the colour of the method that it belongs to
+        colour = next(colours) if whole else colour
+        line = {"color": colour, "linestyle": "-" if whole else "--", "label": name}
+        pellets.errorbar(x, mean, np.abs(ends - mean), marker="o", capsize=3, **line)
         lorenz = method["agents"][places[-1]]["lorenz"]
         if lorenz is not None:  # None: no agent delivered anything
-            work.plot(np.linspace(0, 1, len(lorenz)), lorenz, label=name)
+            work.plot(np.linspace(0, 1, len(lorenz)), lorenz, **line)
     work.plot([0, 1], [0, 1], color="0.7", linestyle=":", label="equal work")
     pellets.set(xlabel="agents", ylabel="pellets per 1,000 steps, all agents")
     if summary["config"]["drawn"]:
         pellets.tick_params(axis="x", labelrotation=75, labelsize=7)
     title = places[-1] if summary["config"]["drawn"] else f"{places[-1]} agents"
     work.set(xlabel="share of agents, least working first", ylabel="share of pellets", title=title)
-    pellets.legend(frameon=False)
-    work.legend(frameon=False)
+    work.legend(frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.savefig(path, dpi=110)
 
 
