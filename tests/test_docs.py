@@ -235,6 +235,11 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
+def test_the_citation_is_of_this_version() -> None:
+    version = dynamix.__version__.partition(".dev")[0]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 @on_every_page
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):

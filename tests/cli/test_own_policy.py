@@ -46,14 +46,19 @@ def test_the_example_is_scored_and_shown_by_the_name_that_was_given():
     assert (about["class"], about["description"][:12]) == (name, "Every worker")
 
 
-def test_families_of_ones_own_score_a_policy(tmp_path, monkeypatch):
+@pytest.mark.parametrize("module", ["my_worlds", "my_worlds.py"])
+def test_families_of_ones_own_score_a_policy(module, tmp_path):
     page = Path(__file__).parents[2] / "docs" / "design" / "simulator.md"
     (world,) = (block for block in page.read_text().split("```python\n")[1:] if "WORLDS" in block)
     (tmp_path / "my_worlds.py").write_text(world.split("```")[0])
-    monkeypatch.syspath_prepend(tmp_path)
-    small = ["--families", "my_worlds:slow-links", "--workers", "4", "--rows", "16", "--windows", "6", "--no-hedged"]
-    cell = result_of("policy", "evaluate", "own_rule:Own", *small)["cells"]["my_worlds:slow-links-4"]
-    assert cell["own_rule:Own"]["geometric_mean"] == cell["lb_bsp"]["geometric_mean"]
+    small = ["--workers", "4", "--rows", "16", "--windows", "6", "--no-hedged", "--families"]
+    cell = result_of("policy", "evaluate", "own_rule:Own", *small, f"{module}:slow-links")["cells"]
+    scores = cell[f"{module}:slow-links-4"]
+    assert scores["own_rule:Own"]["geometric_mean"] == scores["lb_bsp"]["geometric_mean"]
+    for wrong, said in ((f"{module}:fast", "slow-links"), ("no_module:x", "working directory"), ("no.py:x", "no.py")):
+        done = CliRunner().invoke(app, ["policy", "evaluate", "static", *small, wrong])
+        assert done.exit_code == 2
+        assert said in done.stderr
 
 
 @pytest.mark.long

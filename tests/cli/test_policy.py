@@ -80,6 +80,8 @@ SMALL = ["--families", "pai-steady", "--workers", "2", "--rows", "8", "--windows
 def test_a_policy_is_scored_on_the_calibrated_families_beside_rules_and_references():
     found = json.loads(call("policy", "evaluate", "dynamix", *SMALL, "--json").stdout)
     assert {"static", "lb_bsp", "cannikin", "goodput", "hedged", "dynamix"} == found["cells"]["pai-steady-2"].keys()
+    more = json.loads(call("policy", "evaluate", "lb_bsp", *SMALL, "--no-hedged", "--against", "dbs", "--json").stdout)
+    assert {"dbs", "lb_bsp"} <= more["summary"].keys()
     assert "world='nonsense'" in call("policy", "evaluate", "--families", "nonsense").stderr
     assert "workers='two'" in call("policy", "evaluate", "--workers", "two").stderr
 

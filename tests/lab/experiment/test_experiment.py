@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dynamix.events.run_folder import RunFolder
 from dynamix_lab.emulator import Emulation, load_scenario
 from dynamix_lab.emulator.devices import DeviceSteps
 from dynamix_lab.experiment.clusters import cluster_of
-from dynamix_lab.experiment.experiment import load, shipped
+from dynamix_lab.experiment.experiment import Experiment, Row, Tuning, load, shipped
 from dynamix_lab.experiment.measures import SETTINGS
 from dynamix_lab.experiment.places import Place
 from dynamix_lab.experiment.regimes import regime, regime_places
@@ -50,6 +51,7 @@ TRIALS = {
 }
 LIMITS = RunLimits(samples=1280, every_samples=320)
 ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "design" / "experiments.md").read_text()
 
 
 RECORDED = [
@@ -251,6 +253,32 @@ def test_a_smoke_run_leaves_a_whole_folder(tmp_path: Path) -> None:
     assert case["least_s"]["0"] < case["rows"]["static"]["seconds"][0] < case["rows"]["single"]["seconds"][0]
     assert "Distributing pays: static" in (out / "table.md").read_text()
     assert "<svg" in (out / "report.html").read_text()
+    assert f"run folder: {out}" in done.stderr
+    two = written(tmp_path, FILE.replace('"device-even/teacher"', '"device-even/teacher", "device-uneven/teacher"'))
+    done = CliRunner().invoke(
+        app, ["bench", "experiment", two, "--quick", "--out", str(out)]
+    )  # the folder is not empty
+    assert done.stderr.startswith("quick: one setting, batch and seed, without the places device-uneven/teacher\n")
+
+
+def test_a_row_that_is_not_there_is_refused_before_any_choice_of_rows(tmp_path: Path) -> None:
+    file = written(tmp_path, FILE.replace('against = ["static"]', 'against = ["statik"]'))
+    done = CliRunner().invoke(app, ["bench", "experiment", file, "--quick", "--out", str(tmp_path / "run")])
+    assert "against='statik' is not possible: allowed is single, static;" in done.stderr
+
+
+def test_a_place_may_be_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mycluster.yaml").write_text(PAGE.partition("```yaml\n")[2].partition("```")[0])
+    monkeypatch.chdir(tmp_path)
+    assert Place.of("mycluster.yaml/teacher").load().workers == 3
+
+
+def test_the_page_lists_every_field_of_a_file() -> None:
+    for kind in (Experiment, Row, Tuning):
+        for field in fields(kind):
+            assert field.name == "name" or f"| `{field.name}` |" in PAGE, f"{kind.__name__}.{field.name}"
+    for field in fields(LocalSettings):
+        assert f"`{field.name}`" in PAGE, field.name
 
 
 def run_of(scores: list[float], *, every: int = 100, losses: list[float] | None = None) -> TrialRun:

@@ -51,7 +51,7 @@ def test_a_result_is_kept_with_its_command_and_its_machine(tmp_path: Path) -> No
     ("other", "what"),
     [
         ({"command": "bench tta"}, "command"),
-        ({"commit": None}, "commit"),
+        ({"commit": None}, "pip install -e"),
         ({"commit": "abc123-dirty"}, "--changed"),
         ({"interrupted": True}, "--resume"),
         ({"schema": 99}, "schema"),
@@ -67,6 +67,8 @@ def test_a_changed_source_tree_is_said_and_what_is_no_result_is_refused(tmp_path
     folder = _run(tmp_path / "run", _result(commit="abc123-dirty"))
     made = record(folder, "demo", results=tmp_path / "results", changed=True)
     assert json.loads((made / "machine.json").read_text())["dirty"] is True
+    unknown = _run(tmp_path / "copy", _result(commit=None))
+    refused(ConfigError, "only an install with -e", record, unknown, "demo", results=tmp_path, changed=True)
     less = {name: value for name, value in _result().items() if name != "ratios"}
     refused(ConfigError, "without ratios", record, _run(tmp_path / "less", less), "demo", results=tmp_path)
     refused(ConfigError, r"result\.json", record, tmp_path, "demo", results=tmp_path / "results")

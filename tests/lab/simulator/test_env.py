@@ -19,7 +19,7 @@ from dynamix.data.lengths import SampleCosts
 from dynamix.errors import ConfigError
 from dynamix.features import FEATURES
 from dynamix.model import JobModel
-from dynamix.policies import make_policy
+from dynamix.policies import make_policy, policy_names
 from dynamix.policies.proportional import LBBSP, speeds
 from dynamix.window import Bounds, Window
 from dynamix_lab.simulator import (
@@ -147,7 +147,24 @@ def test_the_moving_neighbour_slows_exactly_one_worker_and_moves() -> None:
 def test_impossible_settings_are_refused() -> None:
     clusters = sample_clusters(1, 2, 0)
     refused(ConfigError, "interval", ClusterEnv, clusters, seed=0, interval=0)
-    refused(ConfigError, "allocation shape", ClusterEnv(clusters, seed=0).step, np.array([1, 2]))
+
+
+def test_an_answer_is_what_a_job_would_make_of_it() -> None:
+    """The nearest sizes within the bounds, with which shipped policies answer anyway."""
+    env = world()
+    window, high = env.reset(), env.bounds.high
+    np.testing.assert_array_equal(env.step(3 * high).batch_size, high)
+    answer = window.batch_size * [1000.0, 0.0, 1.5, 1.0]
+    projected = dynamix.project(answer, env.bounds, current=high)
+    np.testing.assert_array_equal(env.step(answer.tolist()).batch_size, projected)
+    for wrong, says in ((-high, "batch size from the policy"), (high * np.nan, "finite"), ([1, 2], "shape of the pol")):
+        refused(ConfigError, says, env.step, wrong)
+    for name in policy_names():
+        policy, window = make_policy(name), env.reset()
+        for _ in range(4):
+            answer = policy.decide(window, env.bounds)
+            window = env.step(answer)
+            np.testing.assert_array_equal(window.batch_size, answer, err_msg=name)
 
 
 def world() -> ClusterEnv:

@@ -56,7 +56,10 @@ def bench_experiment(
     if seeds is not None:
         chosen = replace(chosen, seeds=seeds)
     if quick:
-        chosen = chosen.smoke()
+        whole, chosen = chosen, chosen.smoke()
+        left = {what: whole.names_in(what)[len(chosen.names_in(what)) :] for what in ("rows", "places")}
+        said = ", and the ".join(f"{what} {'; '.join(names)}" for what, names in left.items() if names)
+        typer.echo(f"quick: one setting, batch and seed{said and f', without the {said}'}", err=True)
     if processes > 1 and chosen.cluster != "virtual":
         raise ConfigError("processes", processes, "1, as the machine is the cluster", "leave --processes out")
     conducted(context, ExperimentSuite(chosen), out=out, resume=resume, as_json=as_json, processes=processes)

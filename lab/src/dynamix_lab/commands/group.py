@@ -126,6 +126,7 @@ def conducted(
     with RunFolder(suite.name, out, resume=resume) as folder, progress(suite.name) as tell:
         result = run_suite(suite, folder, command=command_line(context), tell=tell, processes=processes)
     print_json(result) if as_json else typer.echo(suite.table(result))
+    typer.echo(f"run folder: {folder.path}", err=as_json)
     return result
 
 

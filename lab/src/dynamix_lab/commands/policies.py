@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dynamix.cli.console import Json, guarded, print_json
-from dynamix_lab.commands.group import progress
+from dynamix_lab.commands.group import names_of, progress
 from dynamix_lab.installed import need_bench
 
 QUICK_ROWS, QUICK_WINDOWS = 32, 20
@@ -47,6 +47,7 @@ def policy_train(
     from dynamix import __version__
     from dynamix.events.run_folder import commit
     from dynamix.policies.files import add_facts
+    from dynamix_lab.training.dynamix_policy import choice
     from dynamix_lab.training.shipped import meanings_of, recipe_of, settings_of, train_shipped
 
     recipe = recipe_of(name, settings or ())  # rejects a wrong name or setting first
@@ -63,6 +64,8 @@ def policy_train(
     changed = "".join(f" --set {shlex.quote(setting)}" for setting in settings or ())
     command = f"dynamix policy train --policy {name} --seed {seed}{changed}"
     about = add_facts(out, command=command, commit=commit(), version=__version__)
+    if name == "dynamix" and (said := choice(about)):
+        typer.echo(said, err=True)
     print_json(about) if as_json else typer.echo(f"wrote {out}; dynamix policy show {out}")
 
 
@@ -74,6 +77,7 @@ def policy_evaluate(
     workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "2,8,32",
     rows: Annotated[int, typer.Option(min=1, help="Clusters times workers in each family.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Decisions in each run.")] = 50,
+    against: Annotated[str | None, typer.Option(help="More policies to show beside it, comma-separated.")] = None,
     hedged: Annotated[bool, typer.Option(help="Also run the hedged reference, which takes most of the time.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Quick look: few clusters, 20 decisions, no hedged.")] = False,
     as_json: Json = False,
@@ -81,15 +85,17 @@ def policy_evaluate(
     """Score a policy on the calibrated families, beside static, rules and references that know the true costs."""
     from dynamix.policies import make_policy
     from dynamix_lab.commands.policy_pages import print_evaluation
-    from dynamix_lab.training.evaluation import chosen_cells, evaluate_families
+    from dynamix_lab.training.evaluation import chosen_cells, evaluate_families, named
 
     need_bench("dynamix policy evaluate", ("scipy",))
-    make_policy(name)  # rejects a wrong name or file before any work
+    policies = [*(names_of(against) or ()), name]
+    for one in policies:
+        make_policy(one)  # rejects a wrong name or file before any work
     names, counts = chosen_cells(families, workers)
     if quick:
         rows, windows, hedged = min(rows, QUICK_ROWS), min(windows, QUICK_WINDOWS), False
     with progress("evaluating") as tell:
         size: dict[str, Any] = {"workers": counts, "rows": rows, "windows": windows, "hedged": hedged}
-        found = evaluate_families({name: lambda _: make_policy(name)}, [seed], families=names, **size, progress=tell)
+        found = evaluate_families({one: named(one) for one in policies}, [seed], families=names, **size, progress=tell)
     about = {"schema": 1, "command": "policy evaluate", "seed": seed, "cluster": "simulator"}
     print_json({**about, **found}) if as_json else print_evaluation(name, seed, found)

@@ -17,12 +17,9 @@ _SCORE = (
 )
 _SUMMARY = (
     ("mean", "geometric mean of the score over clusters"),
-    ("worst tenth", "one cluster in ten scores lower than this"),
-    ("gap closed", "how much of the way from lb_bsp (0) to the hedged reference (1) it goes, where they differ by 1 %"),
-    (
-        "faster, slower",
-        "cells in which it beats the goodput rule, or loses to it, beyond the 95 % interval of paired runs",
-    ),
+    ("worst tenth", "one cluster of a cell in ten scores lower than this"),
+    ("gap closed", "its part of the way from lb_bsp (0) to hedged (1), where they differ by 1 %; - without hedged"),
+    ("faster, slower", "cells in which it beats the goodput rule, or loses to it, beyond the 95 % interval"),
 )
 _BESIDE = {
     "static": "equal sizes that never change",
@@ -47,7 +44,7 @@ def print_evaluation(name: str, seed: int, found: Mapping[str, Any]) -> None:
     console.print(Text(f"{_SCORE} A cell is a family of clusters and its number of workers."))
     console.print(table)
     legend = [(other, _BESIDE[other]) for other in beside if other in _BESIDE]
-    marks_mean = "the policy; + faster than the goodput rule, - slower (95 % interval of paired runs)"
+    marks_mean = "the policy; + faster than the goodput rule, - slower (95 % interval: over_goodput in --json)"
     console.print(facts([*legend, (_label(name), marks_mean)]))
     console.print(Text("\nOver all cells: medians, and how often it beats the goodput rule", "bold"))
     _print_medians(console, found["summary"], len(found["cells"]))

@@ -125,7 +125,7 @@ class Experiment:
     tuning      None: rows run as they are
     about       notes for the reader of the page
 
-    `check` raises `ConfigError` before anything runs.
+    `check` raises `ConfigError` before anything runs; names of missing rows are refused at once.
     """
 
     name: str
@@ -144,6 +144,10 @@ class Experiment:
     tuning: Tuning | None = None
     about: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in ("against", "beside", "ours"):
+            _known(name, getattr(self, name), self.names_in("rows"))
+
     @property
     def all_seeds(self) -> list[int]:
         """The seeds of the pairs."""
@@ -154,8 +158,6 @@ class Experiment:
         _known("cluster", (self.cluster,), CLUSTERS)
         _known("settings", self.settings, tuple(SETTINGS))
         names = [row.name for row in self.rows]
-        for name in ("against", "beside", "ours"):
-            _known(name, getattr(self, name), names)
         if len({file_key(name) for name in names}) < len(names):
             raise ConfigError("rows", ", ".join(names), "names that differ by letters or digits", "rename one")
         places_named(self.places)
@@ -189,6 +191,10 @@ class Experiment:
         if used := set(self.all_seeds) & {*TUNING_SEEDS, *self.tuning.seeds}:
             raise ConfigError("seeds", sorted(used), "seeds on which nothing was tuned", "take others")
 
+    def names_in(self, what: str) -> list[str]:
+        """The names of its rows, places, settings or batches."""
+        return [row.name if isinstance(row, Row) else str(row) for row in getattr(self, what)]
+
     def rows_at(self, place: Place, setting: str) -> list[Row]:
         """The rows for a place's job in a setting."""
         return [
@@ -205,7 +211,7 @@ class Experiment:
         changes: dict[str, Any] = {}
         for name, wanted in chosen.items():
             if wanted is not None and name != "places":  # a place can be any job on any cluster
-                known = [row.name if isinstance(row, Row) else str(row) for row in getattr(self, name)]
+                known = self.names_in(name)
                 _known(name, wanted, known)
                 changes[name] = tuple(
                     one for one, text in zip(getattr(self, name), known, strict=True) if text in wanted

@@ -17,6 +17,7 @@ from dynamix.window import Ints
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.statistics import time_to_target
 from dynamix_lab.tasks import Arrays, Workload
+from dynamix_lab.tasks.base import evaluating
 
 HELD_OUT = 1000  # samples of the test set on which a run is scored
 MEAN_OF = 5  # times the samples between two scores: scores are noisy, so their mean over this many samples counts
@@ -228,18 +229,15 @@ class HeldOut:
         self._targets = targets
         self._parts = list(zip(inputs.split(ROWS), targets.split(ROWS), strict=True))
 
-    @torch.no_grad()
     def score(self, model: nn.Module) -> tuple[float, float]:
         """(mean loss, metric) of the model in eval mode. Restores its mode."""
-        training = model.training
-        model.eval()
-        if self.workload.count is None:
-            outputs = torch.cat([model(inputs) for inputs, _ in self._parts])
-            loss = float(self.workload.loss(outputs, self._targets).item())
-            metric = self.workload.metric(outputs, self._targets) if math.isfinite(loss) else 0.0
-        else:
-            loss, metric = self._by_count(model)
-        model.train(training)
+        with evaluating(model):
+            if self.workload.count is None:
+                outputs = torch.cat([model(inputs) for inputs, _ in self._parts])
+                loss = float(self.workload.loss(outputs, self._targets).item())
+                metric = self.workload.metric(outputs, self._targets) if math.isfinite(loss) else 0.0
+            else:
+                loss, metric = self._by_count(model)
         return (loss, metric) if math.isfinite(loss) else (math.inf, 0.0)
 
     def _by_count(self, model: nn.Module) -> tuple[float, float]:

@@ -15,18 +15,8 @@ MEET_SELDOM = ("hivemind-local", "torchft-local", "torchft-diloco")  # they aver
 BASE_BATCH = 512  # the global batch for which the workload's learning rate is meant
 BASE_EVERY = 32
 PEERS = (
-    "ddp",
-    "ddp-256",
-    "ddp-128",
-    "adaptdl",
-    "adaptdl-256",
-    "adaptdl-128",
-    "hivemind",
-    "hivemind-256",
-    "hivemind-local",
-    "torchft-local",
-    "torchft-local-every8",
-    "torchft-diloco",
+    *("ddp", "ddp-256", "ddp-128", "adaptdl", "adaptdl-256", "adaptdl-128", "hivemind", "hivemind-256"),
+    *("hivemind-local", "torchft-local", "torchft-local-every8", "torchft-diloco"),
 )
 SHARE_BOUNDS = (8, 512)
 # For Hivemind's default (averaged gradients): small parts, so that a slow rank's last one does not delay the others.

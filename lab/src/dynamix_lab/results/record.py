@@ -20,6 +20,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 KEYS = ("schema", "command", "commit", "cluster", "machine")
 COMPARING = ("seeds", "target", "policies", "ratios", "mechanisms", "scenario_sha256")
 """Fields that results with policies have in addition to `KEYS`."""
+EDITABLE = "pip install -e . -e ./homomorphic -e './lab[bench]'"
 
 
 def record(folder: Path, name: str, *, results: Path = Path("results"), changed: bool = False) -> Path:
@@ -60,11 +61,12 @@ def check(result: Mapping[str, Any], *, changed: bool = False) -> None:
     if not re.match(r"(dynamix |scripts/)\S", command):
         allowed = "the whole command line, dynamix ... or scripts/..."
         raise ConfigError("command", command, allowed, "run it from the command line")
-    if not commit or (str(commit).endswith("-dirty") and not changed):
+    if not commit:
+        allowed = "the commit of a source tree: only an install with -e from a git repository knows it"
+        raise ConfigError("commit", commit, allowed, f"{EDITABLE}, then run the command again")
+    if str(commit).endswith("-dirty") and not changed:
         allowed = "the commit of an unchanged source tree"
-        raise ConfigError(
-            "commit", commit, allowed, "commit what is changed and run the command again, or say --changed"
-        )
+        raise ConfigError("commit", commit, allowed, "commit what is changed and run it again, or say --changed")
     if result.get("interrupted"):
         raise ConfigError("result.json", "interrupted", "a run that ended", "go on with --resume")
     for where, text in _texts(result):

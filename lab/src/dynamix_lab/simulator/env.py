@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from dynamix.errors import ConfigError
+from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 from dynamix_lab.simulator.calibration import calibration
 from dynamix_lab.simulator.clusters import Clusters, bounds_of
@@ -26,6 +28,8 @@ NORMS_EVERY = 5  # squared norms are measured in a window's first step and in ev
 
 class ClusterEnv:
     """`reset()` returns the first `Window` (equal shares). `step(sizes)` applies sizes (C, W), returns the next window.
+
+    Sizes are a policy's answer, and are treated as in a job: the nearest ones within `bounds` apply (`project`).
 
     If an allocation changes, a step first makes `delay` optimizer steps with the previous one (the time that a decision
     takes to arrive; they belong to no window), then `interval` measured steps with the new one. Otherwise the next
@@ -99,20 +103,24 @@ class ClusterEnv:
         self.batch: Ints = np.broadcast_to((c.base_batch // workers)[:, None], c.shape).copy()
         return self._measure(self.batch, np.full(count, self.interval), np.zeros(count, dtype=np.int64))
 
-    def step(self, sizes: Ints, lengths: Ints | None = None) -> Window:
+    def step(self, sizes: ArrayLike, lengths: Ints | None = None) -> Window:
         """Apply `sizes` (C, W), after the delay if they differ. Returns the window measured with them.
 
         lengths   (C,) measured steps, 1 or more; None: `interval` for all clusters
+
+        Raises `ConfigError` for an answer that a job refuses: of another shape, negative or not finite.
         """
-        if sizes.shape != self.batch.shape:
-            raise ConfigError("allocation shape", sizes.shape, str(self.batch.shape), "one size per cluster and worker")
+        if (wish := np.asarray(sizes)).shape != self.batch.shape:
+            fix = "return one size per worker"
+            raise ConfigError("shape of the policy's answer", wish.shape, str(self.batch.shape), fix)
         count = len(self.batch)
         steps = np.broadcast_to(np.asarray(self.interval if lengths is None else lengths, dtype=np.int64), (count,))
         if (steps < 1).any():
             raise ConfigError("lengths", int(steps.min()), "1 step or more", "give each window a step")
+        allowed = project(wish, self.bounds, current=self.batch)
         self.decided()
-        changed = (np.asarray(sizes) != self.batch).any(-1)
-        return self._measure(np.asarray(sizes, dtype=np.int64), steps, np.where(changed, self.delay, 0))
+        changed = (allowed != self.batch).any(-1)
+        return self._measure(allowed, steps, np.where(changed, self.delay, 0))
 
     @property
     def steps(self) -> int:
@@ -349,9 +357,8 @@ class AnswersWindows(Protocol):
 def rollout(policy: AnswersWindows, env: ClusterEnv, windows: int | None = None) -> Iterator[Window]:
     """Reset `env` and let `policy` decide `windows` times, or for ever (None): yields the first window and all others.
 
-    A decision is made when its window is requested, so between two windows the caller sees `env` in that state. The
-    sizes are applied unchanged: policies must respect the bounds themselves. A policy with an attribute
-    `window_length`, steps (C,), sets the next window's length (`dynamix.policies.wrappers`).
+    A decision is made when its window is requested, so between two windows the caller sees `env` in that state. A
+    policy with an attribute `window_length`, steps (C,), sets the next window's length (`dynamix.policies.wrappers`).
 
     >>> from dynamix.policies.proportional import LBBSP
     >>> from dynamix_lab.simulator import sample_clusters

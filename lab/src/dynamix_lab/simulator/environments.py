@@ -1,8 +1,8 @@
 """The simulator with other libraries' interfaces: Gymnasium (one cluster, or C at once) and PettingZoo (agents).
 
 Observations are `features` of a window. Actions are the logarithm of a factor on each worker's batch size, in units of
-`ACTION_SCALE`; the projection turns them into sizes. All workers share the reward: the logarithm of the window's
-goodput over that of undisturbed training with the base batch. Needs gymnasium and pettingzoo: extra `learn`.
+`ACTION_SCALE`; `ClusterEnv` projects them onto the bounds. All workers share the reward: the logarithm of the window's
+goodput over that of undisturbed training with the base batch. Needs gymnasium and pettingzoo: extra `bench`.
 
 Importing this module registers `dynamix/Cluster-v0` with Gymnasium, for one cluster and as a vector. Gymnasium from 1.0
 on loads no plugins, so a program imports the module, or names it:
@@ -25,7 +25,6 @@ from pettingzoo import ParallelEnv
 
 from dynamix.errors import ConfigError
 from dynamix.features import FEATURES, features
-from dynamix.projection import project
 from dynamix.window import Floats, Window
 from dynamix_lab.simulator.env import ClusterEnv
 from dynamix_lab.simulator.families import sample_family
@@ -61,7 +60,7 @@ class _Worlds:
     def step(self, action: Floats) -> tuple[Observation, Floats, Window]:
         clock, progress = self.env.clock_s, self.env.progress
         wish = self.env.batch * np.exp(ACTION_SCALE * np.clip(action, -1, 1))
-        window = self.env.step(project(np.maximum(wish, 1.0), self.env.bounds, current=self.env.batch))
+        window = self.env.step(np.maximum(wish, 1.0))
         goodput = (self.env.progress - progress) / (self.env.clock_s - clock)
         return features(window), np.log(goodput / self.at_rest), window
 

@@ -19,10 +19,9 @@ from dynamix.policies.protocol import boundary
 from dynamix.window import Floats
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Page, Section, Table, measured, percent, provenance
-from dynamix_lab.simulator import ClusterEnv, Clusters, rollout, sample_family
+from dynamix_lab.simulator import ClusterEnv, Clusters, rollout_path, sample_family
 from dynamix_lab.simulator.network import step_time
 from dynamix_lab.statistics import paired_ratio
-from dynamix_lab.suites.simulated import Projected
 from dynamix_lab.training.evaluation import times_to_common_progress
 
 KINDS = ("alike", "unlike")
@@ -124,7 +123,7 @@ def _path(name: str, clusters: Clusters, plan: DisturbancePlan, seed: int) -> Fl
     steps, delay = (plan.epoch_steps, 0) if by_epoch else (plan.interval, plan.delay)
     env = ClusterEnv(clusters, seed=seed, interval=steps, delay=delay)
     windows = plan.epochs * plan.epoch_steps // steps
-    return np.array([(env.clock_s, env.progress) for _ in rollout(Projected(policy), env, windows)])
+    return rollout_path(policy, env, windows)
 
 
 def table(result: Mapping[str, Any]) -> Table:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dynamix.policies.protocol import Policy, boundary
-from dynamix.projection import project
-from dynamix.window import Bounds, Ints, Window
 from dynamix_lab.simulator import ClusterEnv, Clusters
 
 Factory = Callable[[ClusterEnv], Policy]
@@ -24,13 +22,3 @@ def world_of(
         return policy, env, windows
     env = ClusterEnv(clusters, seed=seed, interval=EPOCH_WINDOWS * interval, delay=0)
     return policy, env, -(-windows // EPOCH_WINDOWS)
-
-
-class Projected:
-    """`policy` with its sizes limited to the bounds, as in a live job."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-
-    def decide(self, window: Window, bounds: Bounds) -> Ints:
-        return project(self.policy.decide(window, bounds), bounds, current=window.batch_size)

@@ -113,39 +113,34 @@ def score(workload: Workload, model: nn.Module, data: Arrays, *, rows: int = 250
 
     With `count`, the parts' metrics are averaged by it, because the logits of all tokens would not fit into memory.
     """
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        if workload.count is None:
-            logits = torch.cat([model(part) for part in data.inputs.split(rows)])
-            value = workload.metric(logits, data.targets)
-        else:
-            value = _score_by_count(workload, workload.count, model, data, rows)
-    model.train(training)
-    return value
-
-
-def _score_by_count(
-    workload: Workload, count: Callable[[Tensor], int], model: nn.Module, data: Arrays, rows: int
-) -> float:
-    total = weight = 0.0
-    for inputs, targets in zip(data.inputs.split(rows), data.targets.split(rows), strict=True):
-        tokens = count(targets)
-        total, weight = total + tokens * workload.metric(model(inputs), targets), weight + tokens
-    return total / weight
+    if workload.count is not None:
+        return _mean(workload.metric, workload, model, data, rows)
+    with evaluating(model):
+        return workload.metric(torch.cat([model(part) for part in data.inputs.split(rows)]), data.targets)
 
 
 def held_out_loss(workload: Workload, model: nn.Module, data: Arrays, *, rows: int = 250) -> float:
     """The workload's mean loss of `model` on `data`, `rows` samples at a time. Restores the model's mode."""
-    training = model.training
-    model.eval()
+    return _mean(workload.loss, workload, model, data, rows)
+
+
+def _mean(of: Callable[[Tensor, Tensor], Any], workload: Workload, model: nn.Module, data: Arrays, rows: int) -> float:
     total = weight = 0.0
-    with torch.no_grad():
+    with evaluating(model):
         for inputs, targets in zip(data.inputs.split(rows), data.targets.split(rows), strict=True):
             part = workload.divisor(targets)
-            total, weight = total + part * float(workload.loss(model(inputs), targets)), weight + part
-    model.train(training)
+            total, weight = total + part * float(of(model(inputs), targets)), weight + part
     return total / weight
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, without gradients. Restores its mode."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train(training)
 
 
 @contextlib.contextmanager

@@ -49,16 +49,20 @@ class PaperTrainingConfig:
     hidden         width of the network
     families       families, and worlds (`worlds.py`), of the episodes
     workers        numbers of workers in episodes
-    intervals, delays   steps of a window, and steps until a decision applies, for episodes
+    intervals      steps of a window, of which each episode draws one
+    delays         steps until a decision applies, of which each episode draws one
     rows           clusters times workers of an episode
     windows        decisions of an episode
     updates        of the learner
     clone_rounds   rounds of imitation before learning by reward; 0: none, as in the paper
-    clone_windows, clone_epochs, clone_keep, clone_rate   decisions of a round, passes over its data, rounds of data
-                   to keep, learning rate
-    validate_every updates
-    validation_workers, validation_clusters, validation_windows   of the clusters for choosing checkpoints: so many of
-                   each family, with each number of workers in turn
+    clone_windows  decisions of a round of imitation
+    clone_epochs   passes over the data in a round of imitation
+    clone_keep     rounds whose data imitation keeps
+    clone_rate     learning rate of imitation
+    validate_every   updates between validations
+    validation_workers    numbers of workers in the clusters for choosing checkpoints; families take them in turn
+    validation_clusters   clusters of each family for choosing checkpoints
+    validation_windows    decisions in the clusters for choosing checkpoints
     """
 
     learner: Literal["ppo", "simplified"] = "ppo"

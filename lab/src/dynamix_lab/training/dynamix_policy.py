@@ -9,7 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,8 @@ from dynamix_lab.training.learner import descend, one_thread
 from dynamix_lab.training.ppo import PPO, PPOConfig
 from dynamix_lab.training.worlds import MIXED, lr_rule_of, sample_world
 
+JUDGED = (*CONFORMING, *BREAKING, *DEVELOPMENT)  # the families on which policies with and without PPO are compared
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
@@ -51,7 +53,8 @@ class TrainingConfig:
     workers            numbers of workers in rollouts
     easy_workers       the largest of them at the start
     rows               clusters times workers of an environment; at least six clusters
-    intervals, delays  steps of a window, and steps until a decision counts, that environments are drawn from
+    intervals          steps of a window, of which each environment draws one
+    delays             steps until a decision counts, of which each environment draws one
     clone_rounds       rounds that imitate references
     regret_rounds      rounds that learn in hindsight, from the window that followed
     windows            decisions of a rollout
@@ -61,17 +64,21 @@ class TrainingConfig:
     restraint          weight of the squared distance from the rule's sizes, in log sizes
     growth_price       log goodput that an e-fold of the global batch away from the rule's must be worth
     ppo_updates        updates by PPO on whole trainings, after all rounds
-    ppo_workers, ppo_windows   numbers of workers and decisions of its trainings
-    ppo_rate           its learning rate, falling to a tenth
-    ppo_log_std        log of the standard deviation of its actions, in log sizes
+    ppo_workers        numbers of workers in its trainings
+    ppo_windows        decisions of each of its trainings
+    ppo_rate           learning rate of PPO, falling to a tenth
+    ppo_log_std        log of the standard deviation of PPO's actions, in log sizes
     gamma              discount per decision; 0.95 counts some twenty windows
     anchor_weight      pull towards PPO's starting policy
     validate_every     rounds
-    validation_workers, validation_rows, validation_windows   of the clusters for choosing checkpoints
-    judged_workers, judged_rows   of the families on which policies with and without PPO are compared
-    families           number of kinds of clusters to train on
+    validation_workers   numbers of workers in the clusters for choosing checkpoints
+    validation_rows    clusters times workers for choosing checkpoints, for each number of workers
+    validation_windows   decisions for choosing checkpoints, and for comparing policies with and without PPO
+    judged_workers     numbers of workers for comparing policies with and without PPO
+    judged_rows        clusters times workers for that comparison, for each family and number of workers
+    families           number of the simulator's families for comparing policies with and without PPO
     hidden             width of the network
-    world              whose clusters to train on: mixed, a family, or your own MODULE:NAME
+    world              whose clusters to train on: mixed, a family, or your own MODULE:NAME or FILE.py:NAME
     """
 
     workers: tuple[int, ...] = (2, 4, 8, 32, 128, 256)
@@ -103,6 +110,11 @@ class TrainingConfig:
     families: int = 21
     hidden: int = 64
     world: str = MIXED
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.families <= len(JUDGED):
+            fix = "the comparison of policies with and without PPO takes the first of them"
+            raise ConfigError("families", self.families, f"1 to {len(JUDGED)}", fix)
 
 
 Arrays = dict[str, np.ndarray]
@@ -146,10 +158,10 @@ def _factories(nets: dict[str, ResidualNet]) -> dict[str, Factory]:
 
 def _scored(c: TrainingConfig, made: dict[str, Factory], seed: int, tell: Tell) -> dict[str, Any]:
     """Speed over the goodput rule's on clusters of one seed, for the policy file."""
-    families = (*CONFORMING, *BREAKING, *DEVELOPMENT) if c.world == MIXED else (c.world,)
+    families = JUDGED[: c.families] if c.world == MIXED else (c.world,)
     size: dict[str, Any] = {"workers": c.judged_workers, "rows": c.judged_rows, "windows": c.validation_windows}
-    logs = log_speeds(made, [seed], families=families[: c.families], **size, tell=lambda what: tell(what, 1.0))
-    found: dict[str, Any] = {"seed": seed, "families": len(families[: c.families])}
+    logs = log_speeds(made, [seed], families=families, **size, tell=lambda what: tell(what, 1.0))
+    found: dict[str, Any] = {"seed": seed, "families": len(families)}
     found["speed_over_goodput"] = {name: speeds_with_intervals(by_w) for name, by_w in logs.items()}
     if PLAIN in logs and TUNED in logs:
         apart = {w: logs[TUNED][w] - logs[PLAIN][w] for w in c.judged_workers}
@@ -324,6 +336,19 @@ class ResidualTraining:
             self._start_ppo()
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
+
+
+def choice(about: Mapping[str, Any]) -> str:
+    """Why the network in a policy file is not PPO's, from the file's description; empty if it is PPO's."""
+    recipe, stages, why = about["training"], about.get("stages"), "ppo_updates is 0"
+    if stages is not None:
+        ratio, low, high = stages["ppo_over_without"]["all"]
+        why = f"with PPO it is {ratio:.3f} times as fast; the interval, {low:.3f} to {high:.3f}, is not all above 1"
+    if stages is not None and stages["chosen"] == TUNED:
+        return ""
+    before = recipe["clone_rounds"] + recipe["regret_rounds"]
+    rest = "" if before else ", nor in a round before, so it decides as the goodput rule"
+    return f"the chosen network was not trained by PPO{rest}: {why}"
 
 
 @contextlib.contextmanager

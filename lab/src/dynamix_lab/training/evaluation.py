@@ -13,6 +13,7 @@ from dynamix.errors import ConfigError, UsageError
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.proportional import LBBSP
 from dynamix.policies.protocol import Policy
+from dynamix.policies.registry import make_policy
 from dynamix.policies.static import Static
 from dynamix.window import Floats
 from dynamix_lab.baselines.cannikin import Cannikin
@@ -34,6 +35,11 @@ Tell = Callable[[str, float], None]
 BASELINES: dict[str, Factory] = {"static": lambda _: Static(), "lb_bsp": lambda _: LBBSP()}
 VALIDATION_INTERVALS = (10, 5, 2)
 RULES: dict[str, Factory] = {"cannikin": lambda _: Cannikin(), "goodput": lambda _: Goodput()}
+
+
+def named(name: str) -> Factory:
+    """Makes the policy of a name."""
+    return lambda _: make_policy(name)
 
 
 def follow(make: Factory, clusters: Clusters, *, seed: int, windows: int, **settings: Any) -> Floats:

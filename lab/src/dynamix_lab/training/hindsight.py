@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from dynamix.policies.learned.policy import LEAST_GROWTH, MOST_GROWTH, LearnedPolicy
@@ -27,7 +28,7 @@ class RecordingEnv(ClusterEnv):
     batch, `normals` (C, W, k) draws that determine the samples' costs, `exchanges` (C, k) in seconds.
     """
 
-    def step(self, sizes: Ints, lengths: Ints | None = None) -> Window:
+    def step(self, sizes: ArrayLike, lengths: Ints | None = None) -> Window:
         self._trail: list[tuple[Floats, Floats, Floats, Floats]] = []
         window = super().step(sizes, lengths)
         measured = [np.stack(part, -1) for part in zip(*self._trail[-self.interval :], strict=True)]

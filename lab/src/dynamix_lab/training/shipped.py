@@ -19,6 +19,14 @@ RECIPES: dict[str, type[Recipe]] = {
     "dynamix-paper": dynamix_paper.PaperTrainingConfig,
     "stigmergic": stigmergic.SearchConfig,
 }
+MAY_BE_ZERO = {"clone_rounds", "regret_rounds", "ppo_updates", "updates", "delays"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    tuple[int, ...]: "whole numbers, comma-separated",
+    tuple[float, ...]: "numbers, comma-separated",
+    tuple[tuple[int, ...], ...]: "lists of whole numbers, as in [[1, 2], [4, 8]]",
+}
 
 
 def train_shipped(
@@ -66,7 +74,7 @@ def recipe_of(name: str, settings: Sequence[str] = ()) -> Recipe:
         field, given, text = setting.partition("=")
         if not given or field not in hints:
             raise ConfigError("set", setting, f"NAME=VALUE with one of {', '.join(hints)}", "check the spelling")
-        changed[field] = _parsed(setting, text, hints[field])
+        changed[field] = _parsed(setting, text, hints[field], least=0 if field in MAY_BE_ZERO else 1)
     recipe: Recipe = dataclasses.replace(RECIPES[name](), **changed)
     return recipe
 
@@ -81,22 +89,19 @@ def settings_of(recipe: Recipe) -> dict[str, str]:
 
 
 def meanings_of(recipe: Recipe) -> dict[str, str]:
-    """The meaning of each setting, from its recipe's docstring: "names   meaning", with indented continuation lines.
+    """The meaning of each setting, from its recipe's docstring: "name   meaning", with indented continuation lines.
 
     >>> meanings_of(recipe_of("dynamix"))["delays"]
-    'steps of a window, and steps until a decision counts, that environments are drawn from'
+    'steps until a decision counts, of which each environment draws one'
     """
-    meanings, names = dict[str, str](), list[str]()
+    meanings, name = dict[str, str](), ""
     fields = {field.name for field in dataclasses.fields(recipe)}
     for line in (inspect.getdoc(type(recipe)) or "").splitlines():
-        first, _, said = line.partition("  " if "  " in line else " ")
-        if line[:1].strip() and fields.issuperset(first.split(", ")):
-            names = first.split(", ")
-            meanings |= dict.fromkeys(names, said.strip())
-        elif line.startswith(" "):
-            meanings |= {name: f"{meanings[name]} {line.strip()}" for name in names}
-        else:
-            names = []
+        first, _, said = line.partition(" ")
+        if first:
+            name = first if first in fields else ""
+        if name:
+            meanings[name] = f"{meanings.get(name, '')} {said.strip()}".strip()
     return meanings
 
 
@@ -106,16 +111,24 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _parsed(setting: str, text: str, kind: Any) -> Any:
-    """The value of a setting as its type, or `ConfigError`."""
-    from pydantic import TypeAdapter, ValidationError
+def _parsed(setting: str, text: str, kind: Any, *, least: int) -> Any:
+    """The value of a setting as its type, with whole numbers of `least` or more, or `ConfigError`."""
+    from pydantic import Field, TypeAdapter, ValidationError
 
     several = typing.get_origin(kind) is tuple
+    count: Any = typing.Annotated[int, Field(ge=least)]
+    counted = {
+        int: count,
+        tuple[int, ...]: tuple[count, ...],
+        tuple[tuple[int, ...], ...]: tuple[tuple[count, ...], ...],
+    }
     try:
         value = json.loads(text) if several and text.startswith("[") else text
         if several and isinstance(value, str):
             value = value.split(",") if value else []
-        return TypeAdapter(kind).validate_python(value)
+        return TypeAdapter(counted.get(kind, kind)).validate_python(value)
     except (ValidationError, json.JSONDecodeError) as error:
         said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise ConfigError("set", setting, str(kind), said) from error
+        allowed = _WORDS.get(kind) or ", ".join(map(str, typing.get_args(kind))) or "left as it is: an object"
+        allowed += f", {least} or more" if kind in counted else ""
+        raise ConfigError("set", setting, allowed, said) from error

@@ -30,16 +30,19 @@ class SearchConfig:
 
     stages       numbers of workers, stage after stage
     generations  of each stage
-    tried, kept  candidates of a generation, and how many of them define the next
+    tried        candidates of a generation
+    kept         how many of them, the best, define the next generation
     worlds       per generation, with its stage's numbers of workers
     spread       standard deviation at the start, in logits of a number's range
-    least        its lower limit
+    least        lower limit of the standard deviation
     rows         clusters times workers of a world; at least six clusters
     windows      decisions of a run
-    intervals, delays   steps of a window, and steps until a decision applies, for worlds
+    intervals    steps of a window, of which each world draws one
+    delays       steps until a decision applies, of which each world draws one
     noisier      factors on the noise scale of `training_clusters`, whose best batches are mostly below the base batch;
                  validation takes the first and the last
-    validation_workers, validation_clusters   of the clusters for comparing stages
+    validation_workers    numbers of workers in the clusters for comparing stages
+    validation_clusters   clusters of up to 8 workers for comparing stages; fewer of more workers
     """
 
     stages: tuple[tuple[int, ...], ...] = ((1, 2), (2, 4, 8), (4, 8, 16, 32), (2, 8, 32))

@@ -1,6 +1,9 @@
 """Clusters for training and evaluation, by name: training clusters, a simulator's family, or your own world."""
 
 import importlib
+import os
+import runpy
+import sys
 from typing import Protocol
 
 from dynamix.errors import ConfigError
@@ -12,7 +15,7 @@ SAMPLED = "sampled"  # the older `sample_clusters`, which match the goodput rule
 
 
 class World(Protocol):
-    """A world of your own, named "MODULE:NAME": `WORLDS[NAME]` of that module."""
+    """A world of your own, named "MODULE:NAME" or "FILE.py:NAME": `WORLDS[NAME]` of that module."""
 
     @property
     def lr_rule(self) -> str:
@@ -49,10 +52,20 @@ def lr_rule_of(name: str) -> str:
 
 
 def _own(name: str) -> World:
-    module, _, key = name.partition(":")
-    allowed = f"{', '.join((*FAMILIES, MIXED, SAMPLED))}, or MODULE:NAME"
+    module, _, key = name.rpartition(":")
+    if not module:
+        allowed = f"{', '.join((*FAMILIES, MIXED, SAMPLED))}, MODULE:NAME, FILE.py:NAME"
+        raise ConfigError("world", name, allowed, "check the spelling")
+    before = list(sys.path)
+    sys.path.append(os.getcwd())  # as for a policy of one's own: last, so that it hides nothing installed
     try:
-        world: World = importlib.import_module(module).WORLDS[key]
-    except (ImportError, AttributeError, KeyError, ValueError) as error:
-        raise ConfigError("world", name, allowed, "check the spelling") from error
-    return world
+        known = runpy.run_path(module) if module.endswith(".py") else vars(importlib.import_module(module))
+    except (ImportError, OSError) as error:
+        fix = f"{error}; modules are looked for where Python does and in the working directory"
+        raise ConfigError("world", name, f"{module} that can be imported", fix) from error
+    finally:
+        sys.path[:] = before
+    worlds: dict[str, World] = known.get("WORLDS", {})
+    if key not in worlds:
+        raise ConfigError("world", name, f"WORLDS of {module}: {', '.join(worlds) or 'none'}", "check the spelling")
+    return worlds[key]

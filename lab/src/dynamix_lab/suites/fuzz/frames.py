@@ -53,22 +53,7 @@ LIMITS = AggregatorLimits(chunk_bytes=1024, window=4, round_bytes=1 << 16, timeo
 HANG_S = 5.0
 TOKEN = "a token of enough length"
 SIZES = (4, 100, 1024, 1500, 4096)  # bytes of a round
-_HUGE = (
-    0,
-    1,
-    2,
-    3,
-    5,
-    255,
-    1 << 15,
-    1 << 16,
-    (1 << 16) + 4,
-    (1 << 31) - 1,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 40,
-    (1 << 64) - 1,
-)
+_HUGE = (0, 1, 2, 3, 5, 255, 2**15, 2**16, 2**16 + 4, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**64 - 1)
 
 
 class WrongSum(Exception):

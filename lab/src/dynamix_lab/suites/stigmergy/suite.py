@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.policy import pretrained
 from dynamix.window import Floats
 from dynamix_lab.harness.suite import Cell, Context, Suite, Tell, untold
@@ -26,7 +25,7 @@ from dynamix_lab.suites.stigmergy.ablations import ABLATIONS, Learning
 from dynamix_lab.suites.stigmergy.cost import decision_costs
 from dynamix_lab.suites.stigmergy.report import page, sections
 from dynamix_lab.suites.stigmergy.worlds import FAMILIES, Factory, OwnPace, Phase, SlowedEnv, phases_of, play, vanishing
-from dynamix_lab.training.evaluation import times_to_common_progress
+from dynamix_lab.training.evaluation import named, times_to_common_progress
 
 TEST_SEEDS = (730_001, 730_002)
 BASES = ("dbs", "lb_bsp", "goodput", "dynamix")  # baselines of `stigmergic`, besides static
@@ -109,21 +108,10 @@ def run_cell(plan: StigmergyPlan, name: str, tell: Tell = untold) -> dict[str, A
     return run_scenario(plan, kind, int(w))
 
 
-def _named(name: str) -> Factory:
-    return lambda _: make_policy(name)
-
-
 def rivals() -> dict[str, Factory]:
     """The policies compared in every scenario. Ratios are to `static`; `local` knows nothing of other workers."""
-    return {
-        "static": _named("static"),
-        "dbs": _named("dbs"),
-        "lb_bsp": _named("lb_bsp"),
-        "goodput": _named("goodput"),
-        "local": lambda _: OwnPace(),
-        "dynamix": _named("dynamix"),
-        "stigmergic": _named("stigmergic"),
-    }
+    names = ("static", "dbs", "lb_bsp", "goodput", "local", "dynamix", "stigmergic")
+    return {name: (lambda _: OwnPace()) if name == "local" else named(name) for name in names}
 
 
 def compare(
@@ -176,8 +164,8 @@ def run_ablation(plan: StigmergyPlan, name: str, tell: Tell) -> dict[str, Any]:
     rule, learned = ABLATIONS[name], plan.learning.learned(name, tell)
     shipped = pretrained().parameters
     factories: dict[str, Factory] = {
-        "static": _named("static"),
-        "stigmergic": _named("stigmergic"),
+        "static": named("static"),
+        "stigmergic": named("stigmergic"),
         SHIPPED: lambda _: rule(shipped),
         LEARNED: lambda _: rule(learned.parameters),
     }
@@ -196,7 +184,7 @@ def run_vanished(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
     """Halfway, a quarter of the workers are lost, and the job restarts on the others with equal shares."""
     clusters, windows = plan.sizes(workers)
     names = ("static", "dbs", "lb_bsp", "goodput", "dynamix", "stigmergic")
-    return compare(plan, {n: _named(n) for n in names}, lambda seed: vanishing(clusters, workers, windows, seed))
+    return compare(plan, {n: named(n) for n in names}, lambda seed: vanishing(clusters, workers, windows, seed))
 
 
 def run_recovery(plan: StigmergyPlan, workers: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dynamix.policies.protocol import Policy
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 from dynamix_lab.simulator import ClusterEnv, Clusters, rollout_path, sample_family
-from dynamix_lab.suites.simulated import Projected, world_of
+from dynamix_lab.suites.simulated import world_of
 
 Factory = Callable[[ClusterEnv], Policy]
 
@@ -132,5 +132,5 @@ def play(make: Factory, phases: list[Phase], *, seed: int, interval: int, delay:
         policy, env, windows = world_of(
             make, phase.clusters, seed=seed + 7 * i, windows=phase.windows, interval=interval, delay=delay
         )
-        path += [path[-1] + moved for moved in rollout_path(Projected(policy), env, windows)]
+        path += [path[-1] + moved for moved in rollout_path(policy, env, windows)]
     return np.array(path)
