@@ -89,8 +89,9 @@ def _told(events: Path) -> dict[str, Any]:
     turns = PolicyTurns(events)
     turns.refresh()
     if not (speeds := turns.speeds()):
-        why = "the script makes no dynamix.Controller, writes its own events file (leave events= out), or ended"
-        raise UsageError(f"{events} holds no result yet: {why} before each policy had three turns")
+        why = "the script makes no dynamix.Controller, or writes its own events file (leave events= out)"
+        why = f"the job ended after {turns.seconds:.0f} s, before each policy had three turns" if turns.seconds else why
+        raise UsageError(f"{events} holds no result yet: {why}")
     fastest, saved = max(speeds, key=lambda one: one.samples_s), cost(speeds)
     rows = [one._asdict() | {"samples_s": one.samples_s} for one in speeds]
     plain = [{k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in rows]

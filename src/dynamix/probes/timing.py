@@ -1,4 +1,4 @@
-"""Splits one worker's step time: computing, communicating, waiting for data.
+"""Splits one worker's step time: computing, communicating, all that comes before the forward pass.
 
 The clock is the CPU's, or CUDA events on a CUDA device. Events are recorded when work is enqueued, and read steps
 later, once they have completed. So a device is never synchronised here.

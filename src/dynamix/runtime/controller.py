@@ -195,8 +195,7 @@ class Controller(Feeding, ControllerStatus):
         """
         inside, optimizer = inner_model(model), inner_optimizer(optimizer)
         with self._job.ranks.setting_up():
-            how = None if self._no_averaging else averaging
-            options = Options(hook, hook_state, scaler, weighting, batchnorm, how)
+            options = Options(hook, hook_state, scaler, weighting, batchnorm, None if self._no_averaging else averaging)
             connecting.connect(self._job, inside, optimizer, options)
         return model
 
@@ -263,8 +262,7 @@ class Controller(Feeding, ControllerStatus):
         job = self._job
         try:
             job.boundary.require_no("controller.weight(loss)")
-            piece = job.need_source().piece()
-            return loss if job.recorder.muted else job.loss_weight.apply(loss, piece, count)
+            return loss if job.recorder.muted else job.loss_weight.apply(loss, job.need_source().piece(), count)
         except DynamixError as error:
             job.windows.fail(error)
             raise
@@ -375,11 +373,11 @@ class Controller(Feeding, ControllerStatus):
 
 def _warn(config: JobConfig, at_once: int, *, unsaid: bool) -> None:
     """On the first rank: warn of assumptions. `at_once`: samples of the steps that all workers take simultaneously."""
-    own = config.micro_batch if config.meet == "parameters" and config.micro_batch else config.batch_size
+    own = (config.meet == "parameters" and config.micro_batch) or config.batch_size * config.accumulate
     if config.rate_for is None and config.lr_rule != "none" and at_once != own:
         meant = f"the learning rate is assumed to fit steps of {at_once} samples, the sum over all workers"
-        write = f"Controller(rate_for={own})"
-        _log.warning("dynamix: %s. If you tuned it with another batch, such as one worker's, write %s", meant, write)
+        write = f"If so, Controller(rate_for={at_once}) says it; if it is for one worker's, write rate_for={own}"
+        _log.warning("dynamix: %s. %s", meant, write)
     if config.rate_for is not None and at_once > FAR * config.rate_for:
         far = f"the global batch of {at_once} samples is more than {FAR} times rate_for={config.rate_for}"
         _log.warning("dynamix: %s: if training then has few steps, no learning rate replaces the missing ones", far)

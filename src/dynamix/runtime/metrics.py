@@ -18,7 +18,7 @@ METRICS = {
     "changes": "times the sizes changed since this process began",
     "compute_s": "this rank's seconds of computing per optimizer step, in its last window",
     "exchange_s": "this rank's seconds of waiting and communicating per optimizer step, in its last window",
-    "data_s": "this rank's seconds of waiting for data per optimizer step, in its last window",
+    "data_s": "this rank's seconds before the forward pass, such as loading, per optimizer step, in its last window",
     "loss": "this rank's mean loss in its last window",
     "accuracy": "this rank's mean accuracy in its last window, 0 to 1",
     "pauses": "this rank's steps left out of its times because somebody paused, since this process began",

@@ -10,7 +10,7 @@ from dynamix.projection import project
 from dynamix.telemetry.run import RunView
 from dynamix.window import Bounds
 
-PARTS = {"compute": "computing", "data": "waiting for data", "network": "exchanging gradients", "wait": "waiting"}
+PARTS = {"compute": "computing", "data": "loading and preparing", "network": "exchanging gradients", "wait": "waiting"}
 _FEW = 8  # windows; fewer show no trend
 
 

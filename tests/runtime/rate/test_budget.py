@@ -87,6 +87,30 @@ def test_a_budget_of_samples_ends_within_an_epoch_and_goes_on_after_a_resume(old
     job.controller.close()
 
 
+@pytest.mark.filterwarnings("ignore:the loaded state goes on with a global batch:RuntimeWarning")
+@pytest.mark.parametrize("first", [False, True], ids=["loaded after the schedule", "loaded first"])
+def test_a_schedule_reaches_its_end_in_a_script_that_asks_for_another_batch(first: bool) -> None:
+    def made(batch: int, state: Any = None) -> tuple[Training, Any]:
+        job = Training(dynamix.Controller("static", batch), classes(SAMPLES))
+        if first and state:
+            job.controller.load_state_dict(state)
+        steps = 2 * SAMPLES // job.controller.base_batch
+        schedule = job.controller.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(job.optimizer, steps))
+        if not first and state:
+            job.controller.load_state_dict(state)
+        return job, schedule
+
+    job, _ = made(8)
+    train(job, job.controller.budget(epochs=1))
+    state = job.controller.state_dict()
+    job, schedule = made(4, state)
+    rate = job.optimizer.param_groups[0]["initial_lr"]
+    assert schedule.get_last_lr() == pytest.approx([rate / 2])
+    train(job, job.controller.budget(epochs=2))
+    assert schedule.get_last_lr() == pytest.approx([0.0], abs=1e-9)
+    assert schedule.scheduler.last_epoch == 24
+
+
 def test_a_loop_that_was_asked_to_stop_is_left_before_its_budget_is_spent() -> None:
     job = job_of()
     budget = job.controller.budget(epochs=3)

@@ -268,6 +268,18 @@ class TestSampleSchedule:
         assert (resumed.samples, resumed.advance(23), resumed.samples) == (37, straight, 60)
         assert rates(resumed_optimizer) == rates(optimizer)
 
+    def test_resuming_keeps_the_nominal_batch_and_a_state_of_0_2_does_not_set_it(self) -> None:
+        def make(o: torch.optim.Optimizer) -> Any:
+            return lr_scheduler.StepLR(o, 3, gamma=0.1)
+
+        saved = schedule_of(make, nominal=12)[1].state_dict()
+        resumed, older = schedule_of(make, nominal=8)[1], schedule_of(make, nominal=8)[1]
+        resumed.load_state_dict(saved)
+        del saved["nominal_batch_size"]
+        older.load_state_dict(saved)
+        assert (resumed.advance(24), older.advance(24)) == (2, 3)
+        assert resumed.get_last_lr() == rates(resumed.scheduler.optimizer)
+
     def test_bad_input(self) -> None:
         with pytest.raises(ConfigError, match="nominal_batch_size=0"):
             schedule_of(lambda o: lr_scheduler.StepLR(o, 1), nominal=0)

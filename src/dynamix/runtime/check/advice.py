@@ -2,9 +2,9 @@
 
 STEP = "call controller.step() once for every batch, at the end of the loop's body and before any `continue`"
 ACCUMULATE = (
-    "to accumulate gradients over A batches (A may be all of an epoch), write Controller(accumulate=A), run all but "
-    "the last of them under `with model.no_sync():`, call optimizer.step() after the last one, and controller.step() "
-    "after every batch"
+    "to accumulate gradients over A batches (A may be all of an epoch), write Controller(accumulate=A), run each of "
+    "them under `with controller.piece():` (or all but the last under `with model.no_sync():`), call optimizer.step() "
+    "after the last one, and controller.step() after every batch"
 )
 LOCAL = (
     "put forward passes without a backward pass, such as evaluation, under torch.no_grad(), and leave DDP's "

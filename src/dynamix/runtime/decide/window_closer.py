@@ -104,8 +104,7 @@ class WindowCloser(Part):
     def measures(self, piece: Piece) -> bool:
         """Whether the open window will keep a batch's measurements; the same on all ranks."""
         # Only agreed values: a rank may have settled a pending decision already, and all ranks must reduce alike.
-        open_from = max(self.progress.opens, self.job.closing.consumed + 1)
-        return piece.plan.regular and piece.round.index >= open_from
+        return piece.plan.regular and piece.round.index >= max(self.progress.opens, self.job.closing.consumed + 1)
 
     # ------------------------------------------------------------ a round is over
 

@@ -126,8 +126,7 @@ class Liveness:
         self.quiet = {rank for rank, s in heard.items() if s >= QUIET_S}
         self.unaware = {rank for rank in self.here if rank and not (rank in beats and beats[rank]["aware"])}
         self.unaware |= {rank for rank, s in heard.items() if rank not in beats and s < LATE_S}
-        named = {0, *silent, *left} & beats.keys()
-        hosts = {rank: beats[rank]["host"] for rank in named}
+        hosts = {rank: beats[rank]["host"] for rank in {0, *silent, *left} & beats.keys()}
         return {"n": self.beats, "silent": silent, "left": left, "hosts": hosts}
 
     def follow(self, told: Mapping[str, Any]) -> None:

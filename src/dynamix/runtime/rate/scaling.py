@@ -145,7 +145,8 @@ class SampleSchedule:
 
     So a schedule written for steps of a fixed global batch keeps its meaning. A schedule with an end (OneCycleLR) stays
     at its last rate instead of raising. Restore the optimizer's own state, too: as in torch, it holds the current
-    rates. Raises `ConfigError` for a nominal batch below 1, negative samples, and a scheduler that needs a metric.
+    rates. A state also holds the nominal batch, as torch's holds the length: both are those of the job that began.
+    Raises `ConfigError` for a nominal batch below 1, negative samples, and a scheduler that needs a metric.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -184,16 +185,22 @@ class SampleSchedule:
                 self.scheduler.step()
         return due
 
+    def get_last_lr(self) -> list[float | Tensor]:
+        """The scheduler's rates, one per group; those of the steps also follow the global batch, if a rule says so."""
+        return self.scheduler.get_last_lr()
+
     @property
     def whose(self) -> str:
         """The class of the user's object that holds most of the state."""
         return type(self.scheduler).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self.samples, "carry": self._carry, "scheduler": self.scheduler.state_dict()}
+        counted = {"samples": self.samples, "carry": self._carry, "nominal_batch_size": self.nominal_batch_size}
+        return counted | {"scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        counted = state["samples"], state["carry"]
+        nominal, counted = int(state.get("nominal_batch_size", 0)), (state["samples"], state["carry"])
+        self.nominal_batch_size = nominal if nominal >= 1 else self.nominal_batch_size  # 0.2 did not save it
         self.samples, self._carry = (n if isinstance(n, float) else int(n) for n in counted)
         self.scheduler.load_state_dict(state["scheduler"])
 

@@ -28,6 +28,7 @@ from dynamix.window import Bounds, Ints, Window
 
 Taking = tuple[Any, Callable[[], None]]  # an object with a state, and the call that loads it
 _OUR_PACKAGES = {"dynamix", "dynamix_lab"}  # the laboratory's policies come by entry point; they are checked, too
+_SINCE_0_3 = {"nominal_batch_size"}  # keys of a schedule's state that states of 0.2 lack
 
 
 class InOrder(Part):
@@ -74,7 +75,7 @@ class InOrder(Part):
 
     def _require_alike(self, name: str, saved: Any, mine: Any) -> None:
         """Raise `StateError` unless both have the same keys, with values of the same types."""
-        if not isinstance(saved, dict) or saved.keys() != mine.keys():
+        if not isinstance(saved, dict) or not saved.keys() <= mine.keys() <= {*saved, *_SINCE_0_3}:
             fix = "make the objects that the saved job had, and load it after that"
             raise StateError(f"the controller's state has {name} for an object of another kind: {fix}")
         for key in saved.keys() - set(self.varies):

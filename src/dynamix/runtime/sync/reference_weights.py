@@ -43,8 +43,7 @@ class ReferenceWeights:
 
     def go(self, move: Tensor) -> None:
         """Set both to the reference plus `move`."""
-        wide = torch.promote_types(self.value.dtype, move.dtype)
-        self.take(self.base(wide) + move)
+        self.take(self.base(torch.promote_types(self.value.dtype, move.dtype)) + move)
 
     def show(self, move: Tensor) -> None:
         """Set the negative `move` as the gradient of `value`, for an outer optimizer."""

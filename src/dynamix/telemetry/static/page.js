@@ -3,7 +3,7 @@
 
 const PARTS = [
   ["compute", "computing", "--c0"],
-  ["data", "waiting for data", "--c5"],
+  ["data", "loading and preparing", "--c5"],
   ["network", "exchanging gradients", "--c2"],
   ["wait", "waiting for slower workers", "--c1"],
 ];
