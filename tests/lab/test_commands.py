@@ -66,8 +66,11 @@ def test_the_name_of_an_experiment_is_short_for_experiment_and_its_name() -> Non
     assert "first-run: " in said[0].output
 
 
-def test_a_command_that_is_gone_says_what_to_write_now() -> None:
+def test_a_command_that_is_gone_says_what_to_write_now(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = CliRunner().invoke(app, ["bench", "--help"]).output
+    monkeypatch.setattr("dynamix_lab.installed.find_spec", lambda name: None)
+    there = CliRunner().invoke(app, ["bench", "fuzz"])
+    assert (there.exit_code, "pip install" in there.output) == (2, True)  # only a command that exists needs packages
     for name in REMOVED:
         for arguments in ([], ["--help"], ["--against", "HEAD~1", "--json"]):
             done = CliRunner().invoke(app, ["bench", name, *arguments])

@@ -37,8 +37,10 @@ bench = typer.Typer(cls=Bench, help="Measure dynamix itself.", no_args_is_help=T
 
 @bench.callback()
 @guarded
-def _bench() -> None:
-    need_bench("dynamix bench")
+def _bench(context: typer.Context) -> None:
+    group: Any = context.command
+    if not group.commands[context.invoked_subcommand].hidden:  # a removed one says so without any package
+        need_bench("dynamix bench")
 
 
 # These options decide where a result goes and how it is printed, not what it is; its recorded command omits them.

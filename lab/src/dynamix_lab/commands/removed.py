@@ -7,9 +7,10 @@ import typer
 from dynamix.removed import message
 from dynamix_lab.commands.group import bench
 
-_TABLE = "nothing: results/{}/table.md keeps what was measured"
+_KEPT = "results/{}/table.md keeps what was measured"
+_TABLE = "nothing: " + _KEPT
 REMOVED = {
-    "aggregator": "dynamix bench fuzz for damaged frames; " + _TABLE.format("aggregator-2026-11-24"),
+    "aggregator": "dynamix bench fuzz for damaged frames; " + _KEPT.format("aggregator-2026-11-24"),
     "changecost": "nothing: what a new size costs is a constant of the simulated hosts",
     "cost": "dynamix bench overhead --decision-only, under either commit",
     "decisions": "scripts/same COMMIT",
