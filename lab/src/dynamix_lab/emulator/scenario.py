@@ -44,12 +44,12 @@ class _Model(BaseModel):
 class Host(_Model):
     """One emulated host and its link.
 
-    cpu                cores its job may use, a fraction is a share of one core; with a `Device`, its relative speed
-    rate_mbit_s        its link, in each direction; None for no limit
-    rate_up_mbit_s     what it sends, where that differs
-    rate_down_mbit_s   what it receives, where that differs
+    cpu                cores that its job may use, 0.5 is half a core; with a `Device`: its relative speed
+    rate_mbit_s        rate of its link, in each direction; None: no limit
+    rate_up_mbit_s     rate at which it sends, if that differs
+    rate_down_mbit_s   rate at which it receives, if that differs
     loss               part of its packets that get lost, in each direction
-    latency_ms         what every packet takes longer, in each direction
+    latency_ms         time that is added to every packet, in each direction
     """
 
     cpu: _Cores
@@ -71,10 +71,10 @@ class Host(_Model):
 
 
 class Neighbour(_Model):
-    """Another tenant that visits one host at a time and leaves its job `factor` of the host's cores.
+    """Another tenant, on one host at a time. It leaves `factor` of that host's cores to the job.
 
-    It moves every `every_s` seconds to a host drawn at random, never the one it is on. `seed` separates several
-    neighbours of one scenario; the emulation's own seed is mixed in.
+    Every `every_s` seconds it moves to another host, drawn at random. Neighbours of one scenario with different values
+    of `seed` move differently; the draw also depends on the emulation's seed.
     """
 
     kind: Literal["neighbour"]
@@ -86,12 +86,12 @@ class Neighbour(_Model):
 class Load(_Model):
     """Background load on given hosts: a real busy process, real traffic on the link, or both.
 
-    hosts           their numbers; None for all
-    factor          what it leaves the job of the host's cores; 1 for no busy process
-    traffic_mbit_s  UDP that it sends and receives over the host's link
-    start_s, end_s  when it begins and ends; None for never
-    probability     of being there in a slot of `every_s` seconds, drawn anew for every slot and host; 1: all the time
-    seed            separates several loads of one scenario; the emulation's own seed is mixed in
+    hosts           their numbers; None: all
+    factor          part of the host's cores that it leaves to the job; 1: no busy process
+    traffic_mbit_s  UDP that it sends, and that it receives, over the host's link
+    start_s, end_s  when it begins and ends; None: it does not end
+    probability     chance that it runs in a slot of `every_s` seconds, drawn for every slot and host; 1: it always runs
+    seed            loads with different seeds are drawn differently; the draw also depends on the emulation's seed
     """
 
     kind: Literal["load"]
@@ -113,7 +113,7 @@ _Disturbance = Annotated[Neighbour | Load, Field(discriminator="kind")]
 
 
 class Change(_Model):
-    """A change on a host (None: all of them) from `at_s` on; a value that is None stays as it is."""
+    """A change of a host, or of all if `host` is None, from `at_s` seconds on. Values that are None do not change."""
 
     at_s: _Time
     host: _Index | None = None
@@ -133,14 +133,14 @@ class Change(_Model):
 
 
 class Trace(_Model):
-    """A recorded slowdown, replayed: host i's cores (or its link's rates) are multiplied by a factor that changes.
+    """A recorded slowdown: the cores of host i, or the rates of its link, are multiplied by its factor at that time.
 
     file      CSV of time_s and a factor per host (`dynamix_lab.emulator.traces`), relative to the scenario's file;
               `load_scenario` reads it into the two fields below
-    times_s   when a row begins to hold; the first is 0
-    factors   rows of a factor per host, 0.05 to 1
-    scales    "cpu" or "rate"
-    repeat_s  begin again after so many seconds; None: the last row holds for ever
+    times_s   time from which a row applies; the first is 0
+    factors   rows with a factor for each host, 0.05 to 1
+    scales    what is multiplied, "cpu" or "rate"
+    repeat_s  the trace begins again after so many seconds; None: the last row applies to the end
     """
 
     file: Annotated[str, Field(strict=True)] | None = None
@@ -159,11 +159,11 @@ class Trace(_Model):
 
 
 class Device(_Model):
-    """The time of a training step on an accelerator of relative speed 1, which every host of the scenario then has.
+    """An accelerator that every host of the scenario has, and the time of a training step on it at relative speed 1.
 
-    fixed_ms       of every forward and backward pass
-    per_sample_ms  of each sample
-    per_cost_ms    of each unit of the batch's cost, e.g. a token (`dynamix_lab.emulator.devices.batch_cost`)
+    fixed_ms       time of every forward and backward pass
+    per_sample_ms  time of each sample
+    per_cost_ms    time of each unit of the batch's cost, e.g. a token (`dynamix_lab.emulator.devices.batch_cost`)
     """
 
     fixed_ms: _Fixed
@@ -172,12 +172,12 @@ class Device(_Model):
 
 
 class Scenario(_Model):
-    """Hosts and what disturbs them. Make one with `load_scenario`, whose errors are for people.
+    """Hosts and what disturbs them. Make one with `load_scenario`: its errors name the value and the fix.
 
     hosts          one rank each
-    disturbances   neighbours and loads, in this order where they meet
-    schedule       changes, sorted by time, counted from the clock's start
-    trace          a recorded slowdown on top
+    disturbances   neighbours and loads; if several are on a host, they apply in this order
+    schedule       changes, sorted by time; time counts from the start of the clock
+    trace          a recorded slowdown, in addition
     device         every host computes on such a device: `cpu` is its relative speed, in (0, 1], and limits no process
     """
 
