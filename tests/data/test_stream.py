@@ -254,6 +254,8 @@ def test_what_cannot_work_is_said() -> None:
         run(once)
     with pytest.raises(ConfigError, match="agree"):
         Stream([1], Allocations([1, 1]), rank=0, world_size=2, sharded=True)
+    with pytest.raises(ConfigError, match="batch_size=None"):
+        Stream(DataLoader(Numbers(0, 9), batch_size=3), Allocations([1]), rank=0, world_size=1)
     with pytest.raises(ConfigError, match="iterable"):
         Stream(3, Allocations([1]), rank=0, world_size=1)  # type: ignore[arg-type]
     made = streams([Numbers(0, 40), Numbers(40, 80)], [4, 4], sharded=True)

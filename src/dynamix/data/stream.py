@@ -68,10 +68,11 @@ class Stream(SampleOrder):
     ) -> None:
         super().__init__(allocations, **shared)
         if not hasattr(iterable, "__iter__"):
-            fix = (
-                "pass an IterableDataset or a list; for a data set with indices write controller.batch_sampler(dataset)"
-            )
+            fix = "pass an IterableDataset; for a data set with indices write controller.batch_sampler(dataset)"
             raise ConfigError("iterable", iterable, "anything with __iter__", fix)
+        if getattr(iterable, "batch_sampler", None) is not None:  # each of its batches would count as one sample
+            fix = "write DataLoader(dataset, batch_size=None, num_workers=n); the stream makes the batches"
+            raise ConfigError("iterable", "a DataLoader of batches", "one of single samples", fix)
         if sharded and agree is None and self.world_size > 1:
             raise ConfigError("agree", None, "a callback that sums over ranks", "use controller.stream(...)")
         self.sharded, self.collate_fn, self.agree = sharded, collate_fn, agree

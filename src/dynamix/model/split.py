@@ -95,8 +95,7 @@ def best_split(alpha: Floats, beta: Floats, bounds: Bounds, objective: Objective
     if (least != most).any():
         first = finish_for(np.asarray(least, np.float64), alpha, beta, low, high)
     # Before every worker has finished its smallest batch, a smaller global batch saves no time.
-    floor = np.where(low > 0, alpha + beta * low, 0.0).max(-1)
-    start = np.log(np.clip(floor, first, last))
+    start = np.log(np.clip(np.where(low > 0, alpha + beta * low, 0.0).max(-1), first, last))
     stop = np.maximum(np.log(last), start)
     if (start == stop).all():  # only one time is possible, for example if the global batch is fixed
         return finishing_at(np.exp(start), alpha, beta, low, high)

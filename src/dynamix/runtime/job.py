@@ -85,8 +85,7 @@ class TrainingJob:
         self.memory: Memory | None = None  # of the first model
         self.source: BatchSampler | Stream | None = None
         division = Division(ranks.rank, facts, self.allocations)
-        each = channel.each_decides
-        self.state = JobState(division, config.served, self.progress, self.recorder, peers=each)
+        self.state = JobState(division, config.served, self.progress, self.recorder, peers=channel.each_decides)
         length = window_length_of(config.served)
         self.windows = WindowCloser(
             facts,
@@ -273,8 +272,7 @@ class TrainingJob:
         self.progress.count(piece.round, 1.0 if self.facts.fixed else rates.efficiency(piece.round))
         for hears in self._heard["round_done"]:
             hears(piece.round)
-        spent = rates.budget is not None and rates.budget.done
-        self.stopping = self.ranks.stop_after(self.progress.steps) or spent
+        self.stopping = self.ranks.stop_after(self.progress.steps) or (rates.budget is not None and rates.budget.done)
 
     def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float]:
         """What a window's row says about the exchange: see `WindowCloser`."""

@@ -280,6 +280,21 @@ class TestSampleSchedule:
         assert (resumed.advance(24), older.advance(24)) == (2, 3)
         assert resumed.get_last_lr() == rates(resumed.scheduler.optimizer)
 
+    def test_a_loop_that_steps_it_too_is_warned_and_one_that_loads_it_is_not(self) -> None:
+        saved = schedule_of(lambda o: lr_scheduler.StepLR(o, 3))[1].scheduler.state_dict()
+        _, schedule = schedule_of(lambda o: lr_scheduler.StepLR(o, 3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(5):
+                schedule.advance(10)
+            schedule.scheduler.load_state_dict(saved)
+            schedule.advance(10)
+            schedule.scheduler.step()
+            schedule.advance(10)
+        schedule.scheduler.step()
+        with pytest.warns(UserWarning, match="and so did the loop"):
+            schedule.advance(10)
+
     def test_bad_input(self) -> None:
         with pytest.raises(ConfigError, match="nominal_batch_size=0"):
             schedule_of(lambda o: lr_scheduler.StepLR(o, 1), nominal=0)

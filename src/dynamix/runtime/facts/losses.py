@@ -94,8 +94,7 @@ class WeightTest:
 
     def _judge(self) -> None:
         slope = self._both / self._shares_sq
-        unexplained = max(self._losses_sq - slope * self._both, 0.0)
-        error = sqrt(unexplained / (self._rows * self._shares_sq))
+        error = sqrt(max(self._losses_sq - slope * self._both, 0.0) / (self._rows * self._shares_sq))
         toward = -slope if self.given else slope  # 0: as the user said; 1: the opposite
         # Losses that grow with the batch, such as contrastive ones, may have nearly the slope of a weighted loss.
         self.decided = ERRORS * error < 0.5 and (abs(toward) < 0.25 or abs(toward - 1) < 0.1)

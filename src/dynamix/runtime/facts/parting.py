@@ -177,8 +177,7 @@ class Parting:
             return
         digest, late, step, key = told[:, :4].T
         together = _alike(step) and _alike(key)
-        known = np.isfinite(digest).all()
-        self._differ |= bool(known and not _alike(digest)) or bool(together and not _alike(late))
+        self._differ |= bool(np.isfinite(digest).all() and not _alike(digest)) or bool(together and not _alike(late))
         drawn = self._drawn
         if self._differ or not together or drawn is None or drawn.key != key[0]:
             return  # different settings explain different parameters

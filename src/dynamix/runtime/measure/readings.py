@@ -104,8 +104,7 @@ class Reader:
             logits, target = logits.flatten()[:ACCURACY_ELEMENTS], target.flatten()[:ACCURACY_ELEMENTS]
             binary = ((target == 0) | (target == 1)).all()
             return _read(torch.where(binary, ((logits > 0) == (target == 1)).float().mean(), math.nan))
-        found = [_share_right_of_soft(logits, target, d) for d in choices if logits.shape[d] > 1]
-        (best, certain), *other = found
+        (best, certain), *other = [_share_right_of_soft(logits, target, d) for d in choices if logits.shape[d] > 1]
         for share, classes in other:
             best = torch.where(classes > certain, share, best)
         return _read(best)

@@ -61,8 +61,7 @@ def require_same(
     fixes  by field, what to write; the entry under "" serves fields without their own
     near   by field, the relative difference up to which its numbers count as equal
     """
-    texts = {name: json.dumps(value, sort_keys=True, default=plain) for name, value in facts.items()}
-    whole = json.dumps(texts)
+    whole = json.dumps({name: json.dumps(value, sort_keys=True, default=plain) for name, value in facts.items()})
     digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
     mine = torch.tensor([digest, len(whole)])
     every = rows(mine, _COMPARING)

@@ -94,8 +94,7 @@ class ControlGroup:
 
     def collect(self, row: Tensor, rows: Tensor) -> Work:
         """On the first rank: gather its own `row` (n,) and all others into `rows` (W, n)."""
-        every = list(rows.unbind())
-        return _begun(dist.gather(row, every, dst=self._root, group=self._group, async_op=True))
+        return _begun(dist.gather(row, list(rows.unbind()), dst=self._root, group=self._group, async_op=True))
 
     def answer(self, answer: Tensor) -> Work:
         """On the first rank: send `answer` to all, after their rows were collected."""

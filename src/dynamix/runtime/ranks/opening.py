@@ -68,8 +68,7 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
     prefix = f"dynamix/watch/{name}/{_opened[name]}"
     watch = RankWatch(job_store(), members.index(dist.get_rank()), len(members), prefix=prefix)
     try:
-        control = beside(functools.partial(open_control, members, timeout), AbortableWait(watch).look)
-        ranks = Ranks(control, watch)
+        ranks = Ranks(beside(functools.partial(open_control, members, timeout), AbortableWait(watch).look), watch)
         fix = "Pass the same arguments to Controller(...) on every rank; a value for each rank goes in a list"
         fixes = {"": fix, VERSION: "Install one and the same version of dynamix for every rank"}
         facts = {VERSION: sys.modules["dynamix"].__version__, **given}

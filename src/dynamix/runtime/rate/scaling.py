@@ -18,8 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dynamix.data import Round
 from dynamix.errors import ConfigError
+from dynamix.runtime.limits import check_counts
 from dynamix.runtime.rules import rule_of
 
+_OTHERS = 3  # times that others moved a schedule before a warning: loading its state moves it, too
 _ROUNDED = 1e-9  # of a step: tolerance for sums of what rounds taught
 
 
@@ -161,17 +163,21 @@ class SampleSchedule:
         if isinstance(scheduler, ReduceLROnPlateau):
             allowed, fix = "a scheduler whose step() takes no metric", "call its step(metric) after each evaluation"
             raise ConfigError("scheduler", type(scheduler).__name__, allowed, fix)
-        if nominal_batch_size < 1:
-            fix = "pass the global batch the schedule was written for"
-            raise ConfigError("nominal_batch_size", nominal_batch_size, "1 or more", fix)
+        check_counts(nominal_batch_size=nominal_batch_size)
         self.scheduler, self.nominal_batch_size = scheduler, int(nominal_batch_size)
         self.samples: float = 0
         self._carry: float = 0
+        self._epoch, self._moved = self._now(), 0  # where this object left the scheduler; times that others moved it
 
     def advance(self, samples: float) -> int:
         """Add global samples just trained on, or what they taught. Returns how often the scheduler was stepped."""
         if samples < 0:
             raise ConfigError("samples", samples, "0 or more", "pass the samples of this optimizer step")
+        self._moved += self._now() != self._epoch
+        if self._moved == _OTHERS:
+            fix = "Leave scheduler.step() out of the loop, or the schedule ends too early"
+            warnings.warn(f"controller.scheduler() steps this schedule, and so did the loop. {fix}", stacklevel=2)
+        self._epoch = self._now()
         self.samples += samples
         self._carry += samples
         due = int(self._carry / self.nominal_batch_size + _ROUNDED)
@@ -183,7 +189,11 @@ class SampleSchedule:
                 # torch's advice is for a loop of steps; here GradScaler may have skipped the first ones.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step|Seems like `optimizer.step")
                 self.scheduler.step()
+            self._epoch = self._now()
         return due
+
+    def _now(self) -> int:
+        return int(getattr(self.scheduler, "last_epoch", 0))
 
     def get_last_lr(self) -> list[float | Tensor]:
         """The scheduler's rates, one per group; those of the steps also follow the global batch, if a rule says so."""
@@ -203,6 +213,7 @@ class SampleSchedule:
         self.nominal_batch_size = nominal if nominal >= 1 else self.nominal_batch_size  # 0.2 did not save it
         self.samples, self._carry = (n if isinstance(n, float) else int(n) for n in counted)
         self.scheduler.load_state_dict(state["scheduler"])
+        self._epoch = self._now()
 
 
 class SchedulerWatch:

@@ -220,8 +220,7 @@ def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Groups tensors of one type and device, in order, up to `BUCKET` elements; a larger tensor is alone."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     for tensor in tensors:
-        kind = (torch.promote_types(tensor.dtype, torch.float32), tensor.device)
-        of_kind = by_kind.setdefault(kind, [[]])
+        of_kind = by_kind.setdefault((torch.promote_types(tensor.dtype, torch.float32), tensor.device), [[]])
         if of_kind[-1] and sum(t.numel() for t in of_kind[-1]) + tensor.numel() > BUCKET:
             of_kind.append([])
         of_kind[-1].append(tensor)

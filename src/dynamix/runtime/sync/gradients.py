@@ -327,8 +327,7 @@ class GradientHook(Part):
         wide = torch.promote_types(values.dtype, torch.float32)
         norm = torch.linalg.vector_norm(values, dtype=wide) / weight
         scale = getattr(self._scaler, "_scale", None)  # get_scale() would synchronise the device
-        square = torch.square(norm if scale is None else norm / scale.to(norm.device))
-        self.recorder.add(name, square, part=part)
+        self.recorder.add(name, torch.square(norm if scale is None else norm / scale.to(norm.device)), part=part)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:

@@ -23,8 +23,7 @@ def inner_model(model: nn.Module) -> nn.Module:
     """
     found = model
     while not (isinstance(found, DistributedDataParallel) or is_fully_sharded(found)):
-        of_fabric = type(found).__name__ == "_FabricModule"
-        inside = getattr(found, "_forward_module" if of_fabric else "_orig_mod", None)
+        inside = getattr(found, "_forward_module" if type(found).__name__ == "_FabricModule" else "_orig_mod", None)
         if not isinstance(inside, nn.Module):
             return model
         found = inside
