@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -29,6 +30,8 @@ _CONTEXT.set_forkserver_preload(["tests.preloaded"])
 _ADAPTED = forkserver.ForkServer()  # for ranks under a framework, each of which takes seconds to import, too
 _ADAPTERS = [f"dynamix.integrations.{name}" for name in ("accelerate", "fabric", "lightning", "transformers")]
 _ADAPTED.set_forkserver_preload([*_ADAPTERS, "tests.preloaded"])  # which freezes all of it
+
+_PORTS = itertools.count()
 
 Kinds = type[Exception] | tuple[type[Exception], ...]
 
@@ -176,11 +179,21 @@ def start_script(
     return job
 
 
+def free_port() -> int:
+    """A port on which nobody listens, and which no one else takes before it is used.
+
+    The system's own choice, port 0, comes from the range of outgoing connections, so another test may get it meanwhile.
+    """
+    while True:
+        port = 20_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) + next(_PORTS) % 500
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
 def launched(ranks: int) -> list[dict[str, str]]:
     """The environment that torchrun gives each rank of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     of_all = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0, "MASTER_PORT": port}
     of_all |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test", **ONE_HOST}
     each = ({**of_all, "RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank} for rank in range(ranks))

@@ -250,6 +250,8 @@ class TrainingJob:
         seen = Observation(loss, logits, target, count, weight.take() if in_loss else None, weight.given)
         if not self.ranks.agreed:
             self.agree()
+        if self.facts.accumulate > 1 and not self.loop.forwards and piece.plan.counts.all():
+            self.progress.pass_over()  # on one rank alone it would leave its samples out of the gradient
         self.loop.piece_done(piece, seen)
         source.consume()
         if mine:

@@ -55,6 +55,19 @@ def _synchronised_first_and_local_last(job: Job) -> None:
         job.step()
 
 
+@wrong("batches not trained is 0 on ranks 0, 2, 1 on rank 1", accumulate=2)
+def _passed_over_on_one_rank_and_not_the_last_of_a_step(job: Job) -> None:
+    for i, (x, y) in enumerate(job.batches()):
+        if i == 2 and job.rank == 1:
+            job.step()
+            continue
+        with contextlib.nullcontext() if i % 2 else job.ddp.no_sync():
+            job.loss(x, y).backward()
+        if i % 2:
+            job.update()
+        job.step()
+
+
 @wrong("or a second time")
 def _two_losses_of_one_forward(job: Job) -> None:
     for x, y in job.batches():

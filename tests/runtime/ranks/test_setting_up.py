@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dynamix
 from dynamix.runtime.ranks import opening, store
-from tests.ranks import _CONTEXT
+from tests.ranks import _CONTEXT, free_port
 
 pytestmark = pytest.mark.multiproc
 
@@ -50,17 +49,11 @@ def _rank(case: Case, rank: int, ranks: int, port: int, folder: str, meet: bool)
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _start(
     case: Case, ranks: int, tmp_path: Path, *, meet: bool = True, most_s: float = 40.0
 ) -> tuple[list[str], list[float]]:
     """What each rank wrote, and after how many seconds its error came; a rank that hangs is killed after `most_s`."""
-    known = ranks, _free_port(), str(tmp_path), meet
+    known = ranks, free_port(), str(tmp_path), meet
     jobs = [_CONTEXT.Process(target=_rank, args=(case, rank, *known)) for rank in range(ranks)]
     try:
         for job in jobs:

@@ -161,7 +161,7 @@ class WindowCloser(Part):
 
     def _place(self, done: Round) -> dict[str, int]:
         start = done.start + int(done.counts[:-1].sum())  # position of its last micro-step
-        return dict(zip(PLACE, (self.progress.steps, self.progress.samples, start), strict=True))
+        return dict(zip(PLACE, (self.progress.steps, self.progress.samples, start, self.progress.passed), strict=True))
 
     def _compare(self, done: Round) -> None:
         """Compare with the other ranks the state whose digests differed. A collective call."""

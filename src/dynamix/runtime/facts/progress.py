@@ -23,6 +23,7 @@ class Progress(Part):
     learned   samples that would have taught as much in rounds of the size at the start (`Rates.efficiency`)
     shared    (round, noise, signal, interval): ranks may get a noise scale at different times, so it counts from an
               agreed round; `interval` is the length of the open window if a policy sets it, else 0
+    passed    batches for which this rank called `step()` without a pass, with `accumulate`; must be equal on all ranks
     here      optimizer steps since this process began or a state was loaded; local steps count as workers' mean
     """
 
@@ -34,6 +35,7 @@ class Progress(Part):
     samples: int = 0
     learned: float = 0.0
     shared: list[tuple[int, float, float, int]] = field(default_factory=lambda: [(0, _UNKNOWN, _UNKNOWN, 0)])
+    passed: int = 0
     here: float = 0.0
     _due: dict[int, float] = field(default_factory=dict)  # value of `here` when it was last due, by `every`
 
@@ -54,6 +56,10 @@ class Progress(Part):
         self.samples += done.samples
         self.learned += done.samples * efficiency
         self.here += done.samples / done.at_once if done.piece else 1.0
+
+    def pass_over(self) -> None:
+        """A batch ends that this rank did not train."""
+        self.passed += 1
 
     def told(self, from_step: int, noise: float, signal: float, *, interval: int = 0, opens: int | None = None) -> None:
         """A window was answered; its noise scale counts from round `from_step`.
@@ -93,6 +99,6 @@ class Progress(Part):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.window, self.steps, self.opens, self.samples = map(state.__getitem__, _COUNTERS)
         self.learned = state.get("learned", float(self.samples))
-        self.here, self._due = 0.0, {}
+        self.passed, self.here, self._due = 0, 0.0, {}
         shared = state["shared"]
         self.shared = [(int(step), noise, signal, int(interval)) for step, noise, signal, interval in shared]

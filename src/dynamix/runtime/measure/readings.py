@@ -116,8 +116,7 @@ def _loss(given: Any) -> Value:
     value = _tensor(given, _LOSS)
     if not value.numel() or value.is_complex():
         raise ValueError("it has no real elements")
-    mean = value.detach().reshape(()) if value.numel() == 1 else value.detach().to(torch.float32).mean()
-    return _read(mean)
+    return _read(value.detach().reshape(()) if value.numel() == 1 else value.detach().to(torch.float32).mean())
 
 
 def _tensor(given: Any, names: Sequence[str]) -> Tensor:
@@ -177,8 +176,7 @@ def _share_right(logits: Tensor, target: Tensor, classes: int) -> Value:
         seen = int(np.count_nonzero(target.numpy().view(np.uint64) < logits.shape[classes]))  # negative: very large
         return right / seen if seen else math.nan
     valid = (target >= 0) & (target < logits.shape[classes])
-    right_of = torch.count_nonzero((logits.argmax(classes) == target) & valid)
-    return _read(right_of / torch.count_nonzero(valid))
+    return _read(torch.count_nonzero((logits.argmax(classes) == target) & valid) / torch.count_nonzero(valid))
 
 
 def _share_right_of_soft(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:

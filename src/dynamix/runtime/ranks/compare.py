@@ -16,7 +16,7 @@ from dynamix.errors import UsageError
 
 _COMPARING = "the ranks could not compare what they hold"
 VERSION = "version of dynamix"
-PLACE = ("optimizer steps", "samples trained", "position in the data")
+PLACE = ("optimizer steps", "samples trained", "position in the data", "batches not trained")
 GROUPS = "number of parameters of each parameter group"
 MOST_FIELDS = 5  # in one message
 SKETCHED = "parameters: "  # begins a parameter's name; its value is (sum of every second entry, of the others, norm)

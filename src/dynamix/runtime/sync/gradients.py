@@ -324,8 +324,7 @@ class GradientHook(Part):
             return
         if values.is_sparse:
             values = values.coalesce().values()
-        wide = torch.promote_types(values.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(values, dtype=wide) / weight
+        norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)) / weight
         scale = getattr(self._scaler, "_scale", None)  # get_scale() would synchronise the device
         self.recorder.add(name, torch.square(norm if scale is None else norm / scale.to(norm.device)), part=part)
 
