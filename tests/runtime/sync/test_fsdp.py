@@ -203,7 +203,13 @@ def _loops() -> list[tuple[Callable[[Any], None], str]]:
 
     Nor are gradients there that could be set without a backward pass through it, and each of several passes crosses.
     """
-    other = "past_the_ddp_module", "_by_hand", "_two_losses_of_one_forward", "_a_pass_that_records_gradients"
+    other = (
+        "past_the_ddp_module",
+        "_by_hand",
+        "_two_losses_of_one_forward",
+        "_a_pass_that_records_gradients",
+        "_passed_over",
+    )
     chosen = [*test_loop_passes.LOOPS.of_wrong, *test_pieces_loops.LOOPS.of_wrong]
     kept = [(loop, says) for loop, says in chosen if not any(word in loop.__name__ for word in other)]
     return [*kept, (_a_second_model_with_its_own_optimizer, "once for each model")]
