@@ -34,6 +34,7 @@ from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.limits import Memory
 from dynamix.runtime.part import Observation, Part, heard
 from dynamix.runtime.ranks.compare import sketches_of
+from dynamix.runtime.ranks.errors import UNTRAINED
 from dynamix.runtime.ranks.hosts import own_host
 from dynamix.runtime.ranks.process_groups import destroy_groups
 from dynamix.runtime.ranks.ranks import Ranks
@@ -252,6 +253,7 @@ class TrainingJob:
             self.agree()
         if self.facts.accumulate > 1 and not self.loop.forwards and piece.plan.counts.all():
             self.progress.pass_over()  # on one rank alone it would leave its samples out of the gradient
+            self.ranks.must_all_call(UNTRAINED)  # under FSDP2 others then wait in another collective than this rank
         self.loop.piece_done(piece, seen)
         source.consume()
         if mine:
@@ -379,7 +381,7 @@ class TrainingJob:
             ranks.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
             saved = state.save(ranks.of_all)
             # For a distributed checkpoint all ranks return the first rank's state.
-            return saved if gather else ranks.of_first(saved)
+            return saved if gather else ranks.of_all(saved if ranks.rank == 0 else None)[0]
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
         """`Controller.load_state_dict`."""

@@ -201,7 +201,8 @@ def _a_second_model_with_its_own_optimizer(job: Job) -> None:
 def _loops() -> list[tuple[Callable[[Any], None], str]]:
     """Wrong loops for DDP, and what they are told; passes beside its module cannot be under FSDP2.
 
-    Nor are gradients there that could be set without a backward pass through it, and each of several passes crosses.
+    Nor are gradients there that could be set without a backward pass through it. A batch that one rank passes over is
+    named otherwise: each of several passes crosses.
     """
     other = (
         "past_the_ddp_module",
@@ -212,7 +213,8 @@ def _loops() -> list[tuple[Callable[[Any], None], str]]:
     )
     chosen = [*test_loop_passes.LOOPS.of_wrong, *test_pieces_loops.LOOPS.of_wrong]
     kept = [(loop, says) for loop, says in chosen if not any(word in loop.__name__ for word in other)]
-    return [*kept, (_a_second_model_with_its_own_optimizer, "once for each model")]
+    passed_over = test_loop_passes._passed_over_on_one_rank_and_not_the_last_of_a_step, "on all ranks or on none"
+    return [*kept, passed_over, (_a_second_model_with_its_own_optimizer, "once for each model")]
 
 
 def test_wrong_loops_end_on_every_rank_as_under_ddp() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from dynamix.errors import DynamixError, MemoryLimitError, StateError, UsageError
 
 FIRST_PASS = "a comparison before the first forward pass"  # since the start, a load, or a loop left early
+UNTRAINED = "controller.step() for a batch that had no forward pass"
 ALIKE = "make a call that waits for all ranks on every rank, after the same optimizer step"
 _KINDS: dict[str, type[DynamixError]] = {kind.__name__: kind for kind in (StateError, MemoryLimitError)}
 
@@ -72,6 +73,8 @@ class JobErrors:
         number, whats = self._heard["agree"]
         if number <= self.agreements:
             return None
+        if whats[0] == UNTRAINED:
+            return f"another rank called {UNTRAINED}, and this rank did not: train each batch on all ranks or on none"
         if whats[0] != FIRST_PASS:
             return f"another rank waits in {whats[0]}, which this rank did not call: {ALIKE}"
         why = "another rank loaded a state, left an epoch early, or ran a first forward pass, and this rank did not"

@@ -109,16 +109,6 @@ class ControlGroup:
         total.copy_(row)
         return _begun(dist.all_reduce(total, group=self._group, async_op=True))
 
-    @chained
-    def broadcast(self, values: Tensor) -> Iterator[Work]:
-        """Copy the first rank's `values` to every rank."""
-        row = torch.zeros(1)
-        if self.rank:
-            yield self.send(row, values)
-        else:
-            yield self.collect(row, row.new_zeros(self.workers, 1))
-            yield self.answer(values)
-
     def release(self) -> list[dist.ProcessGroup]:
         """The process groups behind it; the caller owns them from now on."""
         group = self._group

@@ -120,15 +120,6 @@ class Ranks:
         rows = self.rows(pad(packed, (0, int(lengths.max()) - len(packed))), "")
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
-    def of_first(self, value: Any) -> Any:
-        """The first rank's `value`, a plain object, under the conditions of `of_all`."""
-        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        length = torch.tensor([len(packed)])
-        self.wait(self._control.broadcast(length))
-        packed = packed if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
-        self.wait(self._control.broadcast(packed))
-        return pickle.loads(packed.numpy().tobytes())
-
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Check that `facts`, plain values by name, are equal on all ranks. A collective call.
 
@@ -147,12 +138,16 @@ class Ranks:
         self._watch.errors.agreeing("a comparison of settings and of the place in the data, which now differ")
         require_same(facts, self.rows, "The ranks no longer agree during training", _PARTED, near)
 
+    def must_all_call(self, what: str) -> None:
+        """All ranks must call `what`: a rank that has not, and waits elsewhere, ends the job. Returns at once."""
+        self._watch.errors.agreeing(what)
+
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks are in the collective call `what`.
 
         Raises `UsageError` on every rank if some wait in another call: a later collective would never complete.
         """
-        self._watch.errors.agreeing(what)
+        self.must_all_call(what)
         # As long as the first row of `require_same`, because other ranks may be in that comparison.
         mine = torch.tensor([zlib.crc32(what.encode()), -1])
         if not bool((self.rows(mine, f"not all ranks came to {what}") == mine.numpy()).all()):
