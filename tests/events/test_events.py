@@ -65,6 +65,16 @@ def test_opening_reads_the_ends_of_a_file_and_not_all_of_it(tmp_path):
         assert path.read_bytes() == whole * line + b'{"schema":2,"b":1}\n'
 
 
+def test_the_environment_names_another_file_than_the_script(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAMIX_EVENTS", str(tmp_path / "outside"))
+    for path in (None, tmp_path / "of the script"):
+        log = background_log(path)
+        log.write(step=1)
+        assert log.close()
+    assert [e["step"] for e in read_events(tmp_path / "outside")] == [1, 1]
+    assert not (tmp_path / "of the script").exists()
+
+
 @pytest.mark.parametrize(
     "content", [b"a note", b"a\nb", b'{"schema":1}\n', b'{"schema":25}\n{', b"[1]\n", b"\x1f\x8b\n\xff"]
 )

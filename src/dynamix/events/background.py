@@ -116,8 +116,8 @@ class BackgroundLog:
 
 
 def background_log(path: str | os.PathLike[str] | None) -> BackgroundLog | None:
-    """The log of a job's events: in `path`, else in the file of DYNAMIX_EVENTS, else None. As `require_events`."""
-    chosen = path if path is not None else os.environ.get(EVENTS_VARIABLE)
+    """The log of a job's events: in the file of DYNAMIX_EVENTS, else in `path`, else None. As `require_events`."""
+    chosen = os.environ.get(EVENTS_VARIABLE) or path
     if not chosen:
         return None
     require_events(Path(chosen))

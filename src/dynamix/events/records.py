@@ -18,7 +18,7 @@ from dynamix.window import Window
 SCHEMA = 1  # of result.json and other JSON files
 EVENTS_SCHEMA = 2  # sizes are samples per round; 1 counted them per micro-batch
 MOST_BYTES = 2**26  # a controller's events file is thinned above this size
-EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names the events file of a job without `events=`; `dynamix emulate` sets it
+EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names a job's events file in place of `events=`; `dynamix emulate` sets it
 
 
 class EventLog:

@@ -92,8 +92,8 @@ class Controller(Feeding, ControllerStatus):
                       gain with the noise counted four times; its square root for optimizers that divide by the size of
                       the gradient, such as Adam (docs/design/rates.md)
     process_group     the data-parallel group; None: the default group
-    events            file to which rank 0 appends one JSON line per window; None: the file that the environment
-                      variable DYNAMIX_EVENTS names (`dynamix emulate` sets it), if any
+    events            file to which rank 0 appends one JSON line per window. The environment variable DYNAMIX_EVENTS
+                      overrides it (`dynamix compare` and `dynamix emulate` set it)
     replay            events file of an earlier run; its allocations are used instead of new decisions
     guard             watch the policy: if it does worse than the goodput rule, the rule takes over for a while (see
                       `Guard`). None: only learned policies are watched
