@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from dynamix.errors import UsageError, WorkerLostError
 from dynamix.runtime.ranks.liveness import LATE_S, SUSPECT_S
-from dynamix.runtime.ranks.watch import BESIDE_S, RUNS, WAITS, AbortableWait, RankWatch
+from dynamix.runtime.ranks.watch import BESIDE_S, CLOSED, RUNS, WAITS, AbortableWait, RankWatch
 
 
 class Three:
@@ -18,12 +18,28 @@ class Three:
     def __init__(self) -> None:
         self.now, store = 0.0, HashStore()
         self.every = [RankWatch(store, rank, 3, clock=lambda: self.now, threads=False) for rank in range(3)]
+        self.closed = set[int]()
+
+    def close(self, rank: int) -> None:
+        """The rank closes its controller: one more beat, with which it says so."""
+        self.every[rank].alive.leave(CLOSED)
+        self.every[rank].beat()
+        self.closed.add(rank)
+
+    def wait(self, wait: Any) -> None:
+        """A quarter of a second goes by in `wait`."""
+        self.now += 0.25
+        for watch in self.every:
+            if watch.rank not in self.closed:
+                watch.beat()
+                watch.listen()
+        wait.look()
 
     def pass_s(self, seconds: int, *, without: int | None = None) -> None:
         """`without` this rank, which stands still."""
         for _ in range(seconds):
             self.now += 1.0
-            for awake in (watch for watch in self.every[::-1] if watch.rank != without):
+            for awake in (watch for watch in self.every[::-1] if watch.rank not in {without, *self.closed}):
                 awake.beat()
                 awake.listen()
 
@@ -69,10 +85,7 @@ def test_an_error_of_one_rank_reaches_all_and_it_hears_that_they_know() -> None:
 def _waits(three: Three, rank: int, seconds: int) -> None:
     wait: Any = AbortableWait(three.every[rank])
     for _ in range(4 * seconds):
-        three.now += 0.25
-        for watch in three.every:
-            watch.beat()
-        wait.look()
+        three.wait(wait)
 
 
 def test_who_waits_beside_an_agreement_that_it_did_not_join_is_told_in_seconds() -> None:
@@ -81,6 +94,27 @@ def test_who_waits_beside_an_agreement_that_it_did_not_join_is_told_in_seconds()
     with pytest.raises(UsageError, match=r"another rank waits in controller.warm_up\(\), which this rank did not call"):
         _waits(three, 2, int(BESIDE_S) + 2)
     assert BESIDE_S < three.now < BESIDE_S + 2
+
+
+@pytest.mark.parametrize("closed", range(3))
+def test_who_waits_for_a_rank_that_has_closed_its_controller_is_told_in_seconds(closed: int) -> None:
+    three = Three()
+    three.pass_s(2)
+    three.close(closed)
+    three.pass_s(8)
+    began, waiting = three.now, (closed + 1) % 3
+    with pytest.raises(WorkerLostError, match=rf"rank {closed} .* has ended \(its controller was closed\)"):
+        _waits(three, waiting, int(BESIDE_S) + 2)
+    assert BESIDE_S < three.now - began < BESIDE_S + 2
+
+
+def test_a_rank_that_left_after_its_part_of_a_long_exchange_is_not_missed() -> None:
+    three = Three()
+    wait: Any = AbortableWait(three.every[0])
+    for quarter in range(4 * 35):  # as long as nearly twice the exchange until one of them is done and leaves
+        if quarter == 4 * 18:
+            three.close(2)
+        three.wait(wait)
 
 
 def test_a_rank_that_stands_still_after_a_wait_is_not_said_to_wait() -> None:

@@ -141,7 +141,7 @@ class Liveness:
         """Count the silence of the first rank; on the first rank, of the store."""
         about = 0 if self.rank else STORE
         seconds = self._listened.after(now, self.news, most=BEAT_S)
-        self._first = {about: seconds} if seconds >= SUSPECT_S else {}
+        self._first = {about: seconds} if seconds >= SUSPECT_S and about not in self.left else {}
         self._say(self._first, about)
 
     def _say(self, silent: Mapping[int, float], *about: int) -> None:

@@ -302,9 +302,14 @@ class AbortableWait:
         # Seconds of this wait, counted only while this rank was awake, in which another rank waits in an agreement, or
         # has an error that it raised before training.
         self._beside_s = self._error_s = 0.0
+        self._waited_s = self._left_s = 0.0  # before another rank has left, and since
 
     def look(self) -> None:
-        """Raise the error with which another rank has ended the job, if one has. Call it now and then while waiting."""
+        """Raise the error with which another rank has ended the job, if one has. Call it now and then while waiting.
+
+        Raises `WorkerLostError` if another rank has left, and the wait goes on as long as it had lasted before: a rank
+        that left after its part would have let this one end.
+        """
         watch, errors = self.watch, self.watch.errors
         watch.hurry()
         beside, error, now = errors.beside, errors.setup_error, watch.clock()
@@ -319,4 +324,10 @@ class AbortableWait:
             raise watch.end(UsageError(beside))
         if error is not None and self._error_s > SETUP_ERROR_S:
             raise watch.end(error)
+        if watch.alive.left and error is None:
+            self._left_s += awake_s
+        else:
+            self._waited_s += awake_s
+        if self._left_s > max(BESIDE_S, self._waited_s):
+            raise watch.explain(RuntimeError("no answer"), "this rank waits for one that never comes")
         watch.require_all_come()
