@@ -14,6 +14,7 @@ from dynamix.events.windows import window_of
 from dynamix.telemetry import find_sources
 from dynamix.telemetry.bins import BinnedSeries
 from dynamix.telemetry.reading import EventFollower
+from dynamix.telemetry.sentences import sentences
 from dynamix.telemetry.sources import RunSource, require_some
 from dynamix.window import Window
 from tests.refused import refused
@@ -137,6 +138,7 @@ def test_a_job_that_goes_on_is_one_run_and_one_that_begins_anew_is_another(tmp_p
     assert resumed.notices.counts == {"restart": 1, "workers": 1}
     assert (np.diff(resumed.series.ends_s) >= 0).all()
     assert resumed.workers == 4
+    assert sentences(resumed)[0].startswith("3 to 4 workers used ")
     assert np.isnan(resumed.series.each("size")[3, 6:]).all()
 
 

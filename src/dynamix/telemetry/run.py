@@ -29,7 +29,7 @@ class RunView:
     """A summary of one run's lines, in bounded memory.
 
     name       its name on the page
-    workers    the most workers of any window
+    workers    the most workers of any window; `fewest`: the fewest
     """
 
     def __init__(self, name: str, most_bins: int = MOST_BINS) -> None:
@@ -38,7 +38,7 @@ class RunView:
         self.changes, self.notices = SizeChanges(), Notices()
         self.decisions: Counter[str] = Counter()
         self.windows = 0
-        self.workers = 0
+        self.workers = self.fewest = 0
         self.steps = 0.0  # optimizer steps of the job at the end of the newest window, including those before a resume
         self.seconds = 0.0  # at the end of the newest window, summed over restarts
         self.samples = 0.0  # of the job at the end of the newest window, including those before this run
@@ -183,7 +183,7 @@ class RunView:
         if self._active and window.workers != self._active:
             text = f"The job goes on with {window.workers} workers in place of {self._active}."
             self.notices.note(self.seconds, self.index + 1, "workers", text)
-        self._active = window.workers
+        self._active, self.fewest = window.workers, min(self.fewest or window.workers, window.workers)
         if window.workers > self.workers:
             self.workers = window.workers
             self.series.widen(window.workers)

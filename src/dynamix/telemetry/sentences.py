@@ -24,25 +24,27 @@ def sentences(view: RunView) -> list[str]:
 def headline(view: RunView) -> str:
     """The one sentence for the top of a page."""
     wait = view.mean_waiting
-    if view.workers == 1:
-        return f"One worker trained at {number(view.samples_per_s)} samples a second."
-    if math.isnan(wait):
-        return f"{view.workers:,} workers trained at {number(view.samples_per_s)} samples a second."
+    if view.workers == 1 or math.isnan(wait):
+        return f"{_workers(view)} trained at {number(view.samples_per_s)} samples a second."
     early, late = _early_and_late(view)
     if early is not None and late is not None and early - late > 0.05:
         return (
-            f"{view.workers:,} workers spent {percent(early)} of their time waiting for slower ones at first, and "
+            f"{_workers(view)} spent {percent(early)} of their time waiting for slower ones at first, and "
             f"{percent(late)} at the end."
         )
-    return f"{view.workers:,} workers spent {percent(wait)} of their time waiting for slower ones."
+    return f"{_workers(view)} spent {percent(wait)} of their time waiting for slower ones."
+
+
+def _workers(view: RunView) -> str:
+    fewest = f"{view.fewest:,} to " if view.fewest < view.workers else ""
+    return "1 worker" if view.workers == 1 else f"{fewest}{view.workers:,} workers"
 
 
 def _what_ran(view: RunView) -> str:
     windows = "1 window" if view.windows == 1 else f"{view.windows:,} windows"
-    workers = "1 worker" if view.workers == 1 else f"{view.workers:,} workers"
     begun = f" It went on from a saved state, at sample {view.began_at:,.0f}." if view.began_at else ""
     return (
-        f"{workers} used {view.trained:,.0f} samples in {seconds(view.seconds)}, "
+        f"{_workers(view)} used {view.trained:,.0f} samples in {seconds(view.seconds)}, "
         f"{number(view.samples_per_s)} a second, in {windows}.{begun}"
     )
 
