@@ -272,11 +272,21 @@ def test_dotted_names_resolve(page: Path) -> None:
             raise AssertionError(f"{dotted}: {error}") from None
 
 
+def paths(text: str) -> list[str]:
+    return re.findall(r"(?:^|\s)((?:examples|scripts|src|lab|docs|tests)/[\w./-]+)", text)
+
+
 @on_every_page
 def test_files_that_are_named_exist(page: Path) -> None:
     for text in code(page):
-        for path in re.findall(r"(?:^|\s)((?:examples|scripts|src|lab|docs|tests)/[\w./-]+)", text):
+        for path in paths(text):
             assert (ROOT / path).exists(), path
+
+
+def test_tests_that_scripts_name_exist() -> None:
+    named = {path for script in ROOT.glob("scripts/*") if script.is_file() for path in paths(script.read_text())}
+    assert named, "no script names a test"
+    assert not [p for p in named if p.startswith("tests/") and p.islower() and not (ROOT / p).exists()]
 
 
 def test_every_policy_has_a_page_and_every_experiment_a_row() -> None:

@@ -48,7 +48,7 @@ Readings = Mapping[str, Any]  # a row: columns by seed
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
     """The sections by setting and batch: all places together, the jobs of each cluster that has several but not all,
-    our rows compared with the best of the others, then each place."""
+    our rows compared with the best of the others, scores of rows by place, then each place."""
     plan, groups = result["plan"], dict[str, list[Case]]()
     for case in result["cases"]:
         batch = "" if case["batch"] is None else f", b0 = {case['batch']}"
@@ -62,6 +62,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         some = {name: jobs for name, jobs in by_cluster.items() if 1 < len(jobs) < len(cases)}
         made += [_together(f"{heading}, {name}", jobs, plan) for name, jobs in some.items()]
         made += _beside_the_best(heading, cases, plan) if plan["ours"] else []
+        made += [_scores(heading, cases)] if len(cases) > 1 and cases[0]["setting"] in OF_BUDGET else []
         made += [_section(heading, case, plan) for case in cases]
     return made
 
@@ -207,6 +208,14 @@ def _beside_the_best(heading: str, cases: Sequence[Case], plan: Mapping[str, Any
     said += f" In the mean: {'; '.join(means)}." if means else ""
     table = Table(["place", "best of the others", *ours], rows)
     return [Section(f"{heading}: ours beside the best of the others", [said], table)]
+
+
+def _scores(heading: str, cases: Sequence[Case]) -> Section:
+    """Every row's score at every place."""
+    names = dict.fromkeys(row for case in cases for row in case["rows"])
+    each = [{name: number(100 * fmean(row["score"]), 1) for name, row in case["rows"].items()} for case in cases]
+    rows = [[name, *(scores.get(name, "–") for scores in each)] for name in names]
+    return Section(f"{heading}: scores", table=Table(["row", *(case["place"] for case in cases)], rows))
 
 
 def _section(heading: str, case: Case, plan: Mapping[str, Any]) -> Section:
