@@ -98,5 +98,5 @@ def test_workers_that_decide_for_themselves_cannot_be_watched() -> None:
 
 def test_a_state_that_is_empty_may_be_of_anybodys_policy() -> None:
     own, ours = (str(unfit(policy, {}, KeyError("answered"))) for policy in (Notes(), make_policy("lb_bsp")))
-    assert "does not fit this version's Notes" in own
+    assert "is of another policy than Notes, or of another version" in own
     assert "is of the policy dbs or static, and this job has lb_bsp" in ours

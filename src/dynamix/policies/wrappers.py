@@ -82,7 +82,7 @@ def unfit(policy: Policy, state: Any, error: Exception) -> StateError:
             go_on = f"write Controller({theirs[0]!r}, ...) to go on with the policy that saved it"
             return StateError(f"{why}: {go_on}, or {anew} to begin with {here} anew and keep the rest")
     return StateError(
-        f"the saved state of the policy does not fit this version's {type(policy).__name__} ({error!r}): resume "
+        f"the saved state is of another policy than {type(policy).__name__}, or of another version ({error!r}): resume "
         f"with the policy and the version that saved it, or let it begin anew and keep the rest: {anew}"
     )
 

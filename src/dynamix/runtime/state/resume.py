@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -237,14 +238,14 @@ class Division(Part):
         """Warn if the state sets another global batch than the script; with other workers the saved one is kept."""
         here, workers, accumulate = self.job.base_batch, self.workers, self.job.accumulate
         began, theirs = saved["base_batch"], saved["accumulate"]
+        if self.rank == 0 and saved["world_size"] != workers:
+            logging.getLogger("dynamix").info("state of %d workers: the policy begins anew", saved["world_size"])
         if self.rank != 0 or saved["world_size"] != workers or began == here:
             return
         why = f"the loaded state goes on with a global batch of {began} samples, with which its job began"
-        mine = f"batch_size={here / workers / accumulate:g}, accumulate={accumulate} on {workers} workers"
-        write = f"batch_size={began / workers / theirs:g}, accumulate={theirs}"
-        fix = f"Write {write}, or do not call load_state_dict, to begin with yours"
-        said = f"{why}; this script asks for {here} ({mine}), and that is ignored. {fix}"
-        warnings.warn(said, RuntimeWarning, stacklevel=5)
+        mine = f"{here} (batch_size={here / workers / accumulate:g}, accumulate={accumulate} on {workers} workers)"
+        fix = f"Write batch_size={began / workers / theirs:g}, accumulate={theirs}, or load no state, to keep yours"
+        warnings.warn(f"{why}; this script asks for {mine}, which is ignored. {fix}", RuntimeWarning, stacklevel=5)
 
 
 def _require_hosts(hosts: Any, workers: int) -> None:
