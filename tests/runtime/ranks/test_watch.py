@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from dynamix.errors import UsageError, WorkerLostError
 from dynamix.runtime.ranks.liveness import LATE_S, SUSPECT_S
-from dynamix.runtime.ranks.watch import BESIDE_S, CLOSED, RUNS, WAITS, AbortableWait, RankWatch
+from dynamix.runtime.ranks.watch import BESIDE_S, CLOSED, GONE_S, RUNS, WAITS, AbortableWait, RankWatch
 
 
 class Three:
@@ -104,8 +104,8 @@ def test_who_waits_for_a_rank_that_has_closed_its_controller_is_told_in_seconds(
     three.pass_s(8)
     began, waiting = three.now, (closed + 1) % 3
     with pytest.raises(WorkerLostError, match=rf"rank {closed} .* has ended \(its controller was closed\)"):
-        _waits(three, waiting, int(BESIDE_S) + 2)
-    assert BESIDE_S < three.now - began < BESIDE_S + 2
+        _waits(three, waiting, int(GONE_S) + 2)
+    assert GONE_S < three.now - began < GONE_S + 2
 
 
 def test_a_rank_that_left_after_its_part_of_a_long_exchange_is_not_missed() -> None:

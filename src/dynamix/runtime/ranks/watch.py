@@ -27,7 +27,7 @@ from dynamix.runtime.ranks.store import LINGER_S, own_connection
 from dynamix.runtime.ranks.uncaught import tell_of_uncaught
 
 HASTE_S = 0.2  # between beats while ranks wait for a message
-GONE_S = 15.0  # of silence: no rank waits any longer for this one's answer on when to stop
+GONE_S = 15.0  # of silence, or since it left: no rank waits any longer for this one
 VERDICT_S = 7.0  # longest that a failed collective waits to find out which rank failed
 NAMED_S = 1.2  # rank 0, which hears from all, stays so long that others can read which rank was lost
 KNOWN_S = 3.0  # a rank that ends the job stays so long for others to read why: it may hold the store
@@ -328,6 +328,6 @@ class AbortableWait:
             self._left_s += awake_s
         else:
             self._waited_s += awake_s
-        if self._left_s > max(BESIDE_S, self._waited_s):
+        if self._left_s > max(GONE_S, self._waited_s):
             raise watch.explain(RuntimeError("no answer"), "this rank waits for one that never comes")
         watch.require_all_come()
