@@ -89,7 +89,7 @@ def _told(events: Path) -> dict[str, Any]:
     turns = PolicyTurns(events)
     turns.refresh()
     if not (speeds := turns.speeds()):
-        why = "the script makes no dynamix.Controller"
+        why = "the script makes no dynamix.Controller, or its rank 0 does not run here"
         why = f"the job ended after {turns.seconds:.0f} s, before each policy had three turns" if turns.seconds else why
         raise UsageError(f"{events} holds no result yet: {why}")
     fastest, saved = max(speeds, key=lambda one: one.samples_s), cost(speeds)

@@ -97,7 +97,7 @@ def test_who_waits_beside_an_agreement_that_it_did_not_join_is_told_in_seconds()
 
 
 @pytest.mark.parametrize("closed", range(3))
-def test_who_waits_for_a_rank_that_has_closed_its_controller_is_told_in_seconds(closed: int) -> None:
+def test_who_waits_for_a_rank_that_has_closed_its_controller_is_told(closed: int) -> None:
     three = Three()
     three.pass_s(2)
     three.close(closed)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import UsageError, WorkerLostError
+from dynamix.runtime.ranks import watch
 from tests.ranks import Ok, refusal, run_cases, run_ranks
 from tests.runtime.check import test_loop_passes
 from tests.runtime.check.loops import Job, run_loops
@@ -223,6 +225,34 @@ def test_wrong_loops_end_on_every_rank_as_under_ddp() -> None:
         for (loop, says), said in zip(loops, told, strict=True):
             assert said.startswith("UsageError"), (loop.__name__, said)
             assert says in said, (loop.__name__, said)
+
+
+def _evaluates_late(rank: int) -> list[float]:
+    watch.GONE_S = 0.5
+    told = []
+    for all_close in (True, False):
+        controller = dynamix.Controller("static", 6, process_group=dist.new_group())
+        net = _net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        controller.wrap(net, optimizer)
+        for (x,) in DataLoader(DATA, batch_sampler=controller.batch_sampler(DATA)):
+            net(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step()
+        if all_close or rank == 1:
+            controller.close()
+        if rank == 1:
+            time.sleep(4)  # such as for its part of a test set, or a checkpoint
+        with torch.no_grad():
+            told.append(float(net(torch.ones(2, 6)).sum()))
+        controller.close()
+    return told
+
+
+def test_a_rank_that_closed_its_controller_may_come_late_to_an_evaluation() -> None:
+    first, second = run_ranks(_evaluates_late, 2)
+    assert first == second
 
 
 def test_right_loops_are_silent() -> None:

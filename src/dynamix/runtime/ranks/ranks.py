@@ -70,8 +70,8 @@ class Ranks:
                     raise
                 raise told from error
 
-    def wait_here(self, work: Any, what: str = "") -> None:
-        """`wait` for a collective on CPUs; meanwhile no other thread of this process needs the GIL."""
+    def wait_here(self, work: Any, what: str = "", *, left: bool = True) -> None:
+        """`wait` for a collective on CPUs, without the GIL; `left`: also ends if a rank closed its controller."""
         wait = None
         while True:
             try:
@@ -80,7 +80,7 @@ class Ranks:
             except RuntimeError:
                 if work.is_completed():
                     break  # completed meanwhile, or failed with its own error
-            wait = wait or AbortableWait(self._watch)
+            wait = wait or AbortableWait(self._watch, left=left)
             wait.look()
         self.wait(work, what)
 

@@ -294,10 +294,10 @@ class RankWatch:
 
 
 class AbortableWait:
-    """One wait of this rank for others, in Python. It ends if another rank ends the job."""
+    """One wait of this rank for others, in Python. It ends if another rank ends the job; `left`: or has left it."""
 
-    def __init__(self, watch: RankWatch) -> None:
-        self.watch = watch
+    def __init__(self, watch: RankWatch, *, left: bool = True) -> None:
+        self.watch, self._ends = watch, left
         self._looked = watch.clock()
         # Seconds of this wait, counted only while this rank was awake, in which another rank waits in an agreement, or
         # has an error that it raised before training.
@@ -324,7 +324,7 @@ class AbortableWait:
             raise watch.end(UsageError(beside))
         if error is not None and self._error_s > SETUP_ERROR_S:
             raise watch.end(error)
-        if watch.alive.left and error is None:
+        if self._ends and watch.alive.left and error is None:
             self._left_s += awake_s
         else:
             self._waited_s += awake_s

@@ -231,6 +231,8 @@ class Division(Part):
     def go_on(self, saved: Mapping[str, Any], resumed: Resumed) -> None:
         """Apply a `saved` state in this way."""
         progress = saved["progress"]
+        if self.rank == 0 and not resumed.same:
+            logging.getLogger("dynamix").info("the state is of other workers or hosts: the policy begins anew")
         self.job.resume(saved["base_batch"], progress["steps"], progress["samples"], saved["hosts"]["shares"])
         self.allocations.load_state_dict(resumed.ledger)
 
@@ -238,8 +240,6 @@ class Division(Part):
         """Warn if the state sets another global batch than the script; with other workers the saved one is kept."""
         here, workers, accumulate = self.job.base_batch, self.workers, self.job.accumulate
         began, theirs = saved["base_batch"], saved["accumulate"]
-        if self.rank == 0 and saved["world_size"] != workers:
-            logging.getLogger("dynamix").info("state of %d workers: the policy begins anew", saved["world_size"])
         if self.rank != 0 or saved["world_size"] != workers or began == here:
             return
         why = f"the loaded state goes on with a global batch of {began} samples, with which its job began"

@@ -181,11 +181,11 @@ class _AllGather(_Called):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        work = self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=True)
-        if async_op:
-            return work
-        self.hook.ranks.wait_here(work, ADDED)
-        return None
+        own = not (async_op or self.hook.closed)
+        work = self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op or own)
+        if own:  # in an evaluation a rank that has closed its controller may still come
+            self.hook.ranks.wait_here(work, ADDED, left=torch.is_grad_enabled())
+        return work if async_op else None
 
 
 class _AllReduced(_Called):
