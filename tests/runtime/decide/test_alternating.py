@@ -141,7 +141,6 @@ def test_the_command_compares_in_a_script_that_nobody_edited(tmp_path: Path) -> 
     assert json.loads(printed) == result
     first, second = result["policies"]
     assert (first["policy"], first["times"], first["low"]) == ("static", 1.0, None)
-    assert second["times"] > 1.1
     assert result["fastest"] == "lb_bsp"
     assert 0 < result["cost"] < 0.5
     again = CliRunner().invoke(app, ["compare", "--read", str(tmp_path / "run")])

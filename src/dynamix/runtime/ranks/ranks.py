@@ -147,7 +147,7 @@ class Ranks:
 
         Raises `UsageError` on every rank if some wait in another call: a later collective would never complete.
         """
-        self.must_all_call(what)
+        self._watch.errors.agreeing(what)
         # As long as the first row of `require_same`, because other ranks may be in that comparison.
         mine = torch.tensor([zlib.crc32(what.encode()), -1])
         if not bool((self.rows(mine, f"not all ranks came to {what}") == mine.numpy()).all()):
