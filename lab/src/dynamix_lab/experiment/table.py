@@ -275,7 +275,7 @@ def _said(case: Case, plan: Mapping[str, Any]) -> list[str]:
     if case["setting"] in OF_BUDGET:
         said += _scatter(rows, kinds)
         if worse := [name for name in rows if name not in able and arrived(case, name)]:
-            said.append(f"Times that do not count, as the score is more than 0.3 points lower: {'; '.join(worse)}.")
+            said.append(f"Times that do not count, because the points are below -0.3: {'; '.join(worse)}.")
         more = {name: max(row["samples"]) / case["budget"] - 1 for name, row in rows.items()}
         if beyond := [f"{name} {percent(part)}" for name, part in more.items() if part > BEYOND]:
             said.append(f"Trained beyond the budget, at most by: {', '.join(beyond)}.")
