@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import multiprocessing as mp
 import os
 import pickle
 import runpy
+import signal
 import socket
 import sys
 import tempfile
@@ -74,12 +76,10 @@ def run_ranks(
                     job.start()
             for job in jobs:
                 job.join(timeout_s)
-            outcomes = [_outcome(Path(folder) / f"out{rank}", job) for rank, job in enumerate(jobs)]
+            hung = _end(jobs)
+            outcomes = [_outcome(Path(folder) / f"out{rank}", job, job in hung) for rank, job in enumerate(jobs)]
         finally:
-            for job in jobs:
-                if job.is_alive():
-                    job.kill()
-                    job.join(5)
+            _end(jobs)
     if expect_failure:
         return outcomes
     if not all(isinstance(o, Ok) for o in outcomes):
@@ -97,12 +97,24 @@ def _each(rank: int, function: Callable[[Any], Any], cases: list[Any]) -> list[A
     return [function(case) for case in cases]
 
 
-def _outcome(path: Path, job: Any) -> Any:
-    if job.is_alive():
-        return "hung"
-    if not path.exists():
-        return f"died with exit code {job.exitcode}"
-    return pickle.loads(path.read_bytes())
+def _outcome(path: Path, job: Any, hung: bool) -> Any:
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    stacks = path.with_suffix(".stacks")
+    said = "hung" if hung else f"died with exit code {job.exitcode}"
+    return f"{said}\n{stacks.read_text() if stacks.exists() else 'before it began'}".strip()
+
+
+def _end(jobs: Sequence[Any]) -> list[Any]:
+    """End the processes that still run, first so that each writes where its threads are. Returns these."""
+    hung = [job for job in jobs if job.is_alive()]
+    for signum in (signal.SIGABRT, signal.SIGKILL):
+        for job in hung:
+            if job.is_alive():
+                os.kill(job.pid, signum)
+        for job in hung:
+            job.join(5)
+    return hung
 
 
 def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: str, timeout_s: float, args: Any) -> None:
@@ -110,6 +122,7 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: str,
     mp.set_start_method("fork", force=True)  # for loaders' workers, the default of Linux: not a server for each rank
     np.random.seed()  # preloaded, all ranks would begin alike
     out = Path(folder) / f"out{rank}"
+    faulthandler.enable(out.with_suffix(".stacks").open("w"))
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
@@ -159,14 +172,12 @@ def run_script(
         try:
             for job in jobs:
                 job.join(timeout_s)
+            hung = _end(jobs)
             said = "".join(log.read_text() if log.exists() else "" for log in logs)
-            assert [job.exitcode for job in jobs] == [0] * len(jobs), said[-3000:]
+            assert [job.exitcode for job in jobs] == [0] * len(jobs), f"{len(hung)} hung: {said[-9000:]}"
             return said
         finally:
-            for job in jobs:
-                if job.is_alive():
-                    job.kill()
-                    job.join(5)
+            _end(jobs)
 
 
 def start_script(
@@ -208,6 +219,7 @@ def _script(script: str, arguments: list[str], environment: dict[str, str], log:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    faulthandler.enable(out)
     sys.argv, code = [script, *arguments], 0
     sys.path.insert(0, str(Path(script).parent))
     try:

@@ -117,7 +117,7 @@ def test_a_killed_job_resumes_with_fewer_ranks_with_every_sample_once(tmp_path: 
     options: dict[str, Any] = {"policy": Script(ANSWERS), "save_at": 8, "stop_at": 13, "kill_rank": 1}
     outcomes = run_ranks(_job, 3, str(tmp_path), options, timeout_s=60, group_timeout_s=10, expect_failure=True)
     assert "died" in outcomes[1]
-    assert not any(isinstance(o, Ok) or o == "hung" for o in outcomes), outcomes
+    assert not any(isinstance(o, Ok) or o.startswith("hung") for o in outcomes), outcomes
     before = [eval((tmp_path / f"seen{rank}").read_text()) for rank in range(3)]
     after = run_ranks(_job, 2, str(tmp_path), {"resume": True, "policy": Script([[5] * 2, [3] * 2])})
     for epoch in range(2):
