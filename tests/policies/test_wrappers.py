@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from dynamix.errors import ConfigError, StateError
 from dynamix.policies import make_policy
@@ -36,13 +38,16 @@ class Notes:
         self.loaded = state
 
 
-@pytest.mark.parametrize("guard", [False, True])
-def test_events_carry_its_report(tmp_path: Path, guard: bool) -> None:
-    policy, path = Notes(), tmp_path / "events.jsonl"
-    job = Training(adaptive(policy, events=path, guard=guard), classes(64))
+def _trained(job: Training) -> None:
     for x, y in job.loader:
         job.train(x, y)
     job.controller.close()
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_events_carry_its_report(tmp_path: Path, guard: bool) -> None:
+    policy, path = Notes(), tmp_path / "events.jsonl"
+    _trained(Training(adaptive(policy, events=path, guard=guard), classes(64)))
     events = decided(path)
     assert [event["notes"] for event in events] == [{"asked": True, "answered": i} for i in range(1, len(events) + 1)]
     assert all(("guard" in event) == guard for event in events)
@@ -76,6 +81,24 @@ def test_a_report_need_not_ask_whether_the_policy_was_asked() -> None:
 
     assert report_of(Plain(), asked=False) == report_of(Guard(Plain()), asked=False) == {"plain": 1}
     assert report_of(Forwarding(), asked=False) == {"asked": False}
+
+
+def test_a_report_may_hold_arrays_but_not_change_what_a_line_says_itself(tmp_path: Path) -> None:
+    class Much(Notes):
+        def report(self) -> dict[Any, Any]:  # type: ignore[override]
+            told: dict[Any, Any] = {"array": np.array([1.0, np.nan]), "number": np.float32(2), "tensor": torch.ones(2)}
+            told |= {"message": "mine", 7: 8, "self": [np.int64(9)]}
+            return told | {"allocation": [1], "schema": 1, "piece": 3}
+
+    path = tmp_path / "events.jsonl"
+    job = Training(adaptive(Much(), events=path), classes(64))
+    with pytest.warns(RuntimeWarning, match=r"report\(\) has 'allocation', 'piece', 'schema': .* Use another name"):
+        _trained(job)
+    for event in decided(path):
+        told = [event[name] for name in ("array", "number", "tensor", "message", "7", "self")]
+        assert told == [[1.0, None], 2.0, [1.0, 1.0], "mine", 8, [9]]
+        assert event["allocation"] == event["window"]["batch_size"]
+        assert "piece" not in event
 
 
 @pytest.mark.parametrize("around", [(), ("guarded",), ("paced",), ("paced", "guarded")])

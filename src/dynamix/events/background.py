@@ -42,7 +42,7 @@ class BackgroundLog:
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(BACKLOG)
         self._thread: threading.Thread | None = None
 
-    def write(self, **fields: Any) -> None:
+    def write(self, /, **fields: Any) -> None:
         """Append one event, soon. The fields must not be changed afterwards."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="dynamix-events", daemon=True)

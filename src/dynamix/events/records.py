@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,10 @@ EVENTS_SCHEMA = 2  # sizes are samples per round; 1 counted them per micro-batch
 MOST_BYTES = 2**26  # a controller's events file is thinned above this size
 EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names a job's events file in place of `events=`; `dynamix emulate` sets it
 
+# What a line says itself, so that no policy's report may.
+_OWN = {"schema", "window_index", "window", "decision", "allocation", "from_step", "piece", "interval", "noise"}
+_OWN |= {"signal", "samples_seen", "began_at", "time_s", "short", "dropped", "thinned", "policy", "seed", "attempt"}
+
 
 class EventLog:
     """Appends one JSON object a line, flushed at once: a killed run loses at most the line being written.
@@ -32,8 +37,8 @@ class EventLog:
         self.path = Path(path)
         self._file: IO[bytes] | None = None
 
-    def write(self, **fields: Any) -> None:
-        """Append one event: a `Window` and values that JSON supports, else TypeError. As `require_events`."""
+    def write(self, /, **fields: Any) -> None:
+        """Append one event, of values that `plain` takes; else TypeError. As `require_events`."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished(self.path)
@@ -56,7 +61,7 @@ class EventLog:
 
 def line_of(fields: dict[str, Any]) -> bytes:
     """One event as a line of the file. Raises TypeError for values that JSON does not support."""
-    event = {"schema": EVENTS_SCHEMA, **_plain(fields)}
+    event = {"schema": EVENTS_SCHEMA, **plain(fields)}
     return (json.dumps(event, allow_nan=False, separators=(",", ":")) + "\n").encode()
 
 
@@ -160,17 +165,26 @@ def require_events(path: Path) -> None:
         raise ConfigError("events", str(path), "a new file, or the events file of an earlier run", fix)
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    return {k: window_record(v) if isinstance(v, Window) else _finite(v) for k, v in fields.items()}
+def reported(report: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a policy's `report` for a line, without what the line says itself; a warning names that."""
+    if taken := sorted(_OWN & report.keys()):
+        left = "dynamix writes that itself, so the events file leaves it out. Use another name"
+        warnings.warn(f"the policy's report() has {', '.join(map(repr, taken))}: {left}", RuntimeWarning, stacklevel=2)
+    return {str(name): plain(value) for name, value in report.items() if name not in _OWN}
 
 
-def _finite(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """`value` for JSON: a window as its record, arrays and tensors as lists, NaN and infinity as None."""
+    if isinstance(value, Window):
+        return window_record(value)
+    if hasattr(value, "tolist"):  # of numpy or torch
+        value = value.tolist()
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         if value and type(value[0]) is int and set(map(type, value)) == {int}:  # sizes of many workers
             return value
-        return [_finite(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

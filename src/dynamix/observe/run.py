@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import sys
 import time
@@ -13,10 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
 from dynamix.errors import ConfigError, StateError
-from dynamix.events.records import SCHEMA, EventLog
+from dynamix.events.records import SCHEMA, EventLog, plain
 from dynamix.events.run_folder import RunFolder
 from dynamix.observe.command import check_command, run_command
 from dynamix.observe.findings import Findings, find
@@ -72,17 +69,7 @@ def _result(job: Joined, found: Findings, gains: Gains, pays: Pays) -> dict[str,
     slow = None if found.slow is None else dataclasses.asdict(found.slow)
     told |= {"exchange_s": found.transfer_s, "slow": slow}
     told |= {"gains": {**dataclasses.asdict(gains), **dataclasses.asdict(pays)}}
-    return {name: _plain(value) for name, value in told.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return dict(plain(told))
 
 
 def say(folder: Path, out: TextIO | None = None, **about: Any) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.events.background import BackgroundLog
-from dynamix.events.records import EventLog
+from dynamix.events.records import EventLog, reported
 from dynamix.model.sync_schedule import Conditions
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import report_of, window_length_of
@@ -89,7 +89,7 @@ class Decider:
         """Write one line of events.jsonl, after the message was sent."""
         if self.events is not None and self._decided is not None:
             closing, window = self._decided  # training goes on, so `self.job.closing` may already be the next one
-            about = report_of(self.policy, asked=closing.window_index == self._asked)
+            about = reported(report_of(self.policy, asked=closing.window_index == self._asked))
             if report := self.job.sync_schedule.report:
                 about = {**about, "rounds": report}
             self._write(closing, window, message, self._clock(), **about)
@@ -109,7 +109,7 @@ class Decider:
                 self._write(rest, window, message, ended_s, short=True)
         self.events.close()
 
-    def _write(self, closing: ClosedWindow, window: Window, message: Message, now_s: float, **about: Any) -> None:
+    def _write(self, closing: ClosedWindow, window: Window, message: Message, now_s: float, /, **about: Any) -> None:
         assert self.events is not None
         of = {"window_index": closing.window_index, "window": window}
         told = {"allocation": message.sizes.tolist(), "from_step": message.from_step}
