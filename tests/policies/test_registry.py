@@ -23,6 +23,13 @@ class Mine(Static):
 class Needy:
     def decide(self): ...
 
+class Wide(Static):
+    def __init__(self, width, *, deep=True): ...
+
+class Ill(Static):
+    def __init__(self, width=3):
+        len(width)
+
 word = "no class"
 """
 
@@ -91,6 +98,7 @@ def test_a_class_of_ones_own_is_a_policy_wherever_python_or_the_working_director
         ("own_rule:Missing", "Mine"),
         ("own_rule:word", "Mine"),
         ("own_rule:Needy", "load_state_dict"),
+        ("own_rule:Wide", "without arguments; missing a required argument: 'width': give arguments defaults"),
         ("own_rules:Mine", "module that can be imported"),
         ("elsewhere.py:Mine", "existing .py file"),
     ],
@@ -105,6 +113,10 @@ def test_an_error_in_ones_own_code_is_not_hidden(own: Path) -> None:
     own.write_text("import no_such_dependency")
     for name in ("own_rule:Mine", "own_rule.py:Mine"):
         refused(ModuleNotFoundError, "no_such_dependency", make_policy, name)
+
+
+def test_an_error_in_ones_own_constructor_is_not_hidden(own: Path) -> None:
+    refused(TypeError, "object of type 'int' has no len", make_policy, "own_rule:Ill")
 
 
 def test_a_name_can_be_given_to_a_process_in_another_directory(own: Path) -> None:

@@ -19,9 +19,7 @@ _KINDS = {
     "stigmergic": "A rule with learned parameters: every worker sets its own size from its own metrics and the traces "
     "that all leave in one field. Nobody decides for the others.",
 }
-_WRAPPERS = {
-    "guarded": "Guarded: where it does worse than the goodput rule, or fails, that rule takes over for a while.",
-}
+_GUARDED = "Guarded: where it does worse than the goodput rule, or fails, that rule takes over for a while."
 
 
 def about_policy(name: str) -> dict[str, Any]:
@@ -33,7 +31,7 @@ def about_policy(name: str) -> dict[str, Any]:
     file = _file_of(parsed)
     if file is not None:
         return {**describe_policy(file), "file": str(file)}
-    bare = str(dataclasses.replace(parsed, wrappers=()))
+    bare = str(dataclasses.replace(parsed, guarded=False))
     made = type(make_policy(bare))
     place = bare if parsed.kind == "class" else f"{made.__module__}.{made.__qualname__}"
     return {"kind": "rule", "class": place, "description": inspect.getdoc(made) or ""}
@@ -46,11 +44,9 @@ def print_about(name: str, about: Mapping[str, Any]) -> None:
     described = about["description"] if not learned else inspect.getdoc(type(make_policy(about["file"]))) or ""
     said = _KINDS.get(about["kind"]) or " ".join(described.split("\n\n", maxsplit=1)[0].split())
     console.print(Text(name, "bold"))
-    for line in (
-        said or "A class of your own; its docstring says nothing.",
-        *(_WRAPPERS[wrapper] for wrapper in parse_name(name).wrappers),
-    ):
-        console.print(Text(line))
+    console.print(Text(said or "A class of your own; its docstring says nothing."))
+    if parse_name(name).guarded:
+        console.print(Text(_GUARDED))
     console.print()
     console.print(facts(_of_file(about) if learned else [("class", about["class"]), ("learned", "nothing; a rule")]))
     console.print()

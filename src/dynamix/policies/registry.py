@@ -12,10 +12,11 @@ A caller adds names that need its own data: `make_policy("reference:256", others
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
-import itertools
+import inspect
 import os
 import re
 import sys
@@ -43,7 +44,6 @@ _BUILT_IN = {
     "stigmergic": "dynamix.policies.stigmergic.policy:pretrained",
 }
 _OF_LABORATORY = ("cannikin", "dynamix-paper", "noise_scale", "pollux")
-_WRAPPERS = {"guarded": "dynamix.policies.guard:Guard"}
 _CLASS = re.compile(r"(?P<place>[A-Za-z_][\w.]*|.*\.py):(?P<attribute>[A-Za-z_]\w*)")
 
 Kind = Literal["plain", "file", "class", "other"]
@@ -55,13 +55,13 @@ class PolicyName:
 
     kind: Kind
     base: str  # one of `policy_names()`, a file's path, a class's module or .py file, or a name that the caller added
-    wrappers: tuple[str, ...] = ()  # "guarded"
+    guarded: bool = False
     number: int | None = None  # after the colon of `static:SIZE` or of a name that the caller added
     attribute: str | None = None  # of a module or .py file
 
     def __str__(self) -> str:
         behind = self.attribute if self.number is None else self.number
-        return ":".join([*self.wrappers, self.base, *([] if behind is None else [str(behind)])])
+        return ":".join([*["guarded"] * self.guarded, self.base, *([] if behind is None else [str(behind)])])
 
     def absolute(self) -> PolicyName:
         """The same policy, under a name that also works in another working directory."""
@@ -82,11 +82,9 @@ def names_by_state(state: Mapping[str, Any]) -> list[str]:
     """
     found = []
     for name in policy_names():
-        try:
+        with contextlib.suppress(Exception):  # a plug-in is third-party code: any error means that it cannot be made
             if make_policy(name).state_dict().keys() == state.keys():
                 found.append(name)
-        except Exception:  # a plug-in is third-party code: any error means that it cannot be made
-            continue
     return found
 
 
@@ -107,22 +105,22 @@ def allowed_names(others: Mapping[str, OtherFactory] | None = None) -> str:
 def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -> PolicyName:
     """Parse `name`. Raises `ConfigError` if it is no name of a policy; imports nothing.
 
-    >>> parse_name("guarded:dynamix").wrappers, parse_name("static:256").number
-    (('guarded',), 256)
+    >>> parse_name("guarded:dynamix").guarded, parse_name("static:256").number
+    (True, 256)
     """
-    wrappers, rest = _unwrapped(name)
+    guarded, rest = _unguarded(name)
     head, colon, behind = rest.partition(":")
     plain = head in _BUILT_IN or (head not in (others or {}) and head in plug_ins(POLICIES, _BUILT_IN))
     kind: Kind = "plain" if plain else "other"
     known = plain or head in (others or {})
     if rest.endswith(".safetensors"):
-        return PolicyName("file", rest, wrappers)
+        return PolicyName("file", rest, guarded)
     if not known and (own := _CLASS.fullmatch(rest)):
-        return PolicyName("class", own["place"], wrappers, attribute=own["attribute"])
+        return PolicyName("class", own["place"], guarded, attribute=own["attribute"])
     if known and not colon:
-        return PolicyName(kind, head, wrappers)
+        return PolicyName(kind, head, guarded)
     if (head == "static" or kind == "other") and known and behind.isdecimal() and int(behind) > 0:
-        return PolicyName(kind, head, wrappers, number=int(behind))
+        return PolicyName(kind, head, guarded, number=int(behind))
     missing = not known and head in _OF_LABORATORY
     fix = f"{head} is part of the laboratory: {LABORATORY}" if missing else _meant(name, others)
     raise ConfigError("policy", name, allowed_names(others), fix)
@@ -132,7 +130,7 @@ def _meant(name: str, others: Mapping[str, OtherFactory] | None = None) -> str:
     """The advice for an unknown `name`, word by word."""
     if name.endswith(".safetensor"):
         return f"did you mean {name + 's'!r}?"
-    known = [*policy_names(), *_WRAPPERS, *(others or ())]
+    known = [*policy_names(), "guarded", *(others or ())]
     words = [word if word in known else nearest(word, known) or word for word in name.split(":")]
     meant = ":".join(words)
     behind = words[-1] in known or (words[-1].isdecimal() and words[0] == "static" and int(words[-1]) > 0)
@@ -169,24 +167,18 @@ def make_policy(name: str, *, others: Mapping[str, OtherFactory] | None = None, 
         return _named("dynamix.policies.alternating:by_names")(name.removeprefix("compare:"))
     parsed = parse_name(name, others=others)
     policy = _base_policy(parsed, others or {}, options)
-    for wrapper in reversed(parsed.wrappers):
-        policy = _named(_WRAPPERS[wrapper])(policy)
-    return policy
+    return _named("dynamix.policies.guard:Guard")(policy) if parsed.guarded else policy
 
 
-def _unwrapped(name: str) -> tuple[tuple[str, ...], str]:
-    """The wrappers in front, outermost first, and the name inside them."""
-    parts = name.split(":")
-    wrappers = tuple(itertools.takewhile(_WRAPPERS.__contains__, parts[:-1]))
-    inner = ":".join(parts[len(wrappers) :])
+def _unguarded(name: str) -> tuple[bool, str]:
+    """Whether `name` asks for a guard, and the name behind that."""
+    inner = name.removeprefix("guarded:")
     if inner.startswith("learning:"):
-        fix = ":".join([*wrappers, inner.removeprefix("learning:")])
+        fix = name.replace("learning:", "", 1)
         raise ConfigError("policy", name, "a policy as its file has it", message(f"policy={fix!r}"))
-    in_order = tuple(wrapper for wrapper in _WRAPPERS if wrapper in wrappers)
-    if wrappers != in_order:
-        wanted = ":".join([*in_order, inner])
-        raise ConfigError("policy", name, wanted, "one guard is enough")
-    return wrappers, inner
+    if inner.startswith("guarded:"):
+        raise ConfigError("policy", name, f"guarded:{inner.rpartition('guarded:')[2]}", "one guard is enough")
+    return inner != name, inner
 
 
 def _base_policy(name: PolicyName, others: Mapping[str, OtherFactory], options: dict[str, Any]) -> Policy:
@@ -237,6 +229,13 @@ def _own_policy(name: PolicyName) -> Policy:
         found = [n for n, value in vars(module).items() if isinstance(value, type) and hasattr(value, "decide")]
         allowed = f"a class of {name.base}: {', '.join(found) or 'none there has a method decide'}"
         raise ConfigError("policy", str(name), allowed, "check the name behind the colon")
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        fix = "give arguments defaults, name a function that makes the policy, or pass the object instead of a name"
+        raise ConfigError("policy", str(name), "what is called without arguments", f"{error}: {fix}") from error
+    except ValueError:  # some code in C has no signature
+        pass
     made = factory()
     if not isinstance(made, Policy):
         needed = "a class whose objects have decide, state_dict and load_state_dict"
