@@ -16,7 +16,9 @@ from dynamix.plugins import load_all, plug_ins
 from dynamix.policies import make_policy, policy_names
 from dynamix.policies.files import describe_policy, trained_as
 from dynamix.policies.registry import parse_name
+from dynamix.policies.static import Static
 from dynamix.probes import probe_report, probes_here
+from dynamix_lab.harness.runs import policy_facts
 from dynamix_lab.papers.additive import PRETRAINED
 from tests.processes import Done, run
 from tests.refused import refused
@@ -149,6 +151,14 @@ def test_what_makes_no_policy_says_whose_it_is_and_breaks_no_other(site: Site) -
     assert make_policy("goodput") is not None
     assert "broken" in policy_names()
     refused(ConfigError, "a plug-in that makes a policy; mend or remove wordy of rules-of-mine", make_policy, "wordy")
+
+
+def test_a_result_names_the_distribution_that_a_policy_came_from(site: Site) -> None:
+    site.install("rules-of-mine", "rules_of_mine", POLICY, "dynamix.policies", mine="Mine")
+    for name in ("mine", "guarded:mine"):
+        assert policy_facts(name) == {"name": name, "distribution": "rules-of-mine 1.0"}
+    assert policy_facts("lb_bsp") == {"name": "lb_bsp"}
+    assert policy_facts("mine", {"mine": Static}) == {"name": "mine"}, "the caller's own"
 
 
 def test_a_policy_cannot_take_a_built_ins_name_and_that_is_said(site: Site) -> None:

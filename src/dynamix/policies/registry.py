@@ -35,7 +35,7 @@ from dynamix.removed import message
 OtherFactory = Callable[[int | None], Policy]
 
 # name -> "module:factory"; imported on first use, so that `import dynamix` is fast.
-_BUILT_IN = {
+BUILT_IN = {
     "static": "dynamix.policies.static:Static",
     "dbs": "dynamix.policies.proportional:DBS",
     "lb_bsp": "dynamix.policies.proportional:LBBSP",
@@ -71,7 +71,7 @@ class PolicyName:
 
 def policy_names() -> list[str]:
     """The plain names that `make_policy` and `Controller(policy=...)` accept; `allowed_names` has all forms."""
-    return sorted([*_BUILT_IN, *plug_ins(POLICIES, _BUILT_IN)])
+    return sorted([*BUILT_IN, *plug_ins(POLICIES, BUILT_IN)])
 
 
 def names_by_state(state: Mapping[str, Any]) -> list[str]:
@@ -110,7 +110,7 @@ def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -
     """
     guarded, rest = _unguarded(name)
     head, colon, behind = rest.partition(":")
-    plain = head in _BUILT_IN or (head not in (others or {}) and head in plug_ins(POLICIES, _BUILT_IN))
+    plain = head in BUILT_IN or (head not in (others or {}) and head in plug_ins(POLICIES, BUILT_IN))
     kind: Kind = "plain" if plain else "other"
     known = plain or head in (others or {})
     if rest.endswith(".safetensors"):
@@ -201,9 +201,9 @@ def _base_policy(name: PolicyName, others: Mapping[str, OtherFactory], options: 
 
 def _factory(name: str) -> Callable[..., Any]:
     """The factory of the policy of a plain name."""
-    if name in _BUILT_IN:
-        return _named(_BUILT_IN[name])
-    entry = plug_ins(POLICIES, _BUILT_IN)[name]
+    if name in BUILT_IN:
+        return _named(BUILT_IN[name])
+    entry = plug_ins(POLICIES, BUILT_IN)[name]
     try:
         factory = entry.load()
     except (Exception, SystemExit) as error:  # third-party code may raise anything

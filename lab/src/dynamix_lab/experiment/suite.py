@@ -63,23 +63,20 @@ class ExperimentSuite(Suite):
 
     def facts(self) -> dict[str, Any]:
         hashes = {text: Place.of(text).load().sha256 for text in self.plan.places}
-        known = {name: policy_facts(name, POLICIES) for name in self._policies}
-        files = {name: of_policy for name, of_policy in known.items() if "sha256" in of_policy}
+        files = {name: of_policy for name, of_policy in self._policies.items() if len(of_policy) > 1}
         about = {"cluster": self.plan.cluster, "seeds": self.plan.all_seeds, "scenario_sha256": hashes}
         return {**about, "policy_files": files}
 
     @property
-    def _policies(self) -> list[str]:
-        return list(dict.fromkeys(row.policy for row in self.plan.rows if row.policy is not None))
+    def _policies(self) -> dict[str, dict[str, str]]:
+        """What is known of each policy, by name."""
+        return {row.policy: policy_facts(row.policy, POLICIES) for row in self.plan.rows if row.policy is not None}
 
     def bound_to(self) -> dict[str, Any]:
         jobs = {place.workload: place.job for place in map(Place.of, self.plan.places)}
         numbers = {f"numbers of {name}": asdict(job) for name, job in jobs.items()}
-        return {
-            "commit": commit(),
-            **numbers,
-            **{f"policy {name}": policy_facts(name, POLICIES) for name in self._policies},
-        }
+        policies = {f"policy {name}": of_policy for name, of_policy in self._policies.items()}
+        return {"commit": commit(), **numbers, **policies}
 
     def cases(self) -> list[TableCase]:
         """All cases, place by place."""

@@ -12,8 +12,9 @@ from urllib.parse import quote
 
 import numpy as np
 
+from dynamix.plugins import POLICIES, plug_ins
 from dynamix.policies.learned.policy import PRETRAINED
-from dynamix.policies.registry import OtherFactory, parse_name
+from dynamix.policies.registry import BUILT_IN, OtherFactory, parse_name
 from dynamix.window import Window
 from dynamix_lab.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix_lab.harness.scoring import WeightSnapshot
@@ -150,13 +151,17 @@ def summarise(runs: Sequence[PolicyRun]) -> dict[str, Any]:
 
 
 def policy_facts(policy: str, others: Mapping[str, OtherFactory] | None = None) -> dict[str, str]:
-    """Which policy runs under a name: the shipped file, another file (with its hash), or the rule of that name.
+    """Which policy runs under a name: the shipped file, another file (with its hash), or the rule of that name (with
+    its distribution, if that is another than dynamix).
 
     others   as in `make_policy`
     """
     chosen = parse_name(policy, others=others)
     path = PRETRAINED if str(chosen) == "dynamix" else Path(chosen.base)
     named = {"name": "shipped" if path == PRETRAINED else policy}
+    entry = plug_ins(POLICIES, BUILT_IN).get(chosen.base) if chosen.kind == "plain" else None
+    if entry is not None and entry.dist is not None:
+        named["distribution"] = f"{entry.dist.name} {entry.dist.version}"
     return {**named, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else named
 
 
@@ -193,19 +198,18 @@ def _policy_part(runs: Sequence[PolicyRun]) -> dict[str, Any]:
 def _ratios(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any]:
     """Every policy over static, and dynamix over its other references. Empty if static never arrived."""
     out: dict[str, Any] = {}
-    static = {r.seed: r.time_to_target_s for r in by_policy.get("static", [])}
+    bounds = {r.seed: r.time_to_target_s for r in by_policy.get("static", [])}
+    limits = {seed: CENSOR_FACTOR * bound for seed, bound in bounds.items() if bound is not None}
     wanted = [(name, "static") for name in by_policy if name != "static"]
     others = ("reference", "dbs", "single", "local")
     wanted += [("dynamix", other) for other in others if other in by_policy and "dynamix" in by_policy]
     for name, base in wanted:
-        pairs = []
-        for run in by_policy[name]:
-            bound = static.get(run.seed)
-            partner = next((r for r in by_policy.get(base, []) if r.seed == run.seed), None)
-            if bound is None or partner is None:
-                continue
-            limit = CENSOR_FACTOR * bound
-            pairs.append(tuple(censored([run.time_to_target_s, partner.time_to_target_s], [limit, limit])))
+        partners = {r.seed: r.time_to_target_s for r in by_policy.get(base, [])}
+        pairs = [
+            censored([run.time_to_target_s, partners[run.seed]], [limits[run.seed]] * 2)
+            for run in by_policy[name]
+            if run.seed in partners and run.seed in limits
+        ]
         if pairs:
             above, below = zip(*pairs, strict=True)
             out[f"{name}/{base}"] = {**paired_ratio(above, below).to_dict(), "pairs": len(pairs)}
