@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
 from importlib import metadata
@@ -24,6 +25,7 @@ from tests.processes import Done, run
 from tests.refused import refused
 
 SOURCE = Path(dynamix.__file__).parents[1]
+AREA = "policies of plug-ins"  # of `dynamix doctor`
 POLICY = """
 from dynamix.policies.static import Static
 
@@ -151,6 +153,17 @@ def test_what_makes_no_policy_says_whose_it_is_and_breaks_no_other(site: Site) -
     assert make_policy("goodput") is not None
     assert "broken" in policy_names()
     refused(ConfigError, "a plug-in that makes a policy; mend or remove wordy of rules-of-mine", make_policy, "wordy")
+
+
+def test_the_doctor_says_why_a_policy_cannot_be_imported(site: Site) -> None:
+    site.install("broken-rules", "broken_rules", "import no_such_module", "dynamix.policies", broken="Mine")
+    site.install("rules-of-mine", "rules_of_mine", POLICY, "dynamix.policies", mine="Mine")
+    done = site.dynamix("doctor --json")
+    rows = {row["name"]: row for row in json.loads(done.stdout[: done.stdout.rindex("}") + 1])["areas"][AREA]}
+    assert rows["mine"]["available"]
+    assert not rows["broken"]["available"]
+    assert "of broken-rules is left out: ModuleNotFoundError: No module named 'no_such" in rows["broken"]["detail"]
+    assert done.stderr == ""
 
 
 def test_a_result_names_the_distribution_that_a_policy_came_from(site: Site) -> None:

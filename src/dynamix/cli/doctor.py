@@ -7,7 +7,8 @@ from typing import Any
 
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import machine, versions
-from dynamix.plugins import DOCTOR, LABORATORY, how_to_install, load_all, why
+from dynamix.plugins import DOCTOR, LABORATORY, POLICIES, how_to_install, load_all, why
+from dynamix.policies.registry import BUILT_IN
 from dynamix.probes import probe_report
 
 # extra of dynamix-train -> its packages; without the extra `cli` this command does not run
@@ -27,13 +28,14 @@ def examine() -> dict[str, Any]:
         "probes": _entries(probe_report()),
         "communication backends": _entries(_backends()),
         "extras": _entries(_extras()),
+        "policies of plug-ins": _entries(_policies()),
     }
     return {
         "schema": SCHEMA,
         "command": "doctor",
         "versions": versions(),
         "machine": machine(),
-        "areas": {**own, **_brought(own)},
+        "areas": {area: rows for area, rows in {**own, **_brought(own)}.items() if rows},
     }
 
 
@@ -66,6 +68,12 @@ def _extras() -> list[tuple[str, bool, str]]:
         fix = f"{', '.join(missing)} missing: {how_to_install(extra)}"
         rows.append((extra, not missing, fix if missing else ", ".join(modules)))
     return rows
+
+
+def _policies() -> list[tuple[str, bool, str]]:
+    wrong: list[str] = []
+    there = [(name, True, "can be imported") for name in load_all(POLICIES, BUILT_IN, wrong.append)]
+    return there + [(text.partition(" ")[0], False, f"{text}; mend or remove it") for text in wrong]
 
 
 def _brought(own: Collection[str]) -> dict[str, list[dict[str, Any]]]:

@@ -195,24 +195,22 @@ def _base_policy(name: PolicyName, others: Mapping[str, OtherFactory], options: 
         return _own_policy(name)
     if name.number is not None:
         options = {"batch_size": name.number, **options}
-    made: Policy = _factory(name.base)(**options)
-    return made
+    return _factory(name.base)(**options)
 
 
-def _factory(name: str) -> Callable[..., Any]:
+def _factory(name: str) -> Callable[..., Policy]:
     """The factory of the policy of a plain name."""
     if name in BUILT_IN:
         return _named(BUILT_IN[name])
     entry = plug_ins(POLICIES, BUILT_IN)[name]
     try:
-        factory = entry.load()
+        factory: Callable[..., Policy] = entry.load()
     except (Exception, SystemExit) as error:  # third-party code may raise anything
         fix = f"mend or remove {named(entry)}"
         raise ConfigError("policy", name, "a plug-in that can be imported", f"{why(error)}; {fix}") from error
     if not callable(factory):
         raise ConfigError("policy", name, "a plug-in that makes a policy", f"mend or remove {named(entry)}")
-    made: Callable[..., Any] = factory
-    return made
+    return factory
 
 
 def _named(place: str) -> Callable[..., Policy]:
