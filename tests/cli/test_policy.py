@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
+from dynamix.cli.policy_pages import columns_table
 from dynamix.policies import policy_names
 from dynamix.policies.learned.policy import PRETRAINED, LearnedPolicy
 from tests.policies.test_files import HARMS
@@ -95,3 +97,13 @@ def test_the_scores_are_a_table_that_fits_and_a_legend_explains_every_column():
     for column in head[1:]:
         assert any(line.startswith(f"{column} ") for line in lines), f"{column} is explained"
     assert any(line.strip().startswith("pai-steady-2") for line in lines)
+
+
+def test_a_name_that_is_too_wide_for_the_terminal_goes_on_below():
+    name, console = "guarded:rules_of_mine.py:FollowTheNoise", Console(width=60)
+    table = columns_table("run", "samples", "samples a second", "to loss 0.25", f"over {name}")
+    table.add_row(name, "123,456", "1,234.5", "123.4 s", "1.23")
+    with console.capture() as shown:
+        console.print(table)
+    assert "…" not in shown.get()
+    assert "".join(line[:13].strip() for line in shown.get().splitlines()).endswith(name)

@@ -79,11 +79,11 @@ def doctor(as_json: Json = False) -> None:
         print_json(found)
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     typer.echo(in_a_line(found["areas"]) + "\n")
-    table = Table("", "what", "detail", show_edge=False)
+    table = Table("", Column("what", overflow="fold"), Column("detail", overflow="fold"), show_edge=False)
     for area, entries in found["areas"].items():
         table.add_section()
         table.add_row("", Text(area, "bold"), "")

@@ -130,8 +130,9 @@ def _file_of(name: PolicyName) -> Path | None:
 
 
 def columns_table(first: str, *others: str) -> Table:
-    columns = [Column(Text(title), justify="right") for title in others]
-    return Table(first, *columns, box=SIMPLE_HEAD, pad_edge=False)
+    """A table of names and figures. What is too wide for the terminal goes on below: a cut name names nothing."""
+    columns = [Column(Text(title), justify="right", overflow="fold") for title in others]
+    return Table(Column(first, overflow="fold"), *columns, box=SIMPLE_HEAD, pad_edge=False)
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> Table:

@@ -129,17 +129,15 @@ def _say(data: dict[str, Any] | None, folder: Path) -> None:
 
 
 def _print_table(data: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Column, Table
     from rich.text import Text
 
+    from dynamix.cli.policy_pages import columns_table
     from dynamix.telemetry.comparing import table
 
     console = Console(highlight=False)
     heads, *rows = table(data["comparison"])
-    columns = [Column(Text(head), justify="left" if i == 0 else "right") for i, head in enumerate(heads)]
-    shown = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+    shown = columns_table(*heads)
     for row in rows:
         shown.add_row(*[Text(cell) for cell in row])
     console.print(shown)

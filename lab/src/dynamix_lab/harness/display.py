@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 
 from dynamix_lab.harness.runs import PolicyRun
 from dynamix_lab.report.tables import number
@@ -42,7 +42,8 @@ class Display:
 
 
 def _progress(runs: Sequence[PolicyRun], target: float) -> Table:
-    table = Table("policy", "seed", "time", "samples", "accuracy", "", "loss", "batch size of each worker")
+    others = ("seed", "time", "samples", "accuracy", "", "loss", "batch size of each worker")
+    table = Table(Column("policy", overflow="fold"), *others)
     for run in runs:
         best = 0.0 if math.isnan(run.accuracy) else run.accuracy
         filled = round(20 * min(1.0, best / target))
