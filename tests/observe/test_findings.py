@@ -21,6 +21,7 @@ from dynamix.observe.rank_file import RankFile
 from dynamix.observe.recorder import FIELDS
 from dynamix.observe.run import conclude, read
 from dynamix.observe.words import tell, wrapped
+from dynamix_lab.emulator import keeper
 from tests.observe.files import TRANSFER_S, write
 from tests.refused import refused
 
@@ -44,6 +45,16 @@ def test_the_slow_rank_its_part_and_its_victims_are_named(extra: dict[str, float
     np.testing.assert_allclose(np.delete(found.wait_s, 2), sum(extra.values()), rtol=0.1)
     assert found.transfer_s == pytest.approx(TRANSFER_S, rel=0.1)
     assert found.slow.late == found.slow.often == 1.0
+
+
+def test_only_a_job_on_emulated_hosts_is_called_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, [{}, {}])
+    monkeypatch.setenv("DYNAMIX_EVENTS", str(tmp_path / "events.jsonl"))
+    assert conclude(tmp_path)["cluster"] == "cluster"
+    monkeypatch.setenv(keeper.MARK, "dynamix-1-2-3-4")
+    assert conclude(tmp_path)["cluster"] == "emulator"
+    monkeypatch.delenv(keeper.MARK)
+    assert read(tmp_path)["cluster"] == "emulator", "where it ran, not where it is read"
 
 
 def test_even_ranks_and_a_long_exchange_are_told_apart(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from dynamix.observe.pays import weigh
 from dynamix.observe.words import tell, wrapped
 from dynamix.startup.sitecustomize import called_environment
 
-_OF_EMULATIONS = ("DYNAMIX_DEVICE", "DYNAMIX_EVENTS")  # variables that an emulation sets for its ranks
+_EMULATED = "DYNAMIX_EMULATED"  # every process of an emulation has this variable
 LATEST_S = 10.0  # limit of rank 0's wait for the others' last rows
 
 
@@ -59,7 +59,7 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
 
 def cluster() -> str:
     """The hardware that the job runs on, as results name it."""
-    return "emulator" if any(variable in os.environ for variable in _OF_EMULATIONS) else "cluster"
+    return "emulator" if _EMULATED in os.environ else "cluster"
 
 
 def _result(job: Joined, found: Findings, gains: Gains, pays: Pays) -> dict[str, Any]:
@@ -135,4 +135,4 @@ def read(folder: Path) -> dict[str, Any]:
     if before.is_file():
         with contextlib.suppress(ValueError):
             known = json.loads(before.read_text(encoding="utf-8"))
-    return conclude(folder, **{name: known[name] for name in ("job", "exit_code") if name in known})
+    return conclude(folder, **{name: known[name] for name in ("job", "exit_code", "cluster") if name in known})
