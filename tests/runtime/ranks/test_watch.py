@@ -8,6 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from dynamix.errors import UsageError, WorkerLostError
+from dynamix.runtime.ranks.errors import UNTRAINED
 from dynamix.runtime.ranks.liveness import LATE_S, SUSPECT_S
 from dynamix.runtime.ranks.watch import BESIDE_S, CLOSED, GONE_S, RUNS, WAITS, AbortableWait, RankWatch
 
@@ -94,6 +95,16 @@ def test_who_waits_beside_an_agreement_that_it_did_not_join_is_told_in_seconds()
     with pytest.raises(UsageError, match=r"another rank waits in controller.warm_up\(\), which this rank did not call"):
         _waits(three, 2, int(BESIDE_S) + 2)
     assert BESIDE_S < three.now < BESIDE_S + 2
+
+
+def test_a_batch_that_one_rank_left_out_is_named_whatever_the_others_wait_in() -> None:
+    for meanwhile in (None, "controller.warm_up()"):
+        three = Three()
+        three.every[0].errors.agreeing(UNTRAINED)
+        if meanwhile is not None:
+            three.every[2].errors.agreeing(meanwhile)
+        with pytest.raises(UsageError, match=r"no forward pass.*: train each batch on all ranks or on none"):
+            _waits(three, 2, int(BESIDE_S) + 2)
 
 
 @pytest.mark.parametrize("closed", range(3))

@@ -65,7 +65,7 @@ class JobErrors:
         others = [what for what in whats if what != self._agreement] if number == self.agreements else []
         if not others:
             return None
-        return f"this rank waits in {self._agreement}, another one in {others[0]}: {ALIKE}"
+        return f"this rank waits in {self._agreement}, another one in {others[0]}: {_fix(self._agreement, *others)}"
 
     @property
     def beside(self) -> str | None:
@@ -73,10 +73,8 @@ class JobErrors:
         number, whats = self._heard["agree"]
         if number <= self.agreements:
             return None
-        if whats[0] == UNTRAINED:
-            return f"another rank called {UNTRAINED}, and this rank did not: train each batch on all ranks or on none"
         if whats[0] != FIRST_PASS:
-            return f"another rank waits in {whats[0]}, which this rank did not call: {ALIKE}"
+            return f"another rank waits in {whats[0]}, which this rank did not call: {_fix(*whats)}"
         why = "another rank loaded a state, left an epoch early, or ran a first forward pass, and this rank did not"
         do = "call controller.load_state_dict(state) on every rank or on none"
         return f"{why}: {do}; leave a loop early only after the same optimizer step on all ranks"
@@ -109,6 +107,10 @@ class JobErrors:
 
     def _words(self, error: Exception) -> dict[str, Any]:
         return {"rank": self.rank, "kind": type(error).__name__, "message": str(error)}
+
+
+def _fix(*whats: str) -> str:
+    return "train each batch on all ranks or on none" if UNTRAINED in whats else ALIKE
 
 
 def ended_by(told: Mapping[str, Any]) -> DynamixError:
