@@ -14,15 +14,13 @@ class Rule(Protocol):
     noise        tr(Sigma), the variance of one sample's gradient summed over parameters; NaN if unknown
     signal       |G|^2 of the true gradient; NaN if unknown
     base_batch   B0, in samples
-    steps        optimizer steps since training began; infinite if they do not matter
+    room         0 to 1: how far `auto` may go beyond the square root of `scale`; 1: as far as the noise allows
     """
 
-    def __call__(
-        self, scale: float, noise: float, signal: float, *, base_batch: float, steps: float = math.inf
-    ) -> float: ...
+    def __call__(self, scale: float, noise: float, signal: float, *, base_batch: float, room: float = 1.0) -> float: ...
 
 
-def adascale(scale: float, noise: float, signal: float, *, base_batch: float, steps: float = math.inf) -> float:
+def adascale(scale: float, noise: float, signal: float, *, base_batch: float, room: float = 1.0) -> float:
     """The gain (S + G2) / (S / s + G2) of AdaScale SGD (Johnson et al., arXiv 2007.05105), s = B / B0.
 
     S = tr(Sigma) / B0 is the variance of the mean gradient of a base batch, G2 = |G|^2. The gain equals s times the
@@ -53,15 +51,13 @@ def efficiency(total: float, base_batch: float, noise: float, signal: float) -> 
 
 
 NOISE_COUNTS = 4.0  # times: chosen on five SGD jobs; on five others equal to the root (docs/design/rates.md)
-GROWTH = 0.02  # largest growth of the factor per step, as a logarithm
-MOST_GROWTH = 50.0  # far beyond any factor
 
 
-def gain(scale: float, noise: float, signal: float, *, base_batch: float, steps: float = math.inf) -> float:
+def gain(scale: float, noise: float, signal: float, *, base_batch: float, room: float = 1.0) -> float:
     """AdaScale's gain with the noise counted `NOISE_COUNTS` times; the square root of `scale` if noise is unknown.
 
-    It also starts at the root, and grows beyond it by at most `GROWTH` a step, because a sudden much higher rate can
-    ruin a network for good. If the batch is smaller than the base batch, the root is replaced by `scale`.
+    Without `room` it is at most the root: early in training, before the user's own rate has fallen, a much higher rate
+    can ruin a network for good. If the batch is smaller than the base batch, the root is replaced by `scale`.
 
     >>> gain(4.0, noise=6400.0, signal=100.0, base_batch=64), gain(4.0, math.nan, math.nan, base_batch=64)
     (2.5, 2.0)
@@ -70,20 +66,20 @@ def gain(scale: float, noise: float, signal: float, *, base_batch: float, steps:
     if not (math.isfinite(noise) and math.isfinite(signal)):
         return root
     full = adascale(scale, NOISE_COUNTS * noise, signal, base_batch=base_batch)
-    return full if full <= root else min(full, root * math.exp(min(GROWTH * steps, MOST_GROWTH)))
+    return min(full, root * math.pow(max(scale, 1.0) / root, room))
 
 
-def root_of_gain(scale: float, noise: float, signal: float, *, base_batch: float, steps: float = math.inf) -> float:
+def root_of_gain(scale: float, noise: float, signal: float, *, base_batch: float, room: float = 1.0) -> float:
     """The square root of `gain`, for optimizers that divide by the size of the gradient."""
-    return math.sqrt(gain(scale, noise, signal, base_batch=base_batch, steps=steps))
+    return math.sqrt(gain(scale, noise, signal, base_batch=base_batch, room=room))
 
 
 # linear: Goyal et al., arXiv 1706.02677, correct for SGD while noise dominates. sqrt: the usual rule for Adam; it keeps
 # the variance of an update.
 RULES: dict[str, Rule] = {
-    "none": lambda scale, noise, signal, *, base_batch, steps=math.inf: 1.0,
-    "linear": lambda scale, noise, signal, *, base_batch, steps=math.inf: scale,
-    "sqrt": lambda scale, noise, signal, *, base_batch, steps=math.inf: math.sqrt(scale),
+    "none": lambda scale, noise, signal, *, base_batch, room=1.0: 1.0,
+    "linear": lambda scale, noise, signal, *, base_batch, room=1.0: scale,
+    "sqrt": lambda scale, noise, signal, *, base_batch, room=1.0: math.sqrt(scale),
     "adascale": adascale,
 }
 

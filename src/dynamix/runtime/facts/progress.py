@@ -23,6 +23,7 @@ class Progress(Part):
     learned   samples that would have taught as much in rounds of the size at the start (`Rates.efficiency`)
     shared    (round, noise, signal, interval): ranks may get a noise scale at different times, so it counts from an
               agreed round; `interval` is the length of the open window if a policy sets it, else 0
+    peak      highest learning rate of the user's so far while steps had another batch than it is for
     passed    batches for which this rank called `step()` without a pass, with `accumulate`; must be equal on all ranks
     here      optimizer steps since this process began or a state was loaded; local steps count as workers' mean
     """
@@ -35,6 +36,7 @@ class Progress(Part):
     samples: int = 0
     learned: float = 0.0
     shared: list[tuple[int, float, float, int]] = field(default_factory=lambda: [(0, _UNKNOWN, _UNKNOWN, 0)])
+    peak: float = 0.0
     passed: int = 0
     here: float = 0.0
     _due: dict[int, float] = field(default_factory=dict)  # value of `here` when it was last due, by `every`
@@ -56,6 +58,16 @@ class Progress(Part):
         self.samples += done.samples
         self.learned += done.samples * efficiency
         self.here += done.samples / done.at_once if done.piece else 1.0
+
+    def fallen(self, rate: float | None) -> float:
+        """How far the user's learning rate is below its `peak`, as a fraction; 0 if it is not known.
+
+        >>> progress = Progress()
+        >>> [progress.fallen(rate) for rate in (0.5, 1.0, 0.25, None)]
+        [0.0, 0.0, 0.75, 0.0]
+        """
+        self.peak = max(self.peak, float(rate or 0.0))
+        return 1 - rate / self.peak if rate else 0.0
 
     def pass_over(self) -> None:
         """A batch ends that this rank did not train."""
@@ -81,14 +93,14 @@ class Progress(Part):
         return next((entry[1:3] for entry in reversed(self.shared) if entry[0] <= step), (_UNKNOWN, _UNKNOWN))
 
     def state_dict(self) -> dict[str, Any]:
-        counted = {name: getattr(self, name) for name in _COUNTERS}
-        return {**counted, "learned": self.learned, "shared": [list(entry) for entry in self.shared]}
+        counted = {name: getattr(self, name) for name in (*_COUNTERS, "learned", "peak")}
+        return counted | {"shared": [list(entry) for entry in self.shared]}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        state = {"learned": 0.0, **state}  # states of 0.2 hold only samples
-        fields(self.name, state, {**dict.fromkeys(_COUNTERS, int), "learned": float, "shared": list})
-        if not 0 <= state["learned"] < math.inf:
-            wrong(f"{self.name}.learned", state["learned"], "a finite number, 0 or more")
+        state = {"learned": 0.0, "peak": 0.0, **state}  # states of 0.2 have neither
+        fields(self.name, state, {**dict.fromkeys(_COUNTERS, int), "learned": float, "peak": float, "shared": list})
+        if not all(0 <= state[part] < math.inf for part in ("learned", "peak")):
+            wrong(self.name, state, "learned and peak that are finite, 0 or more")
         name, shared = f"{self.name}.shared", state["shared"]
         if not 1 <= len(shared) <= 2:
             wrong(name, shared, "one or two entries")
@@ -99,6 +111,6 @@ class Progress(Part):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.window, self.steps, self.opens, self.samples = map(state.__getitem__, _COUNTERS)
         self.learned = state.get("learned", float(self.samples))
-        self.passed, self.here, self._due = 0, 0.0, {}
+        self.peak, self.passed, self.here, self._due = state.get("peak", 0.0), 0, 0.0, {}
         shared = state["shared"]
         self.shared = [(int(step), noise, signal, int(interval)) for step, noise, signal, interval in shared]

@@ -13,8 +13,10 @@ from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.part import Part
 from dynamix.runtime.ranks.compare import settings_of
 from dynamix.runtime.rate.budget import Budget
-from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch
+from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule, SchedulerWatch, rate_of
 from dynamix.runtime.rules import AUTO, efficiency
+
+ROOM_AFTER = 1000  # optimizer steps, if the user's rate does not fall before
 
 
 class Rates(Part):
@@ -28,8 +30,7 @@ class Rates(Part):
     def __init__(
         self, job: JobFacts, lr_rule: str, rate_for: int | None, allocations: Allocations, progress: Progress
     ) -> None:
-        self.job, self.allocations, self.progress = job, allocations, progress
-        self._rate_for = rate_for
+        self.job, self.allocations, self.progress, self._rate_for = job, allocations, progress, rate_for
         # A fixed global batch needs no other rate, unless local steps have pieces of several sizes.
         stays = job.fixed and not job.sync_schedule.steps_apart and rate_for is None
         self.lr_rule = "none" if lr_rule == AUTO and stays else lr_rule
@@ -66,8 +67,8 @@ class Rates(Part):
     def alike(self) -> dict[str, Any]:
         """State that must be equal on all ranks, by name."""
         budget = None if self.budget is None else (self.budget.samples, self.budget.count)
-        nominal = [schedule.nominal_batch_size for schedule in self.schedules]
-        return {"schedules": nominal, "budget": budget, **settings_of(self.optimizers)}
+        nominal = {"schedules": [schedule.nominal_batch_size for schedule in self.schedules]}
+        return {**nominal, "budget": budget, **settings_of(self.optimizers)}
 
     def efficiency(self, done: Round) -> float:
         """What a round's sample teaches, relative to the start; an epoch's tail counts like the steps before."""
@@ -105,18 +106,18 @@ class Rates(Part):
     def _follow(self, samples: int, noise: float, signal: float) -> None:
         """Set the rates for a round of `samples`; the noise scale is the one that all ranks agreed on."""
         base, steps = self._rate_for or self.job.at_once, self.progress.samples / self.job.at_once
-        if samples == base:
+        if samples == base or not self.learning_rates:
             self._whole = [1.0] * len(self.learning_rates)
         else:
-            known = {"noise": noise, "signal": signal, "base_batch": base, "steps": steps}
+            room = max(steps / ROOM_AFTER, 2 * self.progress.fallen(rate_of(self.optimizers[0].param_groups[0])))
+            known = {"noise": noise, "signal": signal, "base_batch": base, "room": min(room, 1.0)}
             self._whole = [rate.rule(samples / base, **known) for rate in self.learning_rates]
         for learning_rate, factor in zip(self.learning_rates, self._whole, strict=True):
             learning_rate.set_factor(factor)
 
     def follow_piece(self, scale: float) -> None:
         """Set the rates for a local step whose piece is `scale` of a whole one."""
-        whole = self._whole or [1.0] * len(self.learning_rates)
-        for learning_rate, factor in zip(self.learning_rates, whole, strict=True):
+        for learning_rate, factor in zip(self.learning_rates, self._whole, strict=True):
             part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
             learning_rate.set_factor(factor * part)
 
