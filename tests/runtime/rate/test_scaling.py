@@ -324,6 +324,51 @@ def test_auto_is_the_gain_and_its_root_if_the_optimizer_divides_by_the_size_of_g
         assert found == pytest.approx(math.sqrt(expected) if root else expected, rel=1e-3)
 
 
+@given(k=st.floats(0.1, 64), noise=positive, signal=positive, room=st.floats(0, 1))
+def test_auto_goes_beyond_the_root_as_far_as_it_has_room(k: float, noise: float, signal: float, room: float) -> None:
+    least, here, most = (rule("auto")(k, noise, signal, base_batch=64, room=part) for part in (0.0, room, 1.0))
+    assert least <= here <= most == pytest.approx(gain(k, 4 * noise, signal))
+    assert least <= math.sqrt(k) * (1 + 1e-9)
+
+
+def _factors(lr: Callable[[int], Any], resumed_at: int | None = None) -> list[float]:
+    """The rule's factors in 40 steps of 64 samples, with rates for 8, as `lr` has them."""
+
+    def begun() -> Training:
+        return Training(dynamix.Controller("static", 64, interval=2, rate_for=8), classes(64 * 40), lr=lr(0))
+
+    job, found = begun(), list[float]()
+    while len(found) < 40:
+        if len(found) == resumed_at:
+            state, job = copy.deepcopy((job.controller.state_dict(), job.net.state_dict())), begun()
+            job.controller.load_state_dict(state[0])
+            job.net.load_state_dict(state[1])
+            resumed_at = None
+        for x, y in job.loader:
+            if len(found) == resumed_at:
+                break
+            job.optimizer.param_groups[0]["lr"] = lr(len(found))
+            job.backward(x, y)
+            found.append(job.controller.metrics()["lr_factor"])
+            job.finish()
+    job.controller.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_auto_begins_at_the_root_and_goes_on_as_the_users_rate_falls(kind: Callable[[float], Any]) -> None:
+    def falls(step: int) -> Any:
+        return kind(0.01 if step < 20 else 0.006 if step < 30 else 0.002)
+
+    stays, found = _factors(lambda _: kind(0.01)), _factors(falls)
+    root = math.sqrt(8)
+    assert found[:20] == stays[:20]
+    assert max(stays) <= root * (8 / root) ** (40 / 1000)  # slowly: 1000 steps until it may be what the noise allows
+    assert max(found[20:30]) > 1.1 * max(stays)
+    assert max(found[30:]) > 1.1 * max(found[20:30])
+    assert _factors(falls, resumed_at=25)[:30] == found[:30]  # then a window counts that the pause cut short
+
+
 @pytest.mark.parametrize(
     ("given", "factors"),
     [

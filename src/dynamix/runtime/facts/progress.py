@@ -99,7 +99,7 @@ class Progress(Part):
     def check(self, state: Mapping[str, Any]) -> None:
         state = {"learned": 0.0, "peak": 0.0, **state}  # states of 0.2 have neither
         fields(self.name, state, {**dict.fromkeys(_COUNTERS, int), "learned": float, "peak": float, "shared": list})
-        if not all(0 <= state[part] < math.inf for part in ("learned", "peak")):
+        if not (0 <= state["learned"] < math.inf and 0 <= state["peak"] < math.inf):
             wrong(self.name, state, "learned and peak that are finite, 0 or more")
         name, shared = f"{self.name}.shared", state["shared"]
         if not 1 <= len(shared) <= 2:
