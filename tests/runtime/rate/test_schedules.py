@@ -84,7 +84,7 @@ def test_so_is_one_that_was_given_and_is_stepped_all_the_same(first: bool) -> No
         return scheduler.step, _nothing
 
     said, _ = _train(make, first=first)
-    assert sorted("and so did the loop" in one for one in said) == [False, True]
+    assert ["and so did the loop" in one for one in said] == [True]
 
 
 def _given(controller: dynamix.Controller, optimizer: torch.optim.Optimizer) -> tuple[Each, Each]:

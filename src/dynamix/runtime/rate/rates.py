@@ -24,7 +24,7 @@ class Rates(Part):
 
     lr_rule, rate_for   as in `Controller`
     budget    how much the job is to learn; None: not set
-    watched   detects a scheduler that counts steps; None: counting steps is correct
+    watched   detects a scheduler that counts steps; None: counting steps is correct, or a schedule was given
     """
 
     def __init__(
@@ -51,11 +51,13 @@ class Rates(Part):
 
     def watch(self, optimizer: Optimizer) -> None:
         """Warn if a scheduler of `optimizer` counts steps, but steps are not comparable: see `SchedulerWatch`."""
-        if (apart := self.job.sync_schedule.steps_apart) or not self.job.fixed:
+        apart = self.job.sync_schedule.steps_apart
+        if not self.schedules and (apart or not self.job.fixed):
             self.watched = SchedulerWatch(optimizer, self.job.base_batch, apart=apart)
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every round."""
+        self.watched = None  # this schedule says itself if the loop steps it, too
         self.schedules.append(SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.job.at_once))
         return self.schedules[-1]
 
@@ -126,12 +128,11 @@ class Rates(Part):
         self._advance(part * self._counted(coming))
 
     def round_done(self, done: Round) -> None:
-        if self.watched is not None:
-            self.watched.look()
         if self.schedules:
             self._advance(self._counted(done, spent=True))
             self._within = 0.0
         if self.watched is not None:
+            self.watched.look()
             self.watched.round_done(done)
 
     def _counted(self, of: Round, *, spent: bool = False) -> float:
@@ -144,9 +145,8 @@ class Rates(Part):
     def _advance(self, to: float) -> None:
         """Advance schedules to `to` samples of the current round."""
         more, self._within = max(to - self._within, 0), to
-        advanced = [schedule.advance(more) for schedule in self.schedules]
-        if self.watched is not None and any(advanced):
-            self.watched.advanced()
+        for schedule in self.schedules:
+            schedule.advance(more)
 
     def job_ends(self) -> None:
         """Remove every hook from the optimizers."""

@@ -242,11 +242,6 @@ class SchedulerWatch:
             self._changes += 1
         self._rate, self._seen = rate, True
 
-    def advanced(self) -> None:
-        """A schedule by samples has advanced: its change of the rate is intended."""
-        self._seen = False
-        self.look()
-
     def round_done(self, done: Round) -> None:
         """A round is done."""
         if done.last:  # a change at the end of an epoch is correct: many schedules count epochs
