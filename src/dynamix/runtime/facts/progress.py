@@ -8,7 +8,6 @@ from typing import Any
 from dynamix.data import Round
 from dynamix.runtime.part import Part, fields, numbers, wholes, wrong
 
-_UNKNOWN = float("nan")
 _COUNTERS = ("window", "steps", "opens", "samples")
 
 
@@ -35,7 +34,7 @@ class Progress(Part):
     opens: int = 0
     samples: int = 0
     learned: float = 0.0
-    shared: list[tuple[int, float, float, int]] = field(default_factory=lambda: [(0, _UNKNOWN, _UNKNOWN, 0)])
+    shared: list[tuple[int, float, float, int]] = field(default_factory=lambda: [(0, math.nan, math.nan, 0)])
     peak: float = 0.0
     passed: int = 0
     here: float = 0.0
@@ -90,7 +89,7 @@ class Progress(Part):
 
     def noise_at(self, step: int) -> tuple[float, float]:
         """(noise, signal) that every rank uses in round `step`."""
-        return next((entry[1:3] for entry in reversed(self.shared) if entry[0] <= step), (_UNKNOWN, _UNKNOWN))
+        return next((entry[1:3] for entry in reversed(self.shared) if entry[0] <= step), (math.nan, math.nan))
 
     def state_dict(self) -> dict[str, Any]:
         counted = {name: getattr(self, name) for name in (*_COUNTERS, "learned", "peak")}

@@ -65,11 +65,6 @@ class Budget:
         return min(taught, max(self.samples - self.spent + taught * spent, 0.0))
 
     @property
-    def part(self) -> float:
-        """The fraction of the budget that is spent, 0 to 1."""
-        return min(self.spent / self.samples, 1.0)
-
-    @property
     def done(self) -> bool:
         """Whether the budget is spent."""
         return self.spent >= self.samples * (1 - 1e-9)

@@ -51,8 +51,7 @@ class Rates(Part):
 
     def watch(self, optimizer: Optimizer) -> None:
         """Warn if a scheduler of `optimizer` counts steps, but steps are not comparable: see `SchedulerWatch`."""
-        apart = self.job.sync_schedule.steps_apart
-        if not self.schedules and (apart or not self.job.fixed):
+        if not self.schedules and ((apart := self.job.sync_schedule.steps_apart) or not self.job.fixed):
             self.watched = SchedulerWatch(optimizer, self.job.base_batch, apart=apart)
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:

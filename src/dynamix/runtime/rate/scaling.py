@@ -234,8 +234,6 @@ class SchedulerWatch:
 
     def look(self) -> None:
         """Compare the learning rate with the last one seen. Call it between optimizer steps, as often as you like."""
-        if self._done:
-            return
         group = self._optimizer.param_groups[0]
         rate = rate_of(group) if "initial_lr" in group else None
         if self._seen and rate != self._rate:

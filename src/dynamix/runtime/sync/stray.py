@@ -13,6 +13,7 @@ Another thread may communicate meanwhile, such as that of a checkpoint saved in 
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ from dynamix.runtime.ranks.watch import RUNS, WAITS
 STUCK_S = 5.0  # longest that the loop's own collective may take within a round
 BESIDE_S = 4.0  # longest that this rank may be in one while all its other ranks wait elsewhere
 _FIX = "call it at a meeting: `if controller.met:`, or every N steps, `if controller.checkpoint_due(every=N):`"
+_ASKS = threading.Lock()  # for the frames of all threads
 _ALL_CALL = frozenset(dist.distributed_c10d.__all__) - {"send", "recv", "isend", "irecv"}
 
 
@@ -107,9 +109,23 @@ class StrayCollectives:
         self._groups = found
 
 
+def _frames() -> dict[int, Any]:
+    """The frame in which each thread is, by the thread's number.
+
+    Python up to 3.11.8 may wait for itself for ever if garbage is collected meanwhile (cpython issue 106883).
+    """
+    with _ASKS:
+        collects = gc.isenabled()
+        gc.disable()
+        frames = sys._current_frames()
+        if collects:
+            gc.enable()
+    return frames
+
+
 def _others_talk(thread: int) -> bool:
     """Whether a thread other than `thread` and dynamix's own is in torch.distributed."""
-    for other, frame in sys._current_frames().items():
+    for other, frame in _frames().items():
         names = [] if other == thread else [at.f_globals.get("__name__", "") for at, _ in traceback.walk_stack(frame)]
         if any(n.startswith("torch.distributed.") for n in names) and not any(n.startswith("dynamix.") for n in names):
             return True
@@ -121,7 +137,7 @@ def _collective(thread: int) -> tuple[str, Any, int]:
 
     The name is empty if the loop runs none, or one that dynamix or torch has called.
     """
-    found, frame = None, sys._current_frames().get(thread)
+    found, frame = None, _frames().get(thread)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
         if frame.f_globals["__name__"] == "torch.distributed.distributed_c10d" and frame.f_code.co_name in _ALL_CALL:
             found = frame
