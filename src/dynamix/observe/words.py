@@ -65,10 +65,11 @@ def _slow(slow: Slow) -> list[str]:
     factor = slow.busy_s / max(slow.others_s, 1e-9)
     excess = {name: seconds for name, seconds in slow.excess_s.items() if abs(seconds) >= 0.0005}
     by_part = ", ".join(f"{_SHORT[name]} {1e3 * seconds:+.0f} ms" for name, seconds in excess.items())
+    compared = f" ({by_part} compared with the others)" if excess else ""
     return [
         f"Rank {slow.rank} holds the job back: its own work takes {_ms(slow.busy_s)} a step, that of the others "
         f"{_ms(slow.others_s)} ({factor:.2f} times as long).",
-        f"Its slow part: {PARTS[slow.part]} ({by_part} compared with the others). "
+        f"Its slow part: {PARTS[slow.part]}{compared}. "
         f"It was slow in {slow.often:.0%} of the steps{'' if slow.steady else ', on and off'}.",
     ]
 
