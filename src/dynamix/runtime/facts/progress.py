@@ -22,7 +22,7 @@ class Progress(Part):
     learned   samples that would have taught as much in rounds of the size at the start (`Rates.efficiency`)
     shared    (round, noise, signal, interval): ranks may get a noise scale at different times, so it counts from an
               agreed round; `interval` is the length of the open window if a policy sets it, else 0
-    peak      highest learning rate of the user's so far while steps had another batch than it is for
+    peak      highest learning rate of the user's after a round whose batch was another than it is for
     passed    batches for which this rank called `step()` without a pass, with `accumulate`; must be equal on all ranks
     here      optimizer steps since this process began or a state was loaded; local steps count as workers' mean
     """
@@ -58,15 +58,18 @@ class Progress(Part):
         self.learned += done.samples * efficiency
         self.here += done.samples / done.at_once if done.piece else 1.0
 
-    def fallen(self, rate: float | None) -> float:
-        """How far the user's learning rate is below its `peak`, as a fraction; 0 if it is not known.
+    def fallen(self, rate: float | None, *, done: bool = False) -> float:
+        """How far the user's learning rate is below its highest so far, as a fraction; 0 if it is not known.
+
+        done   the rate is that at the end of a round, so it counts for the `peak`, which is equal on all ranks
 
         >>> progress = Progress()
-        >>> [progress.fallen(rate) for rate in (0.5, 1.0, 0.25, None)]
+        >>> [progress.fallen(rate, done=True) for rate in (0.5, 1.0, 0.25, None)]
         [0.0, 0.0, 0.75, 0.0]
         """
-        self.peak = max(self.peak, float(rate or 0.0))
-        return 1 - rate / self.peak if rate else 0.0
+        most = max(self.peak, float(rate or 0.0))
+        self.peak = most if done else self.peak
+        return 1 - rate / most if rate else 0.0
 
     def pass_over(self) -> None:
         """A batch ends that this rank did not train."""

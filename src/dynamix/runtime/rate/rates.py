@@ -67,9 +67,8 @@ class Rates(Part):
 
     def alike(self) -> dict[str, Any]:
         """State that must be equal on all ranks, by name."""
-        budget = None if self.budget is None else (self.budget.samples, self.budget.count)
-        nominal = {"schedules": [schedule.nominal_batch_size for schedule in self.schedules]}
-        return {**nominal, "budget": budget, **settings_of(self.optimizers)}
+        budget = {"budget": None if self.budget is None else (self.budget.samples, self.budget.count)}
+        return {**budget, "schedules": [of.nominal_batch_size for of in self.schedules], **settings_of(self.optimizers)}
 
     def efficiency(self, done: Round) -> float:
         """What a round's sample teaches, relative to the start; an epoch's tail counts like the steps before."""
@@ -127,6 +126,8 @@ class Rates(Part):
         self._advance(part * self._counted(coming))
 
     def round_done(self, done: Round) -> None:
+        if self.learning_rates and self._total != (self._rate_for or self.job.at_once):
+            self.progress.fallen(rate_of(self.optimizers[0].param_groups[0]), done=True)
         if self.schedules:
             self._advance(self._counted(done, spent=True))
             self._within = 0.0

@@ -125,11 +125,9 @@ def _frames() -> dict[int, Any]:
 
 def _others_talk(thread: int) -> bool:
     """Whether a thread other than `thread` and dynamix's own is in torch.distributed."""
-    for other, frame in _frames().items():
-        names = [] if other == thread else [at.f_globals.get("__name__", "") for at, _ in traceback.walk_stack(frame)]
-        if any(n.startswith("torch.distributed.") for n in names) and not any(n.startswith("dynamix.") for n in names):
-            return True
-    return False
+    stacks = (traceback.walk_stack(frame) for other, frame in _frames().items() if other != thread)
+    names = (" ".join(at.f_globals.get("__name__", "") for at, _ in stack) for stack in stacks)
+    return any(" torch.distributed." in f" {of}" and " dynamix." not in f" {of}" for of in names)
 
 
 def _collective(thread: int) -> tuple[str, Any, int]:
