@@ -22,7 +22,7 @@ class Progress(Part):
     learned   samples that would have taught as much in rounds of the size at the start (`Rates.efficiency`)
     shared    (round, noise, signal, interval): ranks may get a noise scale at different times, so it counts from an
               agreed round; `interval` is the length of the open window if a policy sets it, else 0
-    peak      highest learning rate of the user's after a round whose batch was another than it is for
+    peak      highest learning rate of the user's at the end of a round, except rounds with the batch that it is for
     passed    batches for which this rank called `step()` without a pass, with `accumulate`; must be equal on all ranks
     here      optimizer steps since this process began or a state was loaded; local steps count as workers' mean
     """
