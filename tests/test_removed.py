@@ -47,7 +47,6 @@ def test_what_is_gone_says_what_to_write_and_what_is_to_be_imported_instead_is_t
         "import dynamix; dynamix.compression.lossy",
         "from dynamix.compression import Aggregator",
         "from dynamix.policies import cannikin",
-        "from dynamix.telemetry import foresight",
         "import pickle; pickle.loads(b'cdynamix.compression.lossy\\nLossyState\\n.')",
     ],
 )

@@ -25,7 +25,6 @@ def _moved(module: str) -> str:
 
 # A removed module, with its submodules: what to write instead. Kept in alphabetical order.
 MODULES: dict[str, str] = {
-    "dynamix.cli.policy_explained": "`dynamix policy show NAME`",
     "dynamix.compression.aggregator": _moved("dynamix_homomorphic.aggregator"),
     "dynamix.compression.bounded": "nothing in place of BoundedState, or use LossyState of dynamix_homomorphic",
     "dynamix.compression.compaction": _moved("dynamix_homomorphic.compaction"),
@@ -34,21 +33,15 @@ MODULES: dict[str, str] = {
     "dynamix.compression.lossy": _moved("dynamix_homomorphic.lossy"),
     "dynamix.compression.peeling": _moved("dynamix_homomorphic.peeling"),
     "dynamix.compression.sketch": _moved("dynamix_homomorphic.sketch"),
-    "dynamix.compression.triton_kernels": "nothing: on CUDA torch's own kernels run",
     "dynamix.emulator": _moved("dynamix_lab.emulator"),
     "dynamix.policies.cannikin": _moved("dynamix_lab.baselines.cannikin"),
     "dynamix.policies.learned.additive": _moved("dynamix_lab.papers.additive"),
-    "dynamix.policies.learned.deviations": NO_LEARNING,
-    "dynamix.policies.learned.online": NO_LEARNING,
     "dynamix.policies.noise_scale": _moved("dynamix_lab.baselines.noise_scale"),
     "dynamix.policies.pollux": _moved("dynamix_lab.baselines.pollux"),
-    "dynamix.policies.stigmergic.field": _moved("dynamix_lab.excavation.fading"),
     "dynamix.probes.bpf": _moved("dynamix_lab.probes.bpf"),
     "dynamix.runtime.replicas": "dynamix.integrations.replicas, in this distribution",
     "dynamix.simulator": _moved("dynamix_lab.simulator"),
-    "dynamix.telemetry.explained": "`dynamix policy show NAME`",
     "dynamix.telemetry.exporter": "what examples/exporter.py does",
-    "dynamix.telemetry.foresight": "dynamix.model.JobModel: update(window), then step_s(sizes)",
     "dynamix.training": _moved("dynamix_lab.training"),
     "dynamix.virtual": _moved("dynamix_lab.virtual"),
 }

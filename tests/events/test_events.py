@@ -48,7 +48,7 @@ def test_a_missing_file_is_named(tmp_path):
 def test_lines_of_version_0_1_are_refused_by_name(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text(json.dumps({"schema": 1, "loss": 2.0}) + "\n")
-    with pytest.raises(StateError, match=r"events\.jsonl:1: event has schema 1 \(version 0\.1\), this version reads 2"):
+    with pytest.raises(StateError, match=r"events\.jsonl:1: event has schema 1, this version reads 2"):
         read_events(path)
 
 
@@ -83,7 +83,7 @@ def test_a_file_of_something_else_is_neither_cut_nor_written_to(tmp_path, conten
     path.write_bytes(content)
     refused(ConfigError, "notes", EventLog(path).write, step=1)
     monkeypatch.setenv("DYNAMIX_EVENTS", str(path))
-    refused(ConfigError, "notes", background_log, None)
+    refused(ConfigError, "DYNAMIX_EVENTS=.*notes", background_log, None)
     log = BackgroundLog(path)  # the file became another one after the job began
     log.write(step=1)
     assert log.close()

@@ -13,7 +13,7 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.policies import make_policy
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic.policy import StigmergicPolicy
-from dynamix.policies.wrappers import load_policy, peers_of, refuse_learned, report_of, unfit
+from dynamix.policies.wrappers import load_policy, peers_of, refuse_learned, report_of
 from dynamix.window import Bounds, Ints, Window
 from tests.runtime.jobs import Training, adaptive, classes, decided
 
@@ -117,9 +117,3 @@ def test_workers_that_decide_for_themselves_cannot_be_watched() -> None:
     assert peers_of(rule) is rule
     with pytest.raises(ConfigError, match="leave guard out"):
         peers_of(Guard(rule))
-
-
-def test_a_state_that_is_empty_may_be_of_anybodys_policy() -> None:
-    own, ours = (str(unfit(policy, {}, KeyError("answered"))) for policy in (Notes(), make_policy("lb_bsp")))
-    assert "is of another policy than Notes, or of another version" in own
-    assert "is of the policy dbs or static, and this job has lb_bsp" in ours

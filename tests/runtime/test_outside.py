@@ -14,7 +14,7 @@ from dynamix.errors import ConfigError
 from dynamix.model.rounds import LocalSteps, RoundSize
 from dynamix.model.sync_schedule import SyncSchedule
 from dynamix.policies.static import Static
-from dynamix.runtime.config import JobConfig, from_outside
+from dynamix.runtime.config import JobConfig, job_config
 from dynamix.runtime.limits import Limits
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Window
@@ -27,7 +27,7 @@ GIVEN: dict[str, Any] = {"policy": "dynamix", "batch_size": 8, "limits": Limits(
 
 
 def job_of(**options: Any) -> JobConfig:
-    return JobConfig(2, **from_outside({**GIVEN, "micro_batch": None, "meet": "gradients", "guard": None, **options}))
+    return job_config(2, {**GIVEN, "micro_batch": None, "meet": "gradients", "guard": None, **options})
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,26 @@ def test_each_variable_stands_for_its_argument(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("DYNAMIX_GLOBAL_BATCH", "fixed")
     assert job_of(global_batch="adaptive", limits=Limits(max_global_batch=64)).fixed
     monkeypatch.setenv("DYNAMIX_GLOBAL_BATCH", "fix")
-    refused(ConfigError, "global_batch='fix'", job_of)
+    refused(ConfigError, "^DYNAMIX_GLOBAL_BATCH='fix' is not possible: .* did you mean 'fixed'", job_of)
     monkeypatch.setenv("DYNAMIX_POLICY", "static")
     monkeypatch.setenv("DYNAMIX_MEET", "auto")
     monkeypatch.delenv("DYNAMIX_GLOBAL_BATCH")
     assert job_of().meet == "auto"  # it was asked for as well
     monkeypatch.setenv("DYNAMIX_POLICY", "static:4")
     assert not job_of(global_batch="adaptive").fixed  # a static size is a policy like others
+
+
+def test_a_variable_that_is_nearly_one_of_ours_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for other in ("HOST", "DEVICE", "OBSERVE", "OBSERVE_STEPS", "ROW", "EVENTS", "STARTUP", "BPF", "EMULATED", "MINE"):
+        monkeypatch.setenv(f"DYNAMIX_{other}", "1")
+    monkeypatch.setenv("MY_DYNAMIX_POLICY", "static")
+    job_of()
+    assert caplog.text == ""
+    monkeypatch.setenv("DYNAMIX_POLICIES", "static")
+    job_of()
+    assert "DYNAMIX_POLICIES means nothing to dynamix: did you mean DYNAMIX_POLICY?" in caplog.text
 
 
 def test_settings_say_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

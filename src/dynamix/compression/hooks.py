@@ -33,7 +33,6 @@ from dynamix.compression.path import Path, paths_of
 from dynamix.compression.rows_exchange import RowsExchange
 from dynamix.compression.settings import ExchangeSettings
 from dynamix.compression.sparse import mean_of_sparse
-from dynamix.compression.spread import Spread
 from dynamix.compression.traffic import HEADER_BYTES
 from dynamix.compression.ways import AGGREGATED, ELSEWHERE, NetworkLink, registry
 from dynamix.compression.wire import Wire
@@ -126,12 +125,6 @@ class CompressionState:
     def ways(self) -> dict[int, str]:
         """The current way of each bucket, by bucket index; with the prefix "aggregator-" if `auto` chose that."""
         return {i: line.route for i, line in sorted(self._lines.items())}
-
-    @property
-    def spreads(self) -> dict[int, Spread]:
-        """The nonzero part of each bucket over ranks when it was last measured; by bucket index."""
-        seen = {i: line.exchange.spread for i, line in sorted(self._lines.items())}
-        return {i: spread for i, spread in seen.items() if spread is not None}
 
     def reduce(self, bucket: Bucket) -> Future[Tensor]:
         """The mean of one bucket over ranks; DDP calls it through `compression_hook`."""

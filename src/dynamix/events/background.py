@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import queue
@@ -82,6 +83,7 @@ class BackgroundLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished(self.path)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._claim()
         before = os.fstat(self._fd).st_size
         try:
             rest = memoryview(line)
@@ -93,6 +95,16 @@ class BackgroundLog:
         self._told = fields.get("dropped", self._told)
         if before + len(line) > self._most_bytes and stat.S_ISREG(os.fstat(self._fd).st_mode):
             self._thin()
+
+    def _claim(self) -> None:
+        """Lock the file while this job writes it, which tells another job that it is in use. Both go on."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fix = "their lines are mixed, and cannot be told apart. Give each job a file of its own"
+            _log.warning("dynamix: another job writes %s, too: %s", self.path, fix)
+        except OSError:  # a file system without locks
+            return
 
     def _thin(self) -> None:
         try:
@@ -117,8 +129,8 @@ class BackgroundLog:
 
 def background_log(path: str | os.PathLike[str] | None) -> BackgroundLog | None:
     """The log of a job's events: in the file of DYNAMIX_EVENTS, else in `path`, else None. As `require_events`."""
-    chosen = os.environ.get(EVENTS_VARIABLE) or path
-    if not chosen:
+    outside = os.environ.get(EVENTS_VARIABLE)
+    if not (chosen := outside or path):
         return None
-    require_events(Path(chosen))
+    require_events(Path(chosen), EVENTS_VARIABLE if outside else "events")
     return BackgroundLog(chosen)

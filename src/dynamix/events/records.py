@@ -68,7 +68,7 @@ def line_of(fields: dict[str, Any]) -> bytes:
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All events of a file, oldest first. An unfinished last line is left out: its writer was killed.
 
-    Raises `StateError` naming the line if anything else is damaged or of another schema, such as that of version 0.1.
+    Raises `StateError` naming the line if anything else is damaged or of another schema.
     """
     return list(each_event(path))
 
@@ -96,8 +96,7 @@ def parse_event(line: str, place: str, *, unpack: bool = True) -> dict[str, Any]
         raise StateError(f"{place}: {why}") from error
     found = event.get("schema") if isinstance(event, dict) else None
     if type(found) is not int or found != EVENTS_SCHEMA:
-        of_0_1 = " (version 0.1)" if found == 1 else ""
-        raise StateError(f"{place}: event has schema {found!r}{of_0_1}, this version reads {EVENTS_SCHEMA}")
+        raise StateError(f"{place}: event has schema {found!r}, this version reads {EVENTS_SCHEMA}")
     try:
         if unpack and isinstance(event.get("window"), dict):
             event["window"] = unpacked(event["window"])
@@ -148,10 +147,13 @@ def thin(path: Path, most_bytes: int) -> None:
         shorter.unlink(missing_ok=True)
 
 
-def require_events(path: Path) -> None:
-    """Raise `ConfigError` if `path` is a folder, or a file that does not begin with events of this version."""
+def require_events(path: Path, name: str = "events") -> None:
+    """Raise `ConfigError` if `path` is a folder, or a file that does not begin with events of this version.
+
+    name   of the argument or environment variable that names the file
+    """
     if path.is_dir():
-        raise ConfigError("events", str(path), "a file", f"name one in this folder, such as {path / 'events.jsonl'}")
+        raise ConfigError(name, str(path), "a file", f"name one in this folder, such as {path / 'events.jsonl'}")
     line, begins = b"", line_of({}).replace(b"}\n", b",")
     if path.is_file():
         with contextlib.suppress(OSError), path.open("rb") as file:  # the writer will get the error
@@ -162,7 +164,7 @@ def require_events(path: Path) -> None:
             ours = bool(parse_event(line.decode("utf-8", errors="replace"), "", unpack=False))
     if not ours:
         fix = "name another one: this does not begin with an event of this version, and is left as it is"
-        raise ConfigError("events", str(path), "a new file, or the events file of an earlier run", fix)
+        raise ConfigError(name, str(path), "a new file, or the events file of an earlier run", fix)
 
 
 def reported(report: dict[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def unfit(policy: Policy, state: Any, error: Exception) -> StateError:
     anew = "controller.load_state_dict(state, policy=False)"
     if isinstance(state, dict):
         mine, theirs = (names_by_state(unguarded(of)) for of in (policy.state_dict(), state))
-        if theirs and theirs != mine and (mine or state):  # an empty state may be any own policy's
+        if theirs and theirs != mine:
             here = mine[0] if len(mine) == 1 else type(policy).__name__
             why = f"the saved state is of the policy {' or '.join(theirs)}, and this job has {here}"
             go_on = f"write Controller({theirs[0]!r}, ...) to go on with the policy that saved it"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynamix.errors import ConfigError, spelling
+from dynamix.errors import ConfigError, nearest, spelling
 from dynamix.events.replay import recorded
 from dynamix.model.auto_sync import AutoSync
 from dynamix.model.rounds import MOST, LocalSteps, RoundSize
@@ -184,9 +184,8 @@ class JobConfig:
     def _check_totals(self) -> None:
         """Raise `ConfigError` for an unknown `global_batch`, and for limits of it that are not numbers."""
         if self.global_batch not in (known := ("adaptive", "fixed")):
-            raise ConfigError(
-                "global_batch", self.global_batch, "'adaptive' or 'fixed'", spelling(self.global_batch, known)
-            )
+            fix = spelling(self.global_batch, known)
+            raise ConfigError("global_batch", self.global_batch, "'adaptive' or 'fixed'", fix)
         for name in ("min_global_batch", "max_global_batch"):
             value: object = getattr(self.limits, name)
             if self.fixed and value is not None:
@@ -206,10 +205,8 @@ class JobConfig:
         limits, pieces = self.limits, self.accumulate
         quantum, least, most = limits.quantum, 1, 8 * self.batch_size
         if self.micro_batch is not None:
-            moves = (
-                self.meet == "parameters" and not self.fixed
-            )  # the number of pieces, up to the most that are of any use
-            # If rounds may grow, shares are made of whole pieces.
+            # Whether rounds may grow, up to the most pieces that are of any use. Shares are then made of whole pieces.
+            moves = self.meet == "parameters" and not self.fixed
             usual = self.micro_batch if moves else grain(self.batch_size, self.micro_batch)
             quantum = quantum if quantum > 1 else usual
             if moves:  # at least one piece each: a worker without one has no measured speed
@@ -288,6 +285,16 @@ class JobConfig:
         return Paced(policy, self.clock)
 
 
+def job_config(workers: int, given: Mapping[str, Any]) -> JobConfig:
+    """The `JobConfig` of `given` and the environment. An error names the variable that set an impossible value."""
+    try:
+        return JobConfig(workers, **from_outside(given))
+    except ConfigError as error:
+        if not os.environ.get(variable := OUTSIDE.get(error.name, "")):
+            raise
+        raise type(error)(variable, error.value, error.allowed, error.fix) from error
+
+
 def from_outside(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments `given`, overridden by environment variables, to compare policies without editing the script.
 
@@ -297,6 +304,10 @@ def from_outside(given: Mapping[str, Any]) -> dict[str, Any]:
     >>> from_outside({"policy": "dynamix", "meet": "gradients"})
     {'policy': 'dynamix', 'meet': 'gradients'}
     """
+    for variable in os.environ:
+        before, _, name = variable.lower().partition("dynamix_")
+        if not before and (meant := nearest(name, (*OUTSIDE, "events")) or name) != name:
+            _log.warning("%s means nothing to dynamix: did you mean DYNAMIX_%s?", variable, meant.upper())
     told: dict[str, Any] = {name: said for name, variable in OUTSIDE.items() if (said := os.environ.get(variable))}
     if not told:
         return dict(given)

@@ -50,8 +50,7 @@ def connect(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: O
     first = not job.models
     for weighting in () if first else (job.loss_weight.weighting, options.weighting):
         if weighting != "hook":
-            why = "the weight of a loss is given once for each batch"
-            one = f"wrap(weighting='{weighting}') serves one model, because {why}"
+            one = f"wrap(weighting='{weighting}') serves one model, because a batch's loss gets its weight once"
             raise UsageError(f"{one}: use weighting='hook' for several")
     with job.loop.connecting():
         connected = _attach(job, model, optimizer, options)

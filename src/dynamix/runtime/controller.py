@@ -20,7 +20,7 @@ from dynamix.events.background import background_log
 from dynamix.policies import Policy
 from dynamix.removed import NO_LEARNING, message, removed_arguments
 from dynamix.runtime import connecting
-from dynamix.runtime.config import UNSAID, JobConfig, from_outside
+from dynamix.runtime.config import UNSAID, JobConfig, job_config
 from dynamix.runtime.feeding import Feeding
 from dynamix.runtime.job import open_job
 from dynamix.runtime.limits import Limits
@@ -142,7 +142,7 @@ class Controller(Feeding, ControllerStatus):
                 given |= {"global_batch": global_batch, "micro_batch": micro_batch, "accumulate": accumulate}
                 given |= {"lr_rule": lr_rule, "rate_for": rate_for, "replay": replay, "guard": guard}
                 given["interval"] = interval
-                self._config = config = JobConfig(self.world_size, **from_outside(given))
+                self._config = config = job_config(self.world_size, given)
                 log = background_log(events) if self.rank == 0 else None
                 facts.update(config.facts)
             self._job = open_job(config, self.group, facts.ranks, log)

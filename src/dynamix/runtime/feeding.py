@@ -158,10 +158,9 @@ class Feeding:
 
         Raises `ConfigError` for impossible values.
         """
-        with self._job.ranks.setting_up():
-            job = self._job
-            known = {"epochs": epochs, "count": count, "leaves": lambda: job.stopping}
-            return job.rates.spend(job.need_source(), samples, **known)
+        job = self._job
+        with job.ranks.setting_up():
+            return job.rates.spend(job.need_source(), samples, epochs=epochs, count=count, leaves=lambda: job.stopping)
 
 
 def _require_data(dataset: Any) -> None:

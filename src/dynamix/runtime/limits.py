@@ -87,8 +87,7 @@ def per_rank(name: str, value: int | Sequence[int], workers: int) -> int | list[
         allowed = f"one whole number or a list of {workers}, one per rank"
         fix = "match the world size" if sizes.ndim and sizes.shape != (workers,) else whole(name, value)
         raise ConfigError(name, value, allowed, fix)
-    given: int | list[int] = sizes.tolist()
-    return given
+    return [int(size) for size in sizes] if sizes.ndim else int(sizes)
 
 
 def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:

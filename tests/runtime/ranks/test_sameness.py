@@ -190,7 +190,7 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "version, meets otherwise": (_version("9.1", meet="auto"), [_UNLIKE, '"9.1" on rank {last}. Install']),
     "impossible on one": (
         _odd("job", batch_size=0),
-        ["error is null on", "batch_size=0 is not possible", "on rank {last}"],
+        ["on rank {last}: batch_size=0 is not possible: allowed is a whole number, 1 or more; give a larger one"],
     ),
 }
 

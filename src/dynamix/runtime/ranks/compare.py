@@ -77,6 +77,9 @@ def require_same(
         return
     before = (VERSION, "error", GROUPS)  # differences that explain all others
     differing = next(([name] for name in before if name in differing), differing)
+    if differing == ["error"]:
+        rank, error = next((rank, json.loads(of["error"])) for rank, of in enumerate(told) if of["error"] != "null")
+        raise UsageError(f"on rank {rank}: {error}")
     said = [f"{name} is {by_rank([of_rank.get(name, 'missing') for of_rank in told])}" for name in differing]
     more = f" (and {len(said) - MOST_FIELDS} more)" if len(said) > MOST_FIELDS else ""
     fix = fixes.get(differing[0].partition(":")[0], fixes[""])
@@ -109,11 +112,8 @@ def by_rank(values: list[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{_short(value)} on {_spans(of)}" for value, of in ranks.items())
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..."
+    cut = {value: f"{value[:LONGEST_VALUE]}{'...' * (len(value) > LONGEST_VALUE)}" for value in ranks}
+    return ", ".join(f"{cut[value]} on {_spans(of)}" for value, of in ranks.items())
 
 
 def _spans(ranks: list[int]) -> str:

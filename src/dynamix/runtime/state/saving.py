@@ -101,9 +101,9 @@ class JobState:
         resumed = division.resumed(saved)
         states["progress"] = {**saved["progress"], "opens": resumed.opens}
         states |= {name: mine[name] for name in own if resumed.same or name != "recorder"}
-        if policy:
-            # If every rank decides for itself, each resumes with its own memory.
-            known = (resumed.same and mine.get("policy")) or saved["policy"]
+        # If every rank decides for itself, each resumes with its own memory. Policies that remember nothing, such as
+        # `static`, save an empty state: the job's own policy begins anew beside it.
+        if policy and (known := (resumed.same and mine.get("policy")) or saved["policy"]):
             owner, its, of_turns = self._users[0].policy, known, {"compared", "turns"}
             if isinstance(known, dict) and (getattr(owner, "begins_anew", False) or of_turns <= known.keys()):
                 its = own_part(owner, known)
@@ -167,25 +167,19 @@ def _read(state: Any, names: Iterable[str]) -> dict[str, Any]:
         wrong("source", source, f"a dict with {' and '.join(_OF_SOURCE)}")
     source = source | {name: unpack(source[name], name) for name in _OF_SOURCE}
     if any(unused := wholes("source.unused", source.pop("unused", []))):  # from 0.2
-        when = f"this state was saved between two meetings of workers that met early: source.unused={shown(unused)}"
-        fix = "write a state at the end of an epoch with dynamix 0.2, or begin a new job from the model's weights"
-        raise StateError(f"{when}. Averaging(early=True) was removed in 0.3: {fix}")
+        wrong("source.unused", unused, "zeros: workers met early. Save it with dynamix 0.2 at the end of an epoch")
     return {**values, "source": source}
 
 
 def _require_schema(state: Mapping[str, Any]) -> None:
     schema = state.get("schema")
-    if type(schema) is int and schema == 1:
-        old = "this state was saved by dynamix 0.1 (schema 1); this version reads states of 0.2 and later"
-        raise StateError(f"{old}. Finish the job with dynamix 0.1, or begin a new one from the model's weights")
     if "schema" not in state:
         inside = "Write controller.load_state_dict(state['controller'])" if "controller" in state else FIX
         raise StateError(f"this is no state of a controller: its keys are {shown(list(state)[:3])}. {inside}")
     if type(schema) is not int or schema != STATE_SCHEMA:
         version = f", saved by dynamix {state['version']}" if isinstance(state.get("version"), str) else ""
-        raise StateError(
-            f"the controller's state has schema {shown(schema)}{version}; this version reads {STATE_SCHEMA}"
-        )
+        has = f"the controller's state has schema {shown(schema)}{version}; this version reads {STATE_SCHEMA}"
+        raise StateError(f"{has}. Go on with the version that saved it, or begin anew from the model's weights")
 
 
 def _require_together(saved: Mapping[str, Any]) -> None:
