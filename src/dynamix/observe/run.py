@@ -120,19 +120,15 @@ def observe(
         env = observed_environment(run.path, os.environ)
         code = run_command(command, env, every_s=every_s, tell=lambda _: say(run.path, echo))
     about = {"job": list(command), "exit_code": code}
-    result = say(run.path, echo, **about)
-    if result is None:
-        return {"schema": SCHEMA, "command": "observe", **about, "text": "", "folder": str(run.path)}
-    return result
+    nothing = {"schema": SCHEMA, "command": "observe", **about, "text": "", "folder": str(run.path)}
+    return say(run.path, echo, **about) or nothing
 
 
 def read(folder: Path) -> dict[str, Any]:
     """Conclude again from a run folder. Files of other machines may have been added to `ranks/`."""
     if not (folder / "ranks").is_dir():
         raise ConfigError("folder", str(folder), "the folder of an observed run", "pass the folder that --out named")
-    before = folder / "result.json"
     known: dict[str, Any] = {}
-    if before.is_file():
-        with contextlib.suppress(ValueError):
-            known = json.loads(before.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return conclude(folder, **{name: known[name] for name in ("job", "exit_code", "cluster") if name in known})
