@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import resource
 import time
 from array import array
 from pathlib import Path
@@ -19,7 +21,7 @@ from dynamix.observe.joined import join, windows
 from dynamix.observe.pays import weigh
 from dynamix.observe.rank_file import RankFile
 from dynamix.observe.recorder import FIELDS
-from dynamix.observe.run import conclude, read
+from dynamix.observe.run import conclude, read, say
 from dynamix.observe.words import tell, wrapped
 from dynamix_lab.emulator import keeper
 from tests.observe.files import TRANSFER_S, write
@@ -96,6 +98,24 @@ def test_the_run_folder_is_what_a_report_reads(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert (tmp_path / "report.txt").read_text() == wrapped(result["text"])
     assert read(tmp_path)["rank"] == 1
+
+
+@pytest.mark.parametrize(("most_bytes", "lost"), [(0, 3), (5000, 1)])
+def test_a_full_disk_does_not_lose_the_report(most_bytes: int, lost: int, tmp_path: Path) -> None:
+    """A limit on the size of files stands for it. With 5,000 bytes only events.jsonl does not fit."""
+    write(tmp_path, [{}, {"forward": 0.03}])
+    before, said = resource.getrlimit(resource.RLIMIT_FSIZE), io.StringIO()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        result = say(tmp_path, said)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result is not None
+    assert "Rank 1 holds the job back" in said.getvalue()
+    (line,) = (line for line in result["text"].splitlines() if "could not be written" in line)
+    assert [name in line for name in ("events.jsonl", "report.txt", "result.json")] == [True, lost > 1, lost > 1]
+    assert [(tmp_path / name).exists() for name in ("report.txt", "result.json")] == [lost == 1] * 2
+    assert "could not be written" not in conclude(tmp_path)["text"]
 
 
 def test_what_does_not_depend_on_the_batch_is_said_not_to_balance(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dynamix.errors import ConfigError, StateError
-from dynamix.events.records import SCHEMA, EventLog, plain
-from dynamix.events.run_folder import RunFolder
+from dynamix.events.records import SCHEMA, line_of, plain
+from dynamix.events.run_folder import RunFolder, as_json
 from dynamix.observe.command import check_command, run_command
 from dynamix.observe.findings import Findings, find
 from dynamix.observe.gains import Gains, Pays, predict
@@ -23,6 +23,7 @@ from dynamix.observe.joined import Joined, join, windows
 from dynamix.observe.pays import weigh
 from dynamix.observe.words import tell, wrapped
 from dynamix.startup.sitecustomize import called_environment
+from dynamix.window import Window
 
 _EMULATED = "DYNAMIX_EMULATED"  # every process of an emulation has this variable
 LATEST_S = 10.0  # limit of rank 0's wait for the others' last rows
@@ -31,7 +32,7 @@ LATEST_S = 10.0  # limit of rank 0's wait for the others' last rows
 def conclude(folder: Path, **about: Any) -> dict[str, Any]:
     """Write events.jsonl, report.txt and result.json from what the ranks have written so far; returns the result.
 
-    Raises `StateError` if no rank has written a step.
+    If one cannot be written, the result's `text` says so. Raises `StateError` if no rank has written a step.
     """
     job = join(folder)
     if not job.kept.any():
@@ -39,22 +40,28 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
     found, told = find(job), list(windows(job))
     gains = predict([window for window, _ in told], sizes_known=job.samples_known)
     pays = weigh(job, found, gains)
-    unfinished = folder / "events.unfinished"
-    unfinished.write_bytes(b"")
-    with EventLog(unfinished) as log:
-        for index, (window, more) in enumerate(told):
-            sizes = window.batch_size.tolist()
-            known = {"window_index": index, "window": window, "decision": "keep", "allocation": sizes, "began_at": 0}
-            log.write(
-                **known, from_step=0, time_s=more["time_s"], samples_seen=more["samples_seen"], parts=more["parts"]
-            )
-    unfinished.replace(folder / "events.jsonl")
     text = tell(job, found, gains, pays)
-    (folder / "report.txt").write_text(wrapped(text), encoding="utf-8")
     result = {"schema": SCHEMA, "command": "observe", "cluster": cluster(), **about, **_result(job, found, gains, pays)}
     result |= {"text": text, "folder": str(folder)}
-    RunFolder.at(folder).write_result(result)
+    unwritten = []
+    files = {"events.jsonl": _events(told), "report.txt": wrapped(text), "result.json": as_json(result)}
+    for name, content in files.items():
+        try:
+            RunFolder.at(folder).write(name, content)
+        except OSError as error:  # the disk is full, or the folder belongs to someone else: the report stays of use
+            unwritten.append(f"{name} ({error.strerror})")
+    if unwritten:
+        result["text"] += f"Note: could not be written in {folder}: {', '.join(unwritten)}.\n"
     return result
+
+
+def _events(told: Sequence[tuple[Window, dict[str, Any]]]) -> str:
+    """The lines of events.jsonl."""
+    lines = []
+    for index, (window, more) in enumerate(told):
+        known = {"window_index": index, "window": window, "decision": "keep", "from_step": 0, "began_at": 0, **more}
+        lines.append(line_of({**known, "allocation": window.batch_size.tolist()}).decode())
+    return "".join(lines)
 
 
 def cluster() -> str:
@@ -81,7 +88,7 @@ def say(folder: Path, out: TextIO | None = None, **about: Any) -> dict[str, Any]
         why = error if isinstance(error, StateError | OSError) else repr(error)
         print(f"dynamix observe: {why}", file=out, flush=True)
         return None
-    print(f"\ndynamix observe: {wrapped(result['text'])}(this is {folder}/report.txt)", file=out, flush=True)
+    print(f"\ndynamix observe: {wrapped(result['text'])}(run folder: {folder})", file=out, flush=True)
     return result
 
 
