@@ -163,7 +163,9 @@ def test_what_is_missing_or_cut_is_said_and_what_is_foreign_is_refused(tmp_path:
     result = conclude(tmp_path)
     assert (result["steps"], result["missing"], result["unfinished"], result["rank"]) == (40, [3], [2], 1)
     assert "Rank 3 has written nothing: dead, or on a machine" in result["text"]
-    assert "Rank 2 has not reported the end of training" in result["text"]
+    assert "Rank 2 has not reported the end of training: still running, or dead." in result["text"]
+    assert "end of training: the command ended first, with exit code 137." in conclude(tmp_path, exit_code=137)["text"]
+    assert "with exit code 137" in read(tmp_path)["text"]
     facts.write_text('{"schema": 99}')
     refused(StateError, "schema 99", conclude, tmp_path)
     facts.write_text("{")

@@ -40,7 +40,7 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
     found, told = find(job), list(windows(job))
     gains = predict([window for window, _ in told], sizes_known=job.samples_known)
     pays = weigh(job, found, gains)
-    text = tell(job, found, gains, pays)
+    text = tell(job, found, gains, pays, about.get("exit_code"))
     result = {"schema": SCHEMA, "command": "observe", "cluster": cluster(), **about, **_result(job, found, gains, pays)}
     result |= {"text": text, "folder": str(folder)}
     unwritten = []

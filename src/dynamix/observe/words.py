@@ -23,12 +23,15 @@ _SHORT = {"forward": "forward", "backward": "backward", "data": "data", "update"
 _SHOWN = 8  # ranks that are listed one by one
 
 
-def tell(job: Joined, found: Findings, gains: Gains, pays: Pays) -> str:
-    """The report of an observed job: the rung to begin with, the promise of each rung, and the reasons."""
+def tell(job: Joined, found: Findings, gains: Gains, pays: Pays, exit_code: int | None = None) -> str:
+    """The report of an observed job: the rung to begin with, the promise of each rung, and the reasons.
+
+    exit_code   of the job's command; None while it runs, or if it is not known
+    """
     lines = [_head(job, found), ""]
     if len(job.ranks) > 1:
         lines += [*_best(job, gains, pays), *_promises(job, found, gains, pays), ""]
-    lines += [*_verdict(job, found), *_waiting(job, found), *_table(job, found), *_notes(job, gains)]
+    lines += [*_verdict(job, found), *_waiting(job, found), *_table(job, found), *_notes(job, gains, exit_code)]
     return "\n".join(lines) + "\n"
 
 
@@ -174,7 +177,7 @@ def _holds(slow: Slow | None, verdict: str) -> str:
     return f"if rank {slow.rank} {'stays as slow' if slow.steady else 'is slow as often as in this run'}"
 
 
-def _notes(job: Joined, gains: Gains) -> list[str]:
+def _notes(job: Joined, gains: Gains, exit_code: int | None) -> list[str]:
     told = []
     if not gains.sizes_known:
         told.append("The batch size is unknown: the inputs of the forward pass hold no tensor.")
@@ -185,7 +188,8 @@ def _notes(job: Joined, gains: Gains) -> list[str]:
     if job.missing:
         told.append(f"{_who(job.missing)} written nothing: dead, or on a machine that cannot see this folder.")
     if job.unfinished:
-        told.append(f"{_who(job.unfinished)} not reported the end of training: still running, or dead.")
+        why = "still running, or dead" if exit_code is None else f"the command ended first, with exit code {exit_code}"
+        told.append(f"{_who(job.unfinished)} not reported the end of training: {why}.")
     if job.attempt:
         times = "once" if job.attempt == 1 else f"{job.attempt} times"
         told.append(f"The job was restarted {times}; this report is about the last start.")
