@@ -162,7 +162,8 @@ def test_what_is_missing_or_cut_is_said_and_what_is_foreign_is_refused(tmp_path:
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "ended": False}))
     result = conclude(tmp_path)
     assert (result["steps"], result["missing"], result["unfinished"], result["rank"]) == (40, [3], [2], 1)
-    assert "Rank 3 has written nothing: dead, or on a machine" in result["text"]
+    assert "Rank 3 has no files here: on a machine that cannot see this run folder, or dead." in result["text"]
+    assert result["gains"]["best"] is None
     assert "Rank 2 has not reported the end of training: still running, or dead." in result["text"]
     assert "end of training: the command ended first, with exit code 137." in conclude(tmp_path, exit_code=137)["text"]
     assert "with exit code 137" in read(tmp_path)["text"]
@@ -170,6 +171,20 @@ def test_what_is_missing_or_cut_is_said_and_what_is_foreign_is_refused(tmp_path:
     refused(StateError, "schema 99", conclude, tmp_path)
     facts.write_text("{")
     refused(StateError, "rank 2", conclude, tmp_path)
+
+
+@pytest.mark.parametrize("here", [1, 2])
+def test_of_a_node_without_the_others_files_nothing_is_predicted(here: int, tmp_path: Path) -> None:
+    """With two ranks here of four, the others' time is not known: it would count as that of the network."""
+    write(tmp_path, [{}] * here, world=2 * here, transfer_s=0.2)
+    text = conclude(tmp_path)["text"]
+    assert text.startswith(f"{here} of {2 * here} ranks, 60 steps")
+    assert f"{'Rank 1 has' if here == 1 else 'Ranks 2, 3 have'} no files here" in text
+    assert "with a folder that all of them share" in text
+    assert "dynamix observe --read" in text
+    assert not any(
+        said in text for said in ("There is only one rank", "plain DDP", "Controller", "times (", "--nproc-per-node")
+    )
 
 
 def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -85,9 +85,8 @@ def run(folder: Path, rank: int, asked: argparse.Namespace) -> None:
     try:
         play(asked)
     finally:
-        if speaker is not None and speaker.stdin is not None:
-            speaker.stdin.close()
-            speaker.wait()
+        if speaker is not None:
+            speaker.communicate()  # closes its standard input
         if hooks.watch is not None:
             never_fatal(hooks.watch, hooks.watch.stop)()
         if rank == 0:

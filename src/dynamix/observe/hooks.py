@@ -14,6 +14,7 @@ import functools
 import importlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -147,6 +148,7 @@ class Observer:
         self.recorder = StepRecorder(CudaClock(device) if device.type == "cuda" else CpuClock())
         self._links = Links()
         facts = {"world": world, "stack": stack, "device": device.type, "torch": self.torch.__version__}
+        facts["controller"] = any(thread.name == "dynamix-beat" for thread in threading.enumerate())  # it has this one
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._file = RankFile(Path(self.folder) / "ranks" / attempt, rank, {**facts, "started": time.time()})
         self._began_s = self._flushed_s = time.monotonic()

@@ -73,7 +73,7 @@ def _beside_now(job: Joined, samples: Floats, seconds: Floats, rank: int | None 
     all_samples, busy, exchange = _kept(job)
     trained, took = all_samples.sum(-1), (busy + exchange).mean(-1)
     known = np.isfinite(samples + seconds + trained + took) & (seconds > 0)
-    if job.missing or known.sum() < LEAST_WINDOW:
+    if not job.predictable or known.sum() < LEAST_WINDOW:
         return None
     rows = np.stack([samples, seconds, trained, took])[:, known]
     parts = np.stack([part.sum(-1) for part in np.array_split(rows, min(STRETCHES, rows.shape[1]), axis=1)], -1)

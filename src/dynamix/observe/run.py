@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,7 +38,7 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
     if not job.kept.any():
         raise StateError(f"{folder} holds {job.steps} steps: too few to say anything")
     found, told = find(job), list(windows(job))
-    gains = predict([window for window, _ in told], sizes_known=job.samples_known)
+    gains = predict([window for window, _ in told if job.predictable], sizes_known=job.samples_known)
     pays = weigh(job, found, gains)
     text = tell(job, found, gains, pays, about.get("exit_code"))
     result = {"schema": SCHEMA, "command": "observe", "cluster": cluster(), **about, **_result(job, found, gains, pays)}
@@ -103,12 +103,6 @@ def wait_for_others(folder: Path, patience_s: float = LATEST_S) -> None:
         time.sleep(0.1)
 
 
-def observed_environment(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """`given`, changed so that every Python started in it is observed. Its PYTHONPATH and sitecustomize still apply."""
-    # Observing starts before an emulated device's pacing, whichever was requested first.
-    return called_environment({**given, FOLDER_VARIABLE: str(folder.resolve())}, CALLED, first=True)
-
-
 def observe(
     command: Sequence[str], *, out: str | Path | None = None, every_s: float | None = None, echo: TextIO | None = None
 ) -> dict[str, Any]:
@@ -124,7 +118,8 @@ def observe(
         raise ConfigError("every", every_s, "more than 0 seconds", "leave it out for one report at the end")
     with RunFolder("observe", out) as run:
         run.write_run(command="observe", job=list(command), cluster=cluster())
-        env = observed_environment(run.path, os.environ)
+        # Every Python of the job is observed, from before an emulated device's pacing, whichever was requested first.
+        env = called_environment({**os.environ, FOLDER_VARIABLE: str(run.path.resolve())}, CALLED, first=True)
         code = run_command(command, env, every_s=every_s, tell=lambda _: say(run.path, echo))
     about = {"job": list(command), "exit_code": code}
     nothing = {"schema": SCHEMA, "command": "observe", **about, "text": "", "folder": str(run.path)}

@@ -19,6 +19,10 @@ PARTS = {
     "update": "optimizer step",
     "between": "what its loop does between steps",
 }
+SEVERAL_MACHINES = (
+    "On several machines, write torchrun ... -m dynamix.observe --out FOLDER train.py, with a folder that all of them "
+    "share. Or copy the ranks folder of each machine into this run folder, and call dynamix observe --read RUN_FOLDER."
+)
 _SHORT = {"forward": "forward", "backward": "backward", "data": "data", "update": "update", "between": "between steps"}
 _SHOWN = 8  # ranks that are listed one by one
 
@@ -29,7 +33,7 @@ def tell(job: Joined, found: Findings, gains: Gains, pays: Pays, exit_code: int 
     exit_code   of the job's command; None while it runs, or if it is not known
     """
     lines = [_head(job, found), ""]
-    if len(job.ranks) > 1:
+    if job.world > 1:
         lines += [*_best(job, gains, pays), *_promises(job, found, gains, pays), ""]
     lines += [*_verdict(job, found), *_waiting(job, found), *_table(job, found), *_notes(job, gains, exit_code)]
     return "\n".join(lines) + "\n"
@@ -45,15 +49,17 @@ def _head(job: Joined, found: Findings) -> str:
     about = job.facts[0]
     seconds = float(np.nanmax(job.part("end_s"))) if job.steps else 0.0
     what = f"{about.get('stack', '?')}, {about.get('device', '?')}"
+    ranks = f"{len(job.ranks)}{f' of {job.world}' if job.missing else ''} rank{'s' if job.world > 1 else ''}"
     return (
-        f"{len(job.ranks)} ranks, {job.steps} steps in {seconds:.0f} s ({what}); a step takes {_ms(found.step_s)}. "
+        f"{ranks}, {job.steps} steps in {seconds:.0f} s ({what}); a step takes {_ms(found.step_s)}. "
         "Nothing of the training was changed."
     )
 
 
 def _verdict(job: Joined, found: Findings) -> list[str]:
     if len(job.ranks) < 2:
-        return ["There is only one rank, so no rank waits."]
+        here = "Only one rank's files are here, so ranks cannot be compared."
+        return [here if job.missing else "There is only one rank, so no rank waits."]
     slow = found.slow
     network = _network(found)
     if found.verdict == "even":
@@ -118,6 +124,14 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
     """The rung that is predicted to be best, and the line to write."""
     best, alone, without = pays.best, pays.alone, pays.without
     start = "    torchrun --nproc-per-node {} train.py  # your script, {} the device of rank {}"
+    if job.missing:
+        said = (
+            f"{_who(job.missing)} no files here: on a machine that cannot see this run folder, or dead. So there is no "
+        )
+        return [f"{said}prediction, and waiting for what is missing counts as the network's time.", SEVERAL_MACHINES]
+    if job.facts[0].get("controller"):
+        said = "This job uses dynamix.Controller already, so advice for a job without it does not apply. "
+        return [said + "To measure what the controller gains, write dynamix compare -- torchrun ... train.py."]
     if best is None:
         return ["There is no prediction: it needs a few complete steps."]
     if best == PLAIN:
@@ -185,8 +199,6 @@ def _notes(job: Joined, gains: Gains, exit_code: int | None) -> list[str]:
         at = ", ".join(map(str, job.pauses[:5])) + (", ..." if len(job.pauses) > 5 else "")
         steps = "1 step had a pause" if len(job.pauses) == 1 else f"{len(job.pauses)} steps had a pause"
         told.append(f"{steps} (a checkpoint, an evaluation?), not counted in the figures: {at}.")
-    if job.missing:
-        told.append(f"{_who(job.missing)} written nothing: dead, or on a machine that cannot see this folder.")
     if job.unfinished:
         why = "still running, or dead" if exit_code is None else f"the command ended first, with exit code {exit_code}"
         told.append(f"{_who(job.unfinished)} not reported the end of training: {why}.")
