@@ -145,8 +145,7 @@ def _whole(window: Window) -> Window:
 
 
 def _in_parts(window: Window) -> Window:
-    base = window.base_batch * UNIT
-    return dataclasses.replace(window, batch_size=window.batch_size * UNIT, base_batch=base)
+    return dataclasses.replace(window, batch_size=window.batch_size * UNIT, base_batch=window.base_batch * UNIT)
 
 
 def _balanced(model: JobModel, total: int) -> Ints:

@@ -27,7 +27,7 @@ from dynamix.startup.sitecustomize import after_import
 
 FLUSH_S = 2.0
 FOLDER_VARIABLE = "DYNAMIX_OBSERVE"  # names the folder for a rank's steps
-CALLED = "dynamix.observe.hooks:start_as_asked"  # called by `dynamix.startup` with torch
+CALLED = "dynamix.observe.hooks:start"  # called by `dynamix.startup` with torch
 MOST_VARIABLE = "DYNAMIX_OBSERVE_STEPS"  # limits the number of observed steps
 MOST_STEPS = 200_000
 _IDLE, _FORWARD, _BACKWARD, _AFTER = range(4)  # _AFTER: between a backward pass and the end of the step
@@ -203,26 +203,24 @@ class Observer:
 watch: Observer | None = None  # of this process
 
 
-def start(torch: Any, folder: str) -> Observer:
-    """Observe this process from now on, to `folder`. If torch lacks a hook, only observing ends."""
+def start(torch: Any, folder: str | None = None) -> Observer:
+    """Observe this process from now on, to `folder`; None: the one that the environment names.
+
+    If torch lacks a hook, only observing ends.
+    """
     global watch
     try:
         most = int(os.environ.get(MOST_VARIABLE, MOST_STEPS))
     except ValueError:
         print(f"dynamix observe: {MOST_VARIABLE} is no whole number; {MOST_STEPS} is taken", file=sys.stderr)
         most = MOST_STEPS
-    watch = Observer(torch, folder, most)
+    watch = Observer(torch, folder or os.environ[FOLDER_VARIABLE], most)
     os.register_at_fork(after_in_child=watch.forked)
     never_fatal(watch, distributed_data_parallel)(torch, watch)
     never_fatal(watch, optimizers)(torch, watch)
     after_import("torch.utils.data.dataloader", never_fatal(watch, functools.partial(loaders, watch=watch)))
     never_fatal(watch, sharded.install)(watch)
     return watch
-
-
-def start_as_asked(torch: Any) -> None:
-    """`start`, to the folder that the environment names."""
-    start(torch, os.environ[FOLDER_VARIABLE])
 
 
 def distributed_data_parallel(torch: Any, watch: Observer) -> None:
