@@ -49,6 +49,15 @@ def test_the_slow_rank_its_part_and_its_victims_are_named(extra: dict[str, float
     assert found.slow.late == found.slow.often == 1.0
 
 
+@pytest.mark.parametrize(
+    ("more_s", "says"), [(0.008, "is somewhat slower than the others"), (0.03, "holds the job back")]
+)
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_words_for_a_slow_rank_fit_its_size(more_s: float, says: str, every: int, tmp_path: Path) -> None:
+    write(tmp_path, [{}, {}, {"forward": every * more_s}], when=lambda step: step % every == 0)
+    assert f"Rank 2 {says}{' at times' if every > 1 else ''}: its own work" in conclude(tmp_path)["text"]
+
+
 def test_only_a_job_on_emulated_hosts_is_called_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, [{}, {}])
     monkeypatch.setenv("DYNAMIX_EVENTS", str(tmp_path / "events.jsonl"))

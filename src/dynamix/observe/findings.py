@@ -12,6 +12,7 @@ from dynamix.observe.joined import Joined
 from dynamix.window import Floats
 
 LEAST_EXCESS = 0.05  # part of a step's time above which a rank counts as slow
+HOLDS_BACK = 0.2  # part of a step's time above which a slow rank holds the job back; below it is somewhat slower
 LEAST_TRANSFER = 0.10  # part of a step's time above which the network counts as slow
 STEADY = 0.8  # part of the steps above which a slow rank counts as steadily slow
 SLOW_LINK = 3.0  # times the round trips of the others

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynamix.observe.findings import LEAST_EXCESS, Findings, Slow
+from dynamix.observe.findings import HOLDS_BACK, LEAST_EXCESS, Findings, Slow
 from dynamix.observe.gains import ADAPT, ALONE, BALANCE, MEET, PLAIN, WITHOUT, WORTH, Gain, Gains, Pays
 from dynamix.observe.joined import Joined
 
@@ -60,26 +60,26 @@ def _verdict(job: Joined, found: Findings) -> list[str]:
     if len(job.ranks) < 2:
         here = "Only one rank's files are here, so ranks cannot be compared."
         return [here if job.missing else "There is only one rank, so no rank waits."]
-    slow = found.slow
     network = _network(found)
     if found.verdict == "even":
         return [f"No rank holds the job back: all take about {_ms(float(np.median(found.busy_s)))} a step."]
     if found.verdict == "changing":
         return ["In each step some rank is late, but it is not always the same one."]
-    told = _slow(slow) if slow is not None else []
+    told = _slow(found.slow, found.step_s) if found.slow is not None else []
     return [network, *told] if found.verdict == "network" else [*told, *([network] if network else [])]
 
 
-def _slow(slow: Slow) -> list[str]:
+def _slow(slow: Slow, step_s: float) -> list[str]:
+    much = slow.busy_s - slow.others_s >= HOLDS_BACK * step_s
+    said = "holds the job back" if much else "is somewhat slower than the others"
     factor = slow.busy_s / max(slow.others_s, 1e-9)
     excess = {name: seconds for name, seconds in slow.excess_s.items() if abs(seconds) >= 0.0005}
     by_part = ", ".join(f"{_SHORT[name]} {1e3 * seconds:+.0f} ms" for name, seconds in excess.items())
     compared = f" ({by_part} compared with the others)" if excess else ""
     return [
-        f"Rank {slow.rank} holds the job back: its own work takes {_ms(slow.busy_s)} a step, that of the others "
-        f"{_ms(slow.others_s)} ({factor:.2f} times as long).",
-        f"Its slow part: {PARTS[slow.part]}{compared}. "
-        f"It was slow in {slow.often:.0%} of the steps{'' if slow.steady else ', on and off'}.",
+        f"Rank {slow.rank} {said}{'' if slow.steady else ' at times'}: its own work takes {_ms(slow.busy_s)} a step, "
+        f"that of the others {_ms(slow.others_s)} ({factor:.2f} times as long).",
+        f"Its slow part: {PARTS[slow.part]}{compared}. It was slow in {slow.often:.0%} of the steps.",
     ]
 
 
@@ -108,9 +108,7 @@ def _table(job: Joined, found: Findings) -> list[str]:
     """Milliseconds a step by rank and part."""
     names = list(found.parts)
     rows = [["rank", *(_SHORT[name] for name in names), "own work", "waits"]]
-    order = list(range(len(job.ranks)))
-    if len(order) > _SHOWN:
-        order = sorted(np.argsort(-found.busy_s)[:_SHOWN].tolist())
+    order = sorted(np.argsort(-found.busy_s)[:_SHOWN].tolist())
     for i in order:
         values = [*(float(found.parts[name][i]) for name in names), float(found.busy_s[i]), float(found.wait_s[i])]
         rows.append([str(job.ranks[i]), *(f"{1e3 * value:.1f}" if np.isfinite(value) else "?" for value in values)])
@@ -125,10 +123,8 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
     best, alone, without = pays.best, pays.alone, pays.without
     start = "    torchrun --nproc-per-node {} train.py  # your script, {} the device of rank {}"
     if job.missing:
-        said = (
-            f"{_who(job.missing)} no files here: on a machine that cannot see this run folder, or dead. So there is no "
-        )
-        return [f"{said}prediction, and waiting for what is missing counts as the network's time.", SEVERAL_MACHINES]
+        said = f"{_who(job.missing)} no files here: on a machine that cannot see this run folder, or dead. Nothing is "
+        return [f"{said}predicted, and waiting for what is missing counts as the network's time.", SEVERAL_MACHINES]
     if job.facts[0].get("controller"):
         said = "This job uses dynamix.Controller already, so advice for a job without it does not apply. "
         return [said + "To measure what the controller gains, write dynamix compare -- torchrun ... train.py."]
@@ -140,7 +136,8 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
         said = "Do not distribute this job: one worker alone is at least as fast as all that synchronise in every step."
         return [said, start.format(1, "on", alone.rank)]
     if best == WITHOUT and without is not None:
-        said = f"Leave rank {without.rank} out: without it the others are {without.median:.2f} times as fast."
+        times = f"{without.median:.2f} times as many samples a second as all ranks do now"
+        said = f"Leave rank {without.rank} out: the others would train {times}."
         return [said, start.format(len(job.ranks) - 1, "without", without.rank)]
     share = f"the exchange takes {pays.exchange:.0%} of a balanced step"
     said, words = {
