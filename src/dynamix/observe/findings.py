@@ -94,9 +94,7 @@ def find(job: Joined) -> Findings:
     slow, changing = _slow(job, busy, parts, mean_busy, step_s)
     ends, ratio = slow_link(job.ranks, job.facts)
     lost, moved = float(np.nanmean(wait_s)), float(transfer[0])
-    verdict = "even"
-    if slow is not None or changing:
-        verdict = "changing" if slow is None else "rank"
+    verdict = "rank" if slow is not None else "changing" if changing else "even"
     if moved > LEAST_TRANSFER * step_s and (verdict == "even" or moved > lost):
         verdict = "network"
     return Findings(verdict, step_s, mean_busy, wait_s, moved, parts, slow, ends, ratio)

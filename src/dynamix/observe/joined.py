@@ -132,8 +132,6 @@ def windows(job: Joined) -> Iterator[tuple[Window, dict[str, Any]]]:
 
 def _alike(sizes: Floats, at: Ints) -> list[Ints]:
     """The steps `at` in groups of the same sizes, ordered by their last step; one group if there were many."""
-    if not len(at):
-        return []
     kinds, which = np.unique(sizes[at], axis=0, return_inverse=True)
     if len(kinds) > 2:
         return [at]

@@ -46,9 +46,8 @@ def wrapped(text: str) -> str:
 
 
 def _head(job: Joined, found: Findings) -> str:
-    about = job.facts[0]
     seconds = float(np.nanmax(job.part("end_s"))) if job.steps else 0.0
-    what = f"{about.get('stack', '?')}, {about.get('device', '?')}"
+    what = ", ".join(str(job.facts[0].get(name, "?")) for name in ("stack", "device"))
     ranks = f"{len(job.ranks)}{f' of {job.world}' if job.missing else ''} rank{'s' if job.world > 1 else ''}"
     return (
         f"{ranks}, {job.steps} steps in {seconds:.0f} s ({what}); a step takes {_ms(found.step_s)}. "
