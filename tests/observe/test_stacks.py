@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_training_is_the_same_bit_by_bit(stacks: tuple[str, ...], tmp_path: Path
         assert result["steps"] == (jobs.STEPS // 2 if stack == "accumulated" else jobs.STEPS)
         told = json.loads((tmp_path / stack / "ranks/0/rank0.json").read_text())
         assert told["stack"] == ("FSDP2" if stack == "fsdp2" else "DDP")
-        assert (told["controller"], told["note"]) == (False, "")
+        assert (told["host"], told["gpus"], told["controller"], told["note"]) == (socket.gethostname(), "", False, "")
 
 
 def under_a_controller(rank: int, folder: str) -> None:

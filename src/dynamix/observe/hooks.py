@@ -13,6 +13,7 @@ import atexit
 import functools
 import importlib
 import os
+import socket
 import sys
 import threading
 import time
@@ -148,7 +149,8 @@ class Observer:
         self.recorder = StepRecorder(CudaClock(device) if device.type == "cuda" else CpuClock())
         self._links = Links()
         facts = {"world": world, "stack": stack, "device": device.type, "torch": self.torch.__version__}
-        facts["controller"] = any(thread.name == "dynamix-beat" for thread in threading.enumerate())  # it has this one
+        controller = any(thread.name == "dynamix-beat" for thread in threading.enumerate())  # each has this thread
+        facts |= {"controller": controller, "host": socket.gethostname(), "gpus": gpus(module)}
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._file = RankFile(Path(self.folder) / "ranks" / attempt, rank, {**facts, "started": time.time()})
         self._began_s = self._flushed_s = time.monotonic()
@@ -198,6 +200,13 @@ class Observer:
         if isinstance(value, list | tuple):
             for part in value:
                 yield from self._tensors(part)
+
+
+def gpus(model: Any) -> str:
+    """The model's GPUs as the value of CUDA_VISIBLE_DEVICES that gives a process these; empty without any."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    used = sorted({parameter.get_device() for parameter in model.parameters() if parameter.is_cuda})
+    return ",".join(named[at] if at < len(named) and named[at] else str(at) for at in used)
 
 
 watch: Observer | None = None  # of this process

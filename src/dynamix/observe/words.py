@@ -120,7 +120,6 @@ def _table(job: Joined, found: Findings) -> list[str]:
 def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
     """The rung that is predicted to be best, and the line to write."""
     best, alone, without = pays.best, pays.alone, pays.without
-    start = "    torchrun --nproc-per-node {} train.py  # your script, {} the device of rank {}"
     if job.missing:
         said = f"{_who(job.missing)} no files here: on a machine that cannot see this run folder, or dead. Nothing is "
         return [f"{said}predicted, and waiting for what is missing counts as the network's time.", SEVERAL_MACHINES]
@@ -133,11 +132,11 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
         return [f"Nothing to gain: stay with plain {job.facts[0].get('stack', 'DDP')}. There is nothing to write."]
     if best == ALONE and alone is not None:
         said = "Do not distribute this job: one worker alone is at least as fast as all that synchronise in every step."
-        return [said, start.format(1, "on", alone.rank)]
+        return [said, _start(job, alone.rank, alone=True)]
     if best == WITHOUT and without is not None:
         times = f"{without.median:.2f} times as many samples a second as all ranks do now"
         said = f"Leave rank {without.rank} out: the others would train {times}."
-        return [said, start.format(len(job.ranks) - 1, "without", without.rank)]
+        return [said, _start(job, without.rank, alone=False)]
     share = f"the exchange takes {pays.exchange:.0%} of a balanced step"
     said, words = {
         BALANCE: ("Begin with balance: shares move, the global batch stays.", ""),
@@ -148,6 +147,18 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
     pieces, loop = (f", accumulate={gains.pieces}", "loop") if gains.pieces > 1 else ("", "tutorial")
     line = f"    dynamix.Controller(policy='goodput', batch_size={size}{pieces}{words})"
     return [said, f"{line}  # docs/{loop}.md has the other lines"]
+
+
+def _start(job: Joined, rank: int | None, *, alone: bool) -> str:
+    """What to start on the host of `rank`: the script on its GPU alone, or on the GPUs of the host's other ranks."""
+    own = next(one for one in job.facts if one["rank"] == rank)
+    kept = [one for one in job.facts if one.get("host") == own.get("host") and (one is own) == alone]
+    where = f"on host {own.get('host', f'of rank {rank}')}{'' if alone else ', any other host as before'}"
+    if not kept:
+        return f"    # your command, but nothing {where}"
+    named = ",".join(one["gpus"] for one in kept if one.get("gpus"))
+    program = f"CUDA_VISIBLE_DEVICES={named} torchrun" if named else "torchrun"
+    return f"    {program} --nproc-per-node {len(kept)} train.py  # your script, {where}"
 
 
 def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[str]:
