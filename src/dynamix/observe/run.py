@@ -43,15 +43,16 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
     text = tell(job, found, gains, pays, about.get("exit_code"))
     result = {"schema": SCHEMA, "command": "observe", "cluster": cluster(), **about, **_result(job, found, gains, pays)}
     result |= {"text": text, "folder": str(folder)}
-    unwritten = []
+    unwritten: dict[str, str] = {}
     files = {"events.jsonl": _events(told), "report.txt": wrapped(text), "result.json": as_json(result)}
     for name, content in files.items():
         try:
             RunFolder.at(folder).write(name, content)
         except OSError as error:  # the disk is full, or the folder belongs to someone else: the report stays of use
-            unwritten.append(f"{name} ({error.strerror})")
+            unwritten[name] = str(error.strerror)
     if unwritten:
-        result["text"] += f"Note: could not be written in {folder}: {', '.join(unwritten)}.\n"
+        why = ", ".join(sorted(set(unwritten.values())))
+        result["text"] += f"Note: in {folder} could not be written: {', '.join(unwritten)} ({why}).\n"
     return result
 
 
