@@ -149,7 +149,8 @@ class Observer:
         self.recorder = StepRecorder(CudaClock(device) if device.type == "cuda" else CpuClock())
         self._links = Links()
         facts = {"world": world, "stack": stack, "device": device.type, "torch": self.torch.__version__}
-        controller = any(thread.name == "dynamix-beat" for thread in threading.enumerate())  # each has this thread
+        # Each controller of several ranks has this thread. A script that only imports dynamix has none.
+        controller = any(thread.name == "dynamix-beat" for thread in threading.enumerate())
         facts |= {"controller": controller, "host": socket.gethostname(), "gpus": gpus(module)}
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._file = RankFile(Path(self.folder) / "ranks" / attempt, rank, {**facts, "started": time.time()})
