@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import resource
 import time
 from array import array
 from pathlib import Path
@@ -19,7 +21,7 @@ from dynamix.observe.joined import join, windows
 from dynamix.observe.pays import weigh
 from dynamix.observe.rank_file import RankFile
 from dynamix.observe.recorder import FIELDS
-from dynamix.observe.run import conclude, read
+from dynamix.observe.run import conclude, read, say
 from dynamix.observe.words import tell, wrapped
 from dynamix_lab.emulator import keeper
 from tests.observe.files import TRANSFER_S, write
@@ -45,6 +47,15 @@ def test_the_slow_rank_its_part_and_its_victims_are_named(extra: dict[str, float
     np.testing.assert_allclose(np.delete(found.wait_s, 2), sum(extra.values()), rtol=0.1)
     assert found.transfer_s == pytest.approx(TRANSFER_S, rel=0.1)
     assert found.slow.late == found.slow.often == 1.0
+
+
+@pytest.mark.parametrize(
+    ("more_s", "says"), [(0.008, "is somewhat slower than the others"), (0.03, "holds the job back")]
+)
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_words_for_a_slow_rank_fit_its_size(more_s: float, says: str, every: int, tmp_path: Path) -> None:
+    write(tmp_path, [{}, {}, {"forward": every * more_s}], when=lambda step: step % every == 0)
+    assert f"Rank 2 {says}{' at times' if every > 1 else ''}: its own work" in conclude(tmp_path)["text"]
 
 
 def test_only_a_job_on_emulated_hosts_is_called_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +109,24 @@ def test_the_run_folder_is_what_a_report_reads(tmp_path: Path) -> None:
     assert read(tmp_path)["rank"] == 1
 
 
+@pytest.mark.parametrize(("most_bytes", "lost"), [(0, 3), (5000, 1)])
+def test_a_full_disk_does_not_lose_the_report(most_bytes: int, lost: int, tmp_path: Path) -> None:
+    """A limit on the size of files stands for it. With 5,000 bytes only events.jsonl does not fit."""
+    write(tmp_path, [{}, {"forward": 0.03}])
+    before, said = resource.getrlimit(resource.RLIMIT_FSIZE), io.StringIO()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        result = say(tmp_path, said)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result is not None
+    assert "Rank 1 holds the job back" in said.getvalue()
+    (line,) = (line for line in result["text"].splitlines() if "could not be written" in line)
+    assert [name in line for name in ("events.jsonl", "report.txt", "result.json")] == [True, lost > 1, lost > 1]
+    assert [(tmp_path / name).exists() for name in ("report.txt", "result.json")] == [lost == 1] * 2
+    assert "could not be written" not in conclude(tmp_path)["text"]
+
+
 def test_what_does_not_depend_on_the_batch_is_said_not_to_balance(tmp_path: Path) -> None:
     write(tmp_path, [{}, {"forward": 0.02}, {}, {}])
     job = join(tmp_path)
@@ -142,12 +171,29 @@ def test_what_is_missing_or_cut_is_said_and_what_is_foreign_is_refused(tmp_path:
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "ended": False}))
     result = conclude(tmp_path)
     assert (result["steps"], result["missing"], result["unfinished"], result["rank"]) == (40, [3], [2], 1)
-    assert "Rank 3 has written nothing: dead, or on a machine" in result["text"]
-    assert "Rank 2 has not reported the end of training" in result["text"]
+    assert "Rank 3 has no files here: on a machine that cannot see this run folder, or dead." in result["text"]
+    assert result["gains"]["best"] is None
+    assert "Rank 2 has not reported the end of training: still running, or dead." in result["text"]
+    assert "end of training: the command ended first, with exit code 137." in conclude(tmp_path, exit_code=137)["text"]
+    assert "with exit code 137" in read(tmp_path)["text"]
     facts.write_text('{"schema": 99}')
     refused(StateError, "schema 99", conclude, tmp_path)
     facts.write_text("{")
     refused(StateError, "rank 2", conclude, tmp_path)
+
+
+@pytest.mark.parametrize("here", [1, 2])
+def test_of_a_node_without_the_others_files_nothing_is_predicted(here: int, tmp_path: Path) -> None:
+    """With two ranks here of four, the others' time is not known: it would count as that of the network."""
+    write(tmp_path, [{}] * here, world=2 * here, transfer_s=0.2)
+    text = conclude(tmp_path)["text"]
+    assert text.startswith(f"{here} of {2 * here} ranks, 60 steps")
+    assert f"{'Rank 1 has' if here == 1 else 'Ranks 2, 3 have'} no files here" in text
+    assert "with a folder that all of them share" in text
+    assert "dynamix observe --read" in text
+    assert not any(
+        said in text for said in ("There is only one rank", "plain DDP", "Controller", "times (", "--nproc-per-node")
+    )
 
 
 def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

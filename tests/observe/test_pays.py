@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
 from dynamix.observe.gains import Gain, Gains, Pays, best_rung
+from dynamix.observe.hooks import gpus
 from dynamix.observe.recorder import FIELDS
 from dynamix.observe.run import conclude
 from tests.observe.files import OWN_S, TRANSFER_S, write
@@ -32,6 +36,8 @@ def test_of_three_with_one_at_a_tenth_the_others_are_faster_without_it(tmp_path:
     assert gains["without"]["low"] <= gains["without"]["median"] <= gains["without"]["high"]
     assert "if rank 2 stays as slow" in text
     assert "It was slow in 100% of the steps." in text
+    times = f"{gains['without']['median']:.2f} times as many samples a second as all ranks do now."
+    assert f"Leave rank 2 out: the others would train {times}" in text
 
 
 def test_of_two_with_one_at_a_tenth_the_other_alone_is_faster(tmp_path: Path) -> None:
@@ -40,8 +46,47 @@ def test_of_two_with_one_at_a_tenth_the_other_alone_is_faster(tmp_path: Path) ->
     assert gains["alone"]["median"] == pytest.approx((10 * OWN_S + TRANSFER_S) / (2 * OWN_S), rel=0.02)  # 5.0
     after_head = text.splitlines()[2:4]
     assert after_head[0].endswith("one worker alone is at least as fast as all that synchronise in every step.")
-    assert after_head[1].split("#")[0].strip() == "torchrun --nproc-per-node 1 train.py"
-    assert "on the device of rank 1" in after_head[1]
+    assert after_head[1] == "    torchrun --nproc-per-node 1 train.py  # your script, on host of rank 1"  # older files
+
+
+# Hosts of four ranks, their GPUs, the slow rank and how slow, and what to start there: all but it, or it alone.
+STARTS: list[tuple[str, str, int, int, str]] = [
+    ("aaaa", "0123", 0, 9, "CUDA_VISIBLE_DEVICES=1,2,3 torchrun --nproc-per-node 3 train.py  # your script,"),
+    ("aabb", "0101", 3, 9, "CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 1 train.py  # your script,"),
+    ("aaab", "0120", 3, 9, "# your command, but nothing"),
+    ("aabb", "----", 3, 9, "torchrun --nproc-per-node 1 train.py  # your script,"),
+    ("aabb", "3210", 3, 0, "CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 1 train.py  # your script,"),
+]
+
+
+@pytest.mark.parametrize(("hosts", "gpus", "slow", "times", "line"), STARTS)
+def test_the_line_to_start_names_the_devices(
+    hosts: str, gpus: str, slow: int, times: int, line: str, tmp_path: Path
+) -> None:
+    """With `times` 0 the exchange takes long, and the slow rank is the fastest of all: it should work alone."""
+    more = [{"forward": 0.001} if times == 0 else {} for _ in range(4)]
+    more[slow] = {name: times * seconds / 9 for name, seconds in NINE_TENTHS.items()}
+    write(tmp_path, more, transfer_s=TRANSFER_S if times else 1.0)
+    for rank, (host, gpu) in enumerate(zip(hosts, gpus, strict=True)):
+        path = tmp_path / f"ranks/0/rank{rank}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "host": host, "gpus": gpu.strip("-")}))
+    rest = ", any other host as before" if times else ""
+    assert f"\n    {line} on host {hosts[slow]}{rest}\n" in conclude(tmp_path)["text"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "named"), [(None, "1,2"), ("", "1,2"), ("4,5,6", "5,6"), ("GPU-a,GPU-b,c", "GPU-b,c")]
+)
+def test_gpus_are_named_as_a_new_process_must_name_them(
+    visible: str | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with FakeTensorMode():  # this machine need not have any
+        model = torch.nn.ParameterList([torch.empty(2, device=f"cuda:{at}") for at in (2, 1, 2)])
+        assert gpus(model) == named
+    assert gpus(torch.nn.Linear(2, 2)) == ""
 
 
 HALF_SPEED = {name: seconds / 9 for name, seconds in NINE_TENTHS.items()}
@@ -88,7 +133,7 @@ def test_in_doubt_plain_ddp_is_named(balance: Gain, follows: bool, best: str) ->
 def test_slowness_that_came_and_went_is_told_from_a_steady_one(tmp_path: Path) -> None:
     gains, text = told(tmp_path, [{}, {}, {"forward": 0.2}], when=lambda step: step // 15 % 2 == 0)
     assert "if rank 2 is slow as often as in this run" in text
-    assert "of the steps, on and off" in text
+    assert "Rank 2 holds the job back at times: " in text
     assert gains["without"]["low"] < 0.8 < gains["without"]["median"] < 2.0 < gains["without"]["high"]
     assert gains["best"] == "balance"  # a rank that is slow now and then is not left out
 

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+import dynamix
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError
 from dynamix.observe import __main__ as observe_main
@@ -65,7 +67,33 @@ def test_training_is_the_same_bit_by_bit(stacks: tuple[str, ...], tmp_path: Path
         assert result["steps"] == (jobs.STEPS // 2 if stack == "accumulated" else jobs.STEPS)
         told = json.loads((tmp_path / stack / "ranks/0/rank0.json").read_text())
         assert told["stack"] == ("FSDP2" if stack == "fsdp2" else "DDP")
-        assert not told["note"]
+        assert (told["host"], told["gpus"], told["controller"], told["note"]) == (socket.gethostname(), "", False, "")
+
+
+def under_a_controller(rank: int, folder: str) -> None:
+    watch = hooks.start(torch, folder)
+    controller = dynamix.Controller("static", jobs.BATCH)
+    data = jobs.Samples({"data": 0.01 * rank}, 20 * jobs.BATCH)
+    net = torch.nn.Linear(20, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    model = controller.wrap(torch.nn.parallel.DistributedDataParallel(net), optimizer)
+    for x, y in torch.utils.data.DataLoader(data, batch_sampler=controller.batch_sampler(data, seed=0)):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step(loss=loss)
+    watch.stop()
+    controller.close()
+
+
+def test_a_job_under_a_controller_gets_no_advice_for_plain_ddp(tmp_path: Path) -> None:
+    run_ranks(under_a_controller, 2, str(tmp_path))
+    result = conclude(tmp_path)
+    assert result["gains"]["best"] is None
+    assert "This job uses dynamix.Controller already" in result["text"]
+    assert not any(said in result["text"] for said in ("plain DDP,", "Predicted", "policy='goodput'"))
+    assert result["rank"] == 1
 
 
 def test_a_script_of_two_ranks_is_observed_from_its_command_line(tmp_path: Path) -> None:

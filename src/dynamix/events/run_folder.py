@@ -67,17 +67,23 @@ class RunFolder:
         """Write run.json: what runs, with which versions, on which machine; `fields` are added."""
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         known = {"schema": SCHEMA, "commit": commit(), "started": started, "argv": sys.argv}
-        self._write("run.json", {**known, "versions": versions(), "machine": machine(), **fields})
+        self.write("run.json", as_json({**known, "versions": versions(), "machine": machine(), **fields}))
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json: exactly the output of --json."""
-        self._write("result.json", result)
+        self.write("result.json", as_json(result))
 
-    def _write(self, name: str, content: dict[str, Any]) -> None:
+    def write(self, name: str, content: str) -> None:
+        """Write one file as a whole: until it is complete, an earlier one stays."""
         target = self.path / name
         unfinished = target.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.write_text(content, encoding="utf-8")
         unfinished.replace(target)
+
+
+def as_json(content: dict[str, Any]) -> str:
+    """The text of a JSON file."""
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def row_folder(name: str) -> str:

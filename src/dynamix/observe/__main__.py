@@ -10,7 +10,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from dynamix.errors import ConfigError, DynamixError
 
@@ -80,15 +79,14 @@ def run(folder: Path, rank: int, asked: argparse.Namespace) -> None:
     from dynamix.observe.never_fatal import never_fatal
     from dynamix.startup.sitecustomize import after_import
 
-    after_import("torch", functools.partial(_start, str(folder.resolve())))
+    after_import("torch", functools.partial(hooks.start, folder=str(folder.resolve())))
     speaker = _speaker(folder, asked.every) if rank == 0 and asked.every else None
     folder = folder.resolve()  # the script may change the working directory
     try:
         play(asked)
     finally:
-        if speaker is not None and speaker.stdin is not None:
-            speaker.stdin.close()
-            speaker.wait()
+        if speaker is not None:
+            speaker.communicate()  # closes its standard input
         if hooks.watch is not None:
             never_fatal(hooks.watch, hooks.watch.stop)()
         if rank == 0:
@@ -109,12 +107,6 @@ def play(asked: argparse.Namespace) -> None:
     else:
         sys.path[0] = str(Path(asked.script[0]).resolve().parent)
         runpy.run_path(asked.script[0], run_name="__main__")
-
-
-def _start(folder: str, torch: Any) -> None:
-    from dynamix.observe import hooks
-
-    hooks.start(torch, folder)
 
 
 def _speaker(folder: Path, every_s: float) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -55,17 +56,8 @@ def run_command(
 
 def _followed(job: Job, every_s: float | None, tell: Callable[[Job], object]) -> int:
     while True:
-        try:
-            while (code := _waited(job, every_s)) is None:
+        with contextlib.suppress(KeyboardInterrupt):  # from the terminal, which also sent it to the job
+            try:
+                return job.wait(every_s)
+            except subprocess.TimeoutExpired:
                 tell(job)
-            return code
-        except KeyboardInterrupt:  # from the terminal, which also sent it to the job
-            continue
-
-
-def _waited(job: Job, every_s: float | None) -> int | None:
-    """Its exit code; None if it still runs after `every_s`."""
-    try:
-        return job.wait(every_s)
-    except subprocess.TimeoutExpired:
-        return None

@@ -12,6 +12,7 @@ from dynamix.observe.joined import Joined
 from dynamix.window import Floats
 
 LEAST_EXCESS = 0.05  # part of a step's time above which a rank counts as slow
+HOLDS_BACK = 0.2  # part of a step's time above which a slow rank holds the job back; below it is somewhat slower
 LEAST_TRANSFER = 0.10  # part of a step's time above which the network counts as slow
 STEADY = 0.8  # part of the steps above which a slow rank counts as steadily slow
 SLOW_LINK = 3.0  # times the round trips of the others
@@ -93,9 +94,7 @@ def find(job: Joined) -> Findings:
     slow, changing = _slow(job, busy, parts, mean_busy, step_s)
     ends, ratio = slow_link(job.ranks, job.facts)
     lost, moved = float(np.nanmean(wait_s)), float(transfer[0])
-    verdict = "even"
-    if slow is not None or changing:
-        verdict = "changing" if slow is None else "rank"
+    verdict = "rank" if slow is not None else "changing" if changing else "even"
     if moved > LEAST_TRANSFER * step_s and (verdict == "even" or moved > lost):
         verdict = "network"
     return Findings(verdict, step_s, mean_busy, wait_s, moved, parts, slow, ends, ratio)

@@ -124,11 +124,10 @@ def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
     now = latest.batch_size
     model = model.update(dataclasses.replace(latest, step=np.asarray(float(model.step) + 1)))
     sizes = _balanced(model, int(now.sum()))
-    twice = _balanced(model, 2 * int(now.sum()))
     meet, apart = _meet(model, latest)
     return Gains(
         _gain(model, sizes, now),
-        _gain(model, twice, now),
+        _gain(model, _balanced(model, 2 * int(now.sum())), now),
         meet,
         sizes.tolist(),
         now.tolist(),
@@ -145,8 +144,7 @@ def _whole(window: Window) -> Window:
 
 
 def _in_parts(window: Window) -> Window:
-    base = window.base_batch * UNIT
-    return dataclasses.replace(window, batch_size=window.batch_size * UNIT, base_batch=base)
+    return dataclasses.replace(window, batch_size=window.batch_size * UNIT, base_batch=window.base_batch * UNIT)
 
 
 def _balanced(model: JobModel, total: int) -> Ints:

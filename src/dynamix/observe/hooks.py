@@ -13,7 +13,9 @@ import atexit
 import functools
 import importlib
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +28,7 @@ from dynamix.startup.sitecustomize import after_import
 
 FLUSH_S = 2.0
 FOLDER_VARIABLE = "DYNAMIX_OBSERVE"  # names the folder for a rank's steps
-CALLED = "dynamix.observe.hooks:start_as_asked"  # called by `dynamix.startup` with torch
+CALLED = "dynamix.observe.hooks:start"  # called by `dynamix.startup` with torch
 MOST_VARIABLE = "DYNAMIX_OBSERVE_STEPS"  # limits the number of observed steps
 MOST_STEPS = 200_000
 _IDLE, _FORWARD, _BACKWARD, _AFTER = range(4)  # _AFTER: between a backward pass and the end of the step
@@ -38,7 +40,6 @@ class Observer:
     def __init__(self, torch: Any, folder: str, most_steps: int = MOST_STEPS) -> None:
         self.torch, self.folder, self.most_steps = torch, folder, most_steps
         self.recorder: StepRecorder | None = None
-        self.stack = ""  # the wrapper that trains, such as "DDP"
         self.on = True
         self._file: Any = None
         self._links: Any = None
@@ -146,8 +147,11 @@ class Observer:
         rank, world = (distributed.get_rank(), distributed.get_world_size()) if there else (0, 1)
         device = next((p.device for p in module.parameters()), self.torch.device("cpu"))
         self.recorder = StepRecorder(CudaClock(device) if device.type == "cuda" else CpuClock())
-        self._links, self.stack = Links(), stack
+        self._links = Links()
         facts = {"world": world, "stack": stack, "device": device.type, "torch": self.torch.__version__}
+        # Each controller of several ranks has this thread. A script that only imports dynamix has none.
+        controller = any(thread.name == "dynamix-beat" for thread in threading.enumerate())
+        facts |= {"controller": controller, "host": socket.gethostname(), "gpus": gpus(module)}
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._file = RankFile(Path(self.folder) / "ranks" / attempt, rank, {**facts, "started": time.time()})
         self._began_s = self._flushed_s = time.monotonic()
@@ -199,18 +203,28 @@ class Observer:
                 yield from self._tensors(part)
 
 
+def gpus(model: Any) -> str:
+    """The model's GPUs as the value of CUDA_VISIBLE_DEVICES that gives a process these; empty without any."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    used = sorted({parameter.get_device() for parameter in model.parameters() if parameter.is_cuda})
+    return ",".join(named[at] if at < len(named) and named[at] else str(at) for at in used)
+
+
 watch: Observer | None = None  # of this process
 
 
-def start(torch: Any, folder: str) -> Observer:
-    """Observe this process from now on, to `folder`. If torch lacks a hook, only observing ends."""
+def start(torch: Any, folder: str | None = None) -> Observer:
+    """Observe this process from now on, to `folder`; None: the one that the environment names.
+
+    If torch lacks a hook, only observing ends.
+    """
     global watch
     try:
         most = int(os.environ.get(MOST_VARIABLE, MOST_STEPS))
     except ValueError:
         print(f"dynamix observe: {MOST_VARIABLE} is no whole number; {MOST_STEPS} is taken", file=sys.stderr)
         most = MOST_STEPS
-    watch = Observer(torch, folder, most)
+    watch = Observer(torch, folder or os.environ[FOLDER_VARIABLE], most)
     os.register_at_fork(after_in_child=watch.forked)
     never_fatal(watch, distributed_data_parallel)(torch, watch)
     never_fatal(watch, optimizers)(torch, watch)
@@ -219,26 +233,27 @@ def start(torch: Any, folder: str) -> Observer:
     return watch
 
 
-def start_as_asked(torch: Any) -> None:
-    """`start`, to the folder that the environment names."""
-    start(torch, os.environ[FOLDER_VARIABLE])
-
-
 def distributed_data_parallel(torch: Any, watch: Observer) -> None:
     """Hooks the passes of `DistributedDataParallel`, and its exchange of buffers."""
     if not torch.distributed.is_available():
         return
     ddp = torch.nn.parallel.DistributedDataParallel
-    forward, sync_buffers = ddp.forward, ddp._sync_buffers
+    sync_buffers = ddp._sync_buffers
     begins, ended, waits = (never_fatal(watch, f) for f in (watch.forward_begins, watch.forward_ended, watch.waits))
 
-    @functools.wraps(forward)
-    def observed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not begins("DDP", self, args, kwargs):
-            return forward(self, *args, **kwargs)
-        output = forward(self, *args, **kwargs)
-        ended(output)
-        return output
+    def observed(call: Any, wrapper: Callable[[Any], Any]) -> Any:
+        """`call`, a method whose object's `wrapper` makes its calls passes if that is DDP."""
+
+        @functools.wraps(call)
+        def observed_pass(self: Any, *args: Any, **kwargs: Any) -> Any:
+            within = None if torch.compiler.is_compiling() else wrapper(self)
+            if not isinstance(within, ddp) or not begins("DDP", within, args, kwargs):
+                return call(self, *args, **kwargs)
+            output = call(self, *args, **kwargs)
+            ended(output)
+            return output
+
+        return observed_pass
 
     @functools.wraps(sync_buffers)
     def observed_buffers(self: Any) -> None:
@@ -247,21 +262,12 @@ def distributed_data_parallel(torch: Any, watch: Observer) -> None:
         if over is not None:
             over()
 
-    ddp.forward, ddp._sync_buffers = observed_forward, observed_buffers
+    ddp.forward, ddp._sync_buffers = observed(ddp.forward, lambda model: model), observed_buffers
 
     def compiled(module: Any) -> None:
         """Hooks `torch.compile(DDP(...))`, which traces DDP's forward: the compiled module's calls are the passes."""
-        call = module.OptimizedModule.__call__
-
-        @functools.wraps(call)
-        def observed_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(self._orig_mod, ddp) or not begins("DDP", self._orig_mod, args, kwargs):
-                return call(self, *args, **kwargs)
-            output = call(self, *args, **kwargs)
-            ended(output)
-            return output
-
-        module.OptimizedModule.__call__ = observed_call
+        outer = module.OptimizedModule
+        outer.__call__ = observed(outer.__call__, lambda model: model._orig_mod)
 
     after_import("torch._dynamo.eval_frame", never_fatal(watch, compiled))
 
@@ -269,18 +275,13 @@ def distributed_data_parallel(torch: Any, watch: Observer) -> None:
 def optimizers(torch: Any, watch: Observer) -> None:
     """Hooks the steps of all torch optimizers."""
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides its name
-    before, after = never_fatal(watch, watch.before_update), never_fatal(watch, watch.updated)
 
-    def begins(*_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            before()
+    def unless_compiling(method: Callable[[], None]) -> Callable[..., None]:
+        hook = never_fatal(watch, method)
+        return lambda *_: None if torch.compiler.is_compiling() else hook()
 
-    def ends(*_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            after()
-
-    module.register_optimizer_step_pre_hook(begins)
-    module.register_optimizer_step_post_hook(ends)
+    module.register_optimizer_step_pre_hook(unless_compiling(watch.before_update))
+    module.register_optimizer_step_post_hook(unless_compiling(watch.updated))
 
 
 def loaders(module: Any, watch: Observer) -> None:

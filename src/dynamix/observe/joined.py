@@ -71,30 +71,30 @@ class Joined:
         return sorted(set(range(self.world)) - set(self.ranks))
 
     @property
+    def predictable(self) -> bool:
+        """Whether gains can be predicted: every rank's work is known, and no controller has changed it already."""
+        return not self.missing and not self.facts[0].get("controller")
+
+    @property
     def unfinished(self) -> list[int]:
         """Ranks whose file does not say that they ended."""
         return [rank for rank, facts in zip(self.ranks, self.facts, strict=True) if not facts.get("ended")]
 
 
-def attempts_in(folder: Path) -> list[int]:
-    """Starts of the job that have written to the run folder: 0, and one for each restart."""
-    return sorted(int(path.name) for path in (folder / "ranks").glob("*") if path.name.isdigit() and ranks_in(path))
-
-
 def join(folder: Path) -> Joined:
     """The steps that the ranks have written since the job last started. Raises `StateError` if there are none."""
-    attempts = attempts_in(folder)
-    if not attempts:
+    starts = [int(path.name) for path in (folder / "ranks").glob("*") if path.name.isdigit() and ranks_in(path)]
+    if not starts:
         why = "no rank has trained a model under DistributedDataParallel or fully_shard there, or none has ended a step"
         raise StateError(f"{folder} holds no observed steps: {why}")
-    place = folder / "ranks" / str(attempts[-1])
+    place = folder / "ranks" / str(max(starts))
     found = [read_rank(place, rank) for rank in ranks_in(place)]
     steps = min(len(one.rows) for one in found)
     rows = np.stack([one.rows[:steps].T for one in found], -1)
     facts = [one.facts for one in found]
     kept, pauses = _kept(rows)
     world = max(int(one.get("world", 1)) for one in facts)
-    return Joined([int(one["rank"]) for one in facts], world, rows, kept, pauses, facts, attempts[-1])
+    return Joined([int(one["rank"]) for one in facts], world, rows, kept, pauses, facts, max(starts))
 
 
 def _kept(rows: Floats) -> tuple[np.ndarray, list[int]]:
@@ -132,8 +132,6 @@ def windows(job: Joined) -> Iterator[tuple[Window, dict[str, Any]]]:
 
 def _alike(sizes: Floats, at: Ints) -> list[Ints]:
     """The steps `at` in groups of the same sizes, ordered by their last step; one group if there were many."""
-    if not len(at):
-        return []
     kinds, which = np.unique(sizes[at], axis=0, return_inverse=True)
     if len(kinds) > 2:
         return [at]

@@ -18,14 +18,13 @@ STRETCHES = 10  # equal stretches of the steps; a range covers most of them
 def weigh(job: Joined, found: Findings, gains: Gains) -> Pays:
     """Compare what fewer workers would reach with what all of them could gain, and find the best of all."""
     slow = found.slow
-    alone = _alone(job)
     without = None if slow is None else _without(job, job.ranks.index(slow.rank))
     unsteady = found.verdict == "changing" or (slow is not None and not slow.steady)
     followed = _followed(job) if unsteady else None
     balance = followed or gains.balance
     balanced = 1.0 if balance is None else max(balance.median, 1.0)
     exchange = balanced * found.transfer_s / found.step_s if found.step_s else float("nan")
-    pays = Pays(alone, without, balance, followed is not None, exchange, None)
+    pays = Pays(_alone(job), without, balance, followed is not None, exchange, None)
     can_meet = job.facts[0].get("stack") == "DDP" and gains.pieces == 1  # requirements of meet="auto"
     return dataclasses.replace(pays, best=best_rung(pays, gains, leave=not unsteady, can_meet=can_meet))
 
@@ -73,7 +72,7 @@ def _beside_now(job: Joined, samples: Floats, seconds: Floats, rank: int | None 
     all_samples, busy, exchange = _kept(job)
     trained, took = all_samples.sum(-1), (busy + exchange).mean(-1)
     known = np.isfinite(samples + seconds + trained + took) & (seconds > 0)
-    if job.missing or known.sum() < LEAST_WINDOW:
+    if not job.predictable or known.sum() < LEAST_WINDOW:
         return None
     rows = np.stack([samples, seconds, trained, took])[:, known]
     parts = np.stack([part.sum(-1) for part in np.array_split(rows, min(STRETCHES, rows.shape[1]), axis=1)], -1)

@@ -49,7 +49,7 @@ class StepRecorder:
         self.steps = 0
         self._parts: list[int] = []
         self._marks: list[Any] = []
-        self._samples, self._passes, self._loader_s = 0.0, 0, 0.0
+        self._samples, self.passes, self._loader_s = 0.0, 0, 0.0  # of the open step
         self._closed: deque[tuple[list[int], list[Any], float, int, float, float]] = deque()
         self._last: Any = None  # the mark that ended the step before
         self._rows = array("f")
@@ -62,7 +62,7 @@ class StepRecorder:
 
     def passed(self, samples: float) -> None:
         """Count a forward pass of `samples`; NaN if their number is unknown."""
-        self._passes += 1
+        self.passes += 1
         self._samples += samples
 
     def loaded(self, seconds: float) -> None:
@@ -72,17 +72,12 @@ class StepRecorder:
     def close(self, end_s: float) -> None:
         """End an optimizer step, `end_s` after observing began."""
         self.mark(UPDATE)
-        self._closed.append((self._parts, self._marks, self._samples, self._passes, self._loader_s, end_s))
+        self._closed.append((self._parts, self._marks, self._samples, self.passes, self._loader_s, end_s))
         self._parts, self._marks = [], []
-        self._samples, self._passes, self._loader_s = 0.0, 0, 0.0
+        self._samples, self.passes, self._loader_s = 0.0, 0, 0.0
         self.steps += 1
         if len(self._closed) >= _TOGETHER:
             self._resolve_all()
-
-    @property
-    def passes(self) -> int:
-        """The passes of the open step."""
-        return self._passes
 
     def take(self) -> array[float]:
         """The rows since the last call, concatenated, up to the last step that the device has finished."""

@@ -8,13 +8,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from dynamix.errors import ConfigError, StateError
-from dynamix.events.records import SCHEMA, EventLog, plain
-from dynamix.events.run_folder import RunFolder
+from dynamix.events.records import SCHEMA, line_of, plain
+from dynamix.events.run_folder import RunFolder, as_json
 from dynamix.observe.command import check_command, run_command
 from dynamix.observe.findings import Findings, find
 from dynamix.observe.gains import Gains, Pays, predict
@@ -23,6 +23,7 @@ from dynamix.observe.joined import Joined, join, windows
 from dynamix.observe.pays import weigh
 from dynamix.observe.words import tell, wrapped
 from dynamix.startup.sitecustomize import called_environment
+from dynamix.window import Window
 
 _EMULATED = "DYNAMIX_EMULATED"  # every process of an emulation has this variable
 LATEST_S = 10.0  # limit of rank 0's wait for the others' last rows
@@ -31,30 +32,37 @@ LATEST_S = 10.0  # limit of rank 0's wait for the others' last rows
 def conclude(folder: Path, **about: Any) -> dict[str, Any]:
     """Write events.jsonl, report.txt and result.json from what the ranks have written so far; returns the result.
 
-    Raises `StateError` if no rank has written a step.
+    If one cannot be written, the result's `text` says so. Raises `StateError` if no rank has written a step.
     """
     job = join(folder)
     if not job.kept.any():
         raise StateError(f"{folder} holds {job.steps} steps: too few to say anything")
     found, told = find(job), list(windows(job))
-    gains = predict([window for window, _ in told], sizes_known=job.samples_known)
+    gains = predict([window for window, _ in told if job.predictable], sizes_known=job.samples_known)
     pays = weigh(job, found, gains)
-    unfinished = folder / "events.unfinished"
-    unfinished.write_bytes(b"")
-    with EventLog(unfinished) as log:
-        for index, (window, more) in enumerate(told):
-            sizes = window.batch_size.tolist()
-            known = {"window_index": index, "window": window, "decision": "keep", "allocation": sizes, "began_at": 0}
-            log.write(
-                **known, from_step=0, time_s=more["time_s"], samples_seen=more["samples_seen"], parts=more["parts"]
-            )
-    unfinished.replace(folder / "events.jsonl")
-    text = tell(job, found, gains, pays)
-    (folder / "report.txt").write_text(wrapped(text), encoding="utf-8")
+    text = tell(job, found, gains, pays, about.get("exit_code"))
     result = {"schema": SCHEMA, "command": "observe", "cluster": cluster(), **about, **_result(job, found, gains, pays)}
     result |= {"text": text, "folder": str(folder)}
-    RunFolder.at(folder).write_result(result)
+    unwritten: dict[str, str] = {}
+    files = {"events.jsonl": _events(told), "report.txt": wrapped(text), "result.json": as_json(result)}
+    for name, content in files.items():
+        try:
+            RunFolder.at(folder).write(name, content)
+        except OSError as error:  # the disk is full, or the folder belongs to someone else: the report stays of use
+            unwritten[name] = str(error.strerror)
+    if unwritten:
+        why = ", ".join(sorted(set(unwritten.values())))
+        result["text"] += f"Note: in {folder} could not be written: {', '.join(unwritten)} ({why}).\n"
     return result
+
+
+def _events(told: Sequence[tuple[Window, dict[str, Any]]]) -> str:
+    """The lines of events.jsonl."""
+    lines = []
+    for index, (window, more) in enumerate(told):
+        known = {"window_index": index, "window": window, "decision": "keep", "from_step": 0, "began_at": 0, **more}
+        lines.append(line_of({**known, "allocation": window.batch_size.tolist()}).decode())
+    return "".join(lines)
 
 
 def cluster() -> str:
@@ -67,8 +75,11 @@ def _result(job: Joined, found: Findings, gains: Gains, pays: Pays) -> dict[str,
     of_found = ("verdict", "rank", "part", "step_s", "busy_s", "wait_s", "parts", "slow_link", "link_ratio")
     told = {name: getattr(job, name) for name in of_job} | {name: getattr(found, name) for name in of_found}
     slow = None if found.slow is None else dataclasses.asdict(found.slow)
-    told |= {"exchange_s": found.transfer_s, "slow": slow}
-    told |= {"gains": {**dataclasses.asdict(gains), **dataclasses.asdict(pays)}}
+    told |= {
+        "exchange_s": found.transfer_s,
+        "slow": slow,
+        "gains": dataclasses.asdict(gains) | dataclasses.asdict(pays),
+    }
     return dict(plain(told))
 
 
@@ -81,7 +92,7 @@ def say(folder: Path, out: TextIO | None = None, **about: Any) -> dict[str, Any]
         why = error if isinstance(error, StateError | OSError) else repr(error)
         print(f"dynamix observe: {why}", file=out, flush=True)
         return None
-    print(f"\ndynamix observe: {wrapped(result['text'])}(this is {folder}/report.txt)", file=out, flush=True)
+    print(f"\ndynamix observe: {wrapped(result['text'])}(run folder: {folder})", file=out, flush=True)
     return result
 
 
@@ -94,12 +105,6 @@ def wait_for_others(folder: Path, patience_s: float = LATEST_S) -> None:
             if not job.missing and not job.unfinished:
                 return
         time.sleep(0.1)
-
-
-def observed_environment(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """`given`, changed so that every Python started in it is observed. Its PYTHONPATH and sitecustomize still apply."""
-    # Observing starts before an emulated device's pacing, whichever was requested first.
-    return called_environment({**given, FOLDER_VARIABLE: str(folder.resolve())}, CALLED, first=True)
 
 
 def observe(
@@ -117,22 +122,19 @@ def observe(
         raise ConfigError("every", every_s, "more than 0 seconds", "leave it out for one report at the end")
     with RunFolder("observe", out) as run:
         run.write_run(command="observe", job=list(command), cluster=cluster())
-        env = observed_environment(run.path, os.environ)
+        # Every Python of the job is observed, from before an emulated device's pacing, whichever was requested first.
+        env = called_environment({**os.environ, FOLDER_VARIABLE: str(run.path.resolve())}, CALLED, first=True)
         code = run_command(command, env, every_s=every_s, tell=lambda _: say(run.path, echo))
     about = {"job": list(command), "exit_code": code}
-    result = say(run.path, echo, **about)
-    if result is None:
-        return {"schema": SCHEMA, "command": "observe", **about, "text": "", "folder": str(run.path)}
-    return result
+    nothing = {"schema": SCHEMA, "command": "observe", **about, "text": "", "folder": str(run.path)}
+    return say(run.path, echo, **about) or nothing
 
 
 def read(folder: Path) -> dict[str, Any]:
     """Conclude again from a run folder. Files of other machines may have been added to `ranks/`."""
     if not (folder / "ranks").is_dir():
         raise ConfigError("folder", str(folder), "the folder of an observed run", "pass the folder that --out named")
-    before = folder / "result.json"
     known: dict[str, Any] = {}
-    if before.is_file():
-        with contextlib.suppress(ValueError):
-            known = json.loads(before.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return conclude(folder, **{name: known[name] for name in ("job", "exit_code", "cluster") if name in known})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynamix.observe.findings import LEAST_EXCESS, Findings, Slow
+from dynamix.observe.findings import HOLDS_BACK, LEAST_EXCESS, Findings, Slow
 from dynamix.observe.gains import ADAPT, ALONE, BALANCE, MEET, PLAIN, WITHOUT, WORTH, Gain, Gains, Pays
 from dynamix.observe.joined import Joined
 
@@ -19,16 +19,23 @@ PARTS = {
     "update": "optimizer step",
     "between": "what its loop does between steps",
 }
+SEVERAL_MACHINES = (
+    "On several machines, write torchrun ... -m dynamix.observe --out FOLDER train.py, with a folder that all of them "
+    "share. Or copy the ranks folder of each machine into this run folder, and call dynamix observe --read RUN_FOLDER."
+)
 _SHORT = {"forward": "forward", "backward": "backward", "data": "data", "update": "update", "between": "between steps"}
 _SHOWN = 8  # ranks that are listed one by one
 
 
-def tell(job: Joined, found: Findings, gains: Gains, pays: Pays) -> str:
-    """The report of an observed job: the rung to begin with, the promise of each rung, and the reasons."""
+def tell(job: Joined, found: Findings, gains: Gains, pays: Pays, exit_code: int | None = None) -> str:
+    """The report of an observed job: the rung to begin with, the promise of each rung, and the reasons.
+
+    exit_code   of the job's command; None while it runs, or if it is not known
+    """
     lines = [_head(job, found), ""]
-    if len(job.ranks) > 1:
+    if job.world > 1:
         lines += [*_best(job, gains, pays), *_promises(job, found, gains, pays), ""]
-    lines += [*_verdict(job, found), *_waiting(job, found), *_table(job, found), *_notes(job, gains)]
+    lines += [*_verdict(job, found), *_waiting(job, found), *_table(job, found), *_notes(job, gains, exit_code)]
     return "\n".join(lines) + "\n"
 
 
@@ -39,38 +46,39 @@ def wrapped(text: str) -> str:
 
 
 def _head(job: Joined, found: Findings) -> str:
-    about = job.facts[0]
     seconds = float(np.nanmax(job.part("end_s"))) if job.steps else 0.0
-    what = f"{about.get('stack', '?')}, {about.get('device', '?')}"
+    what = ", ".join(str(job.facts[0].get(name, "?")) for name in ("stack", "device"))
+    ranks = f"{len(job.ranks)}{f' of {job.world}' if job.missing else ''} rank{'s' if job.world > 1 else ''}"
     return (
-        f"{len(job.ranks)} ranks, {job.steps} steps in {seconds:.0f} s ({what}); a step takes {_ms(found.step_s)}. "
+        f"{ranks}, {job.steps} steps in {seconds:.0f} s ({what}); a step takes {_ms(found.step_s)}. "
         "Nothing of the training was changed."
     )
 
 
 def _verdict(job: Joined, found: Findings) -> list[str]:
     if len(job.ranks) < 2:
-        return ["There is only one rank, so no rank waits."]
-    slow = found.slow
+        here = "Only one rank's files are here, so ranks cannot be compared."
+        return [here if job.missing else "There is only one rank, so no rank waits."]
     network = _network(found)
     if found.verdict == "even":
         return [f"No rank holds the job back: all take about {_ms(float(np.median(found.busy_s)))} a step."]
     if found.verdict == "changing":
         return ["In each step some rank is late, but it is not always the same one."]
-    told = _slow(slow) if slow is not None else []
+    told = _slow(found.slow, found.step_s) if found.slow is not None else []
     return [network, *told] if found.verdict == "network" else [*told, *([network] if network else [])]
 
 
-def _slow(slow: Slow) -> list[str]:
+def _slow(slow: Slow, step_s: float) -> list[str]:
+    much = slow.busy_s - slow.others_s >= HOLDS_BACK * step_s
+    said = "holds the job back" if much else "is somewhat slower than the others"
     factor = slow.busy_s / max(slow.others_s, 1e-9)
     excess = {name: seconds for name, seconds in slow.excess_s.items() if abs(seconds) >= 0.0005}
     by_part = ", ".join(f"{_SHORT[name]} {1e3 * seconds:+.0f} ms" for name, seconds in excess.items())
     compared = f" ({by_part} compared with the others)" if excess else ""
     return [
-        f"Rank {slow.rank} holds the job back: its own work takes {_ms(slow.busy_s)} a step, that of the others "
-        f"{_ms(slow.others_s)} ({factor:.2f} times as long).",
-        f"Its slow part: {PARTS[slow.part]}{compared}. "
-        f"It was slow in {slow.often:.0%} of the steps{'' if slow.steady else ', on and off'}.",
+        f"Rank {slow.rank} {said}{'' if slow.steady else ' at times'}: its own work takes {_ms(slow.busy_s)} a step, "
+        f"that of the others {_ms(slow.others_s)} ({factor:.2f} times as long).",
+        f"Its slow part: {PARTS[slow.part]}{compared}. It was slow in {slow.often:.0%} of the steps.",
     ]
 
 
@@ -99,9 +107,7 @@ def _table(job: Joined, found: Findings) -> list[str]:
     """Milliseconds a step by rank and part."""
     names = list(found.parts)
     rows = [["rank", *(_SHORT[name] for name in names), "own work", "waits"]]
-    order = list(range(len(job.ranks)))
-    if len(order) > _SHOWN:
-        order = sorted(np.argsort(-found.busy_s)[:_SHOWN].tolist())
+    order = sorted(np.argsort(-found.busy_s)[:_SHOWN].tolist())
     for i in order:
         values = [*(float(found.parts[name][i]) for name in names), float(found.busy_s[i]), float(found.wait_s[i])]
         rows.append([str(job.ranks[i]), *(f"{1e3 * value:.1f}" if np.isfinite(value) else "?" for value in values)])
@@ -114,17 +120,23 @@ def _table(job: Joined, found: Findings) -> list[str]:
 def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
     """The rung that is predicted to be best, and the line to write."""
     best, alone, without = pays.best, pays.alone, pays.without
-    start = "    torchrun --nproc-per-node {} train.py  # your script, {} the device of rank {}"
+    if job.missing:
+        said = f"{_who(job.missing)} no files here: on a machine that cannot see this run folder, or dead. Nothing is "
+        return [f"{said}predicted, and waiting for what is missing counts as the network's time.", SEVERAL_MACHINES]
+    if job.facts[0].get("controller"):
+        said = "This job uses dynamix.Controller already, so advice for a job without it does not apply. "
+        return [said + "To measure what the controller gains, write dynamix compare -- torchrun ... train.py."]
     if best is None:
         return ["There is no prediction: it needs a few complete steps."]
     if best == PLAIN:
         return [f"Nothing to gain: stay with plain {job.facts[0].get('stack', 'DDP')}. There is nothing to write."]
     if best == ALONE and alone is not None:
         said = "Do not distribute this job: one worker alone is at least as fast as all that synchronise in every step."
-        return [said, start.format(1, "on", alone.rank)]
+        return [said, _start(job, alone.rank, alone=True)]
     if best == WITHOUT and without is not None:
-        said = f"Leave rank {without.rank} out: without it the others are {without.median:.2f} times as fast."
-        return [said, start.format(len(job.ranks) - 1, "without", without.rank)]
+        times = f"{without.median:.2f} times as many samples a second as all ranks do now"
+        said = f"Leave rank {without.rank} out: the others would train {times}."
+        return [said, _start(job, without.rank, alone=False)]
     share = f"the exchange takes {pays.exchange:.0%} of a balanced step"
     said, words = {
         BALANCE: ("Begin with balance: shares move, the global batch stays.", ""),
@@ -135,6 +147,18 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
     pieces, loop = (f", accumulate={gains.pieces}", "loop") if gains.pieces > 1 else ("", "tutorial")
     line = f"    dynamix.Controller(policy='goodput', batch_size={size}{pieces}{words})"
     return [said, f"{line}  # docs/{loop}.md has the other lines"]
+
+
+def _start(job: Joined, rank: int | None, *, alone: bool) -> str:
+    """What to start on the host of `rank`: the script on its GPU alone, or on the GPUs of the host's other ranks."""
+    own = next(one for one in job.facts if one["rank"] == rank)
+    kept = [one for one in job.facts if one.get("host") == own.get("host") and (one is own) == alone]
+    where = f"on host {own.get('host', f'of rank {rank}')}{'' if alone else ', any other host as before'}"
+    if not kept:
+        return f"    # your command, but nothing {where}"
+    named = ",".join(one["gpus"] for one in kept if one.get("gpus"))
+    program = f"CUDA_VISIBLE_DEVICES={named} torchrun" if named else "torchrun"
+    return f"    {program} --nproc-per-node {len(kept)} train.py  # your script, {where}"
 
 
 def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[str]:
@@ -174,7 +198,7 @@ def _holds(slow: Slow | None, verdict: str) -> str:
     return f"if rank {slow.rank} {'stays as slow' if slow.steady else 'is slow as often as in this run'}"
 
 
-def _notes(job: Joined, gains: Gains) -> list[str]:
+def _notes(job: Joined, gains: Gains, exit_code: int | None) -> list[str]:
     told = []
     if not gains.sizes_known:
         told.append("The batch size is unknown: the inputs of the forward pass hold no tensor.")
@@ -182,10 +206,9 @@ def _notes(job: Joined, gains: Gains) -> list[str]:
         at = ", ".join(map(str, job.pauses[:5])) + (", ..." if len(job.pauses) > 5 else "")
         steps = "1 step had a pause" if len(job.pauses) == 1 else f"{len(job.pauses)} steps had a pause"
         told.append(f"{steps} (a checkpoint, an evaluation?), not counted in the figures: {at}.")
-    if job.missing:
-        told.append(f"{_who(job.missing)} written nothing: dead, or on a machine that cannot see this folder.")
     if job.unfinished:
-        told.append(f"{_who(job.unfinished)} not reported the end of training: still running, or dead.")
+        why = "still running, or dead" if exit_code is None else f"the command ended first, with exit code {exit_code}"
+        told.append(f"{_who(job.unfinished)} not reported the end of training: {why}.")
     if job.attempt:
         times = "once" if job.attempt == 1 else f"{job.attempt} times"
         told.append(f"The job was restarted {times}; this report is about the last start.")

@@ -44,7 +44,7 @@ class AfterImport(MetaPathFinder):
     Nothing is changed during an import: `import torch` itself imports `DistributedDataParallel`.
     """
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+    def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
         self.name, self.then = name, then
         self._searching = False
 
@@ -70,7 +70,7 @@ class AfterImport(MetaPathFinder):
         return spec
 
 
-def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+def after_import(name: str, then: Callable[[ModuleType], object]) -> None:
     """Call `then` with module `name` as soon as it is imported, or at once if it already is."""
     if name in sys.modules:
         then(sys.modules[name])
