@@ -15,6 +15,8 @@ from dynamix.removed import message
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Out = Annotated[Path | None, typer.Option(help="Run folder, new or empty (default: runs/COMMAND-TIME).")]
 
+Command = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="A program and its arguments.")]
+
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
     """Our errors become one line and exit code 2; SIGTERM unwinds like Ctrl-C, so that nothing is left running."""
