@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 POLICIES = "static,lb_bsp,goodput"
 _MINUTES = "End the job (SIGTERM) after so many minutes of training (default: it ends by itself)."
-_ENDED = "A traceback with SIGTERM above is its launcher's answer to that, and no failure."
+_ENDED = "compare: ended the job by SIGTERM (signal 15) after {:g} minutes; that is no failure, nor a traceback above"
 _READ = "Start nothing: print the result of this run folder, or of this events file."
 
 
@@ -75,7 +75,7 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
         turns.refresh()
         if ended:
             code = 0
-            typer.echo(f"compare: ended the job after {most_s / 60:g} minutes (--minutes). {_ENDED}", err=True)
+            typer.echo(_ENDED.format(most_s / 60), err=True)
         elif code and not turns.speeds():
             raise typer.Exit(code)  # the job has printed the reason
         result = {"schema": SCHEMA, **facts, "exit_code": code, "folder": str(folder.path), **_told(events)}
