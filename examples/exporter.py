@@ -24,7 +24,7 @@ NEWEST = {"global_batch_samples": "global_batch", "noise_scale_samples": "noise_
 NEWEST |= {"waiting_ratio": "waiting", "samples_per_second": "samples_per_s", "loss": "loss"}
 NEWEST |= {"accuracy_ratio": "accuracy"}
 # These begin at 0: Prometheus sees no increase in the first value of a series.
-KINDS = ("restart", "workers", "late", "failed", "fault", "guard", "meeting", "dropped")
+KINDS = ("restart", "workers", "pause", "late", "failed", "fault", "guard", "meeting", "dropped")
 
 
 class Run:
