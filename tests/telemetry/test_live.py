@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -154,7 +155,7 @@ def test_watch_prints_once_if_stdout_is_no_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("command", "shown"), [(["dashboard", "--port", "0"], "http://"), (["watch"], "4 workers")])
+@pytest.mark.parametrize(("command", "shown"), [(["dashboard", "--port", "0"], "/ (Ctrl-C"), (["watch"], "4 workers")])
 def test_a_signal_is_an_orderly_end(tmp_path: Path, number: signal.Signals, command: list[str], shown: str) -> None:
     simulate(tmp_path / "events.jsonl", windows=2)
     terminal, inside = pty.openpty()  # `watch` goes on only in a terminal
@@ -166,6 +167,8 @@ def test_a_signal_is_an_orderly_end(tmp_path: Path, number: signal.Signals, comm
         said = b""
         while shown.encode() not in said:
             said += read.read(4096)
+        for address in re.findall(r"http://\S+", said.decode()):
+            get(address)  # once it answers, it takes signals
         process.send_signal(number)
         assert process.communicate(timeout=60)[1] == b""
     os.close(inside)
