@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 POLICIES = "static,lb_bsp,goodput"
 _MINUTES = "End the job (SIGTERM) after so many minutes of training (default: it ends by itself)."
-_ENDED = "compare: ended the job by SIGTERM (signal 15) after {:g} minutes; that is no failure, nor a traceback above"
+_ENDED = "compare: ended the job by SIGTERM (signal 15) after {:g} minutes, so a traceback above is no failure"
 _READ = "Start nothing: print the result of this run folder, or of this events file."
 
 
