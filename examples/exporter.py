@@ -7,8 +7,8 @@ workers it shows the 64 slowest.
 """
 
 import argparse
-import contextlib
 import math
+import sys
 import time
 
 import numpy as np
@@ -24,7 +24,31 @@ NEWEST = {"global_batch_samples": "global_batch", "noise_scale_samples": "noise_
 NEWEST |= {"waiting_ratio": "waiting", "samples_per_second": "samples_per_s", "loss": "loss"}
 NEWEST |= {"accuracy_ratio": "accuracy"}
 # These begin at 0: Prometheus sees no increase in the first value of a series.
-KINDS = ("restart", "workers", "late", "failed", "fault", "guard", "meeting", "dropped")
+KINDS = ("restart", "workers", "pause", "late", "failed", "fault", "guard", "meeting", "dropped")
+HELP = {
+    "samples": "Samples that the job has trained on, those before a resume included.",
+    "steps": "Optimizer steps of the job, those before a resume included.",
+    "windows": "Windows written to the events file.",
+    "size_changes": "Windows whose batch sizes differ from those of the window before.",
+    "decisions": "Decisions of the policy, by what came of them.",
+    "events": "What happened besides decisions, by kind.",
+    "global_batch_samples": "Samples of a round, summed over workers.",
+    "noise_scale_samples": "Gradient noise scale, in samples.",
+    "step_seconds": "Seconds of a round, as measured.",
+    "expected_step_seconds": "Seconds of a round, as the job model of the poll before predicts them.",
+    "waiting_ratio": "Part of the time that workers waited for slower ones, 0 to 1.",
+    "samples_per_second": "Samples a second, summed over workers.",
+    "loss": "Training loss, the mean over samples.",
+    "accuracy_ratio": "Training accuracy, 0 to 1.",
+    "last_window_timestamp_seconds": "When the newest window was written, in seconds since 1970.",
+    "worker_batch_samples": "Samples of this worker in a round.",
+    "worker_compute_seconds": "Seconds of a round in which this worker computed.",
+    "worker_data_seconds": "Seconds of a round before this worker's forward pass, such as loading.",
+    "worker_network_seconds": "Seconds of a round in which this worker exchanged gradients.",
+    "worker_wait_seconds": "Seconds of a round in which this worker waited for slower ones.",
+    "worker_relative_perf_score": "The fastest worker's time for a sample over this worker's, 0 to 1.",
+    "worker_individual_perf_score": "This worker's best time for a sample over its newest, 0 to 1.",
+}
 
 
 class Run:
@@ -64,24 +88,31 @@ class Run:
 class Exporter:
     def __init__(self, paths):
         self.paths, self.sources, self.runs, self.told = paths, {}, {}, []
+        self.waits = set()
 
     def collect(self):
         return self.told
 
     def look(self):
         for path in self.paths:
-            with contextlib.suppress(ConfigError):  # nothing is there yet
-                for source in find_sources([path]):
-                    if source.name in [known.name for known in self.sources.values()]:
-                        source.name = str(source.events)
-                    self.sources.setdefault(source.events, source)
+            try:
+                found = find_sources([path])
+            except ConfigError:  # nothing is there yet
+                if path not in self.waits:
+                    print(f"exporter: waits for {path}", file=sys.stderr)
+                self.waits.add(path)
+                continue
+            for source in found:
+                if source.name in [known.name for known in self.sources.values()]:
+                    source.name = str(source.events)
+                self.sources.setdefault(source.events, source)
         metrics = {}
         for source in self.sources.values():
             source.refresh()
             for view in source.views.values():
                 run = self.runs.setdefault(view.name, Run())
                 for kind, name, label, values in run.figures(view, time.time() - source.quiet_s):
-                    new = kind(f"dynamix_{name}", name.replace("_", " "), labels=["run", *label])
+                    new = kind(f"dynamix_{name}", HELP[name], labels=["run", *label])
                     for key, value in values.items():
                         if math.isfinite(value):
                             metrics.setdefault(name, new).add_metric([view.name, *([key] if label else [])], value)
@@ -101,6 +132,9 @@ if __name__ == "__main__":
     if args.once:
         print(generate_latest(registry).decode())
     else:
-        start_http_server(args.port, args.address, registry=registry)
+        try:
+            start_http_server(args.port, args.address, registry=registry)
+        except OSError as error:
+            sys.exit(f"error: cannot listen at {args.address}:{args.port} ({error.strerror}); choose another --port")
         while not time.sleep(5):
             exporter.look()

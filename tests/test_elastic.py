@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -16,10 +17,12 @@ from unittest import mock
 import pytest
 import torch
 
+import dynamix
 from dynamix import elastic
 from dynamix.errors import UsageError
 from tests.elastic_job import BATCH, EVERY, SAMPLES
 from tests.ranks import refusal, run_ranks, start_script
+from tests.runtime.jobs import Training, classes
 
 JOB, AGENT = (Path(__file__).parent / name for name in ("elastic_job.py", "torchrun.py"))
 
@@ -94,6 +97,7 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path) -> None:
         for agent in agents.values():
             agent.join(120)
         assert [agent.exitcode for agent in agents.values()] == [0, 0]
+        assert "dynamix: asked to stop, the job ends at step" in (tmp_path / "a.log").read_text()  # when "b" came back
     finally:
         for agent in agents.values():
             agent.terminate()
@@ -103,6 +107,15 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path) -> None:
     assert torch.equal(trained, trained[0].expand(SAMPLES))  # every sample once an epoch
     # What is known of a host stays known while it is away. It may have moved back until then, on few cores.
     assert _starts(tmp_path)[-1]["sizes"][0] == pytest.approx(BATCH * shares["a/0"] / sum(shares.values()), abs=1.5)
+
+
+def test_a_stop_that_was_asked_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    job = Training(dynamix.Controller("static", 8, interval=10), classes(520))
+    for x, y in itertools.islice(job.batches(1), 7):
+        job.train(x, y)
+    with pytest.raises(SystemExit):
+        elastic.leave(job.controller)
+    assert "asked to stop, the job ends at step 7, sample 56, to be started again" in caplog.text
 
 
 JOBS = [

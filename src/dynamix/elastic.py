@@ -10,12 +10,13 @@
         controller.step(loss=loss)
         if controller.stopping:
             save(controller.state_dict(gather=True))
-            elastic.leave()                    # torchrun starts the job again with whoever is there
+            elastic.leave(controller)          # torchrun starts the job again with whoever is there
 
 A worker that returns to its host gets the share of the batch that it had there. Hosts are identified by their names, or
 by the environment variable DYNAMIX_HOST if names change (docs/elastic.md, examples/elastic.py).
 """
 
+import logging
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ AGAIN = 75
 PATIENCE_S = 3.0  # of a worker that its own agent has not asked to end, in case the agent is about to
 
 _asked = False
+_log = logging.getLogger("dynamix")
 
 
 def require_restartable() -> None:
@@ -66,12 +68,15 @@ def stop_on_sigterm(controller: Controller) -> None:
 
 
 def leave(controller: Controller | None = None) -> NoReturn:
-    """End this process after a stop that was not the job's end, so that the job is restarted.
+    """End this process after a stop that was not the job's end, so that the job is restarted. Rank 0 logs it.
 
     A worker that its own agent asked to end exits with 0. Other workers wait up to `PATIENCE_S` for such a request, and
     then exit with 75: an exit with 0 would tell torchrun that the job is done.
     """
     if controller is not None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            at = controller.metrics()["step"], controller.samples_seen
+            _log.warning("dynamix: asked to stop, the job ends at step %d, sample %d, to be started again", *at)
         controller.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -11,8 +11,8 @@ from tests.processes import run
 runner = CliRunner()
 
 
-def call(*arguments):
-    return runner.invoke(app, list(arguments))
+def call(*arguments, **options):
+    return runner.invoke(app, list(arguments), **options)
 
 
 EVERY = ("", "demo", "emulate", "bench", "bench overhead", "bench experiment", "policy train", "doctor")
@@ -21,6 +21,13 @@ EVERY = ("", "demo", "emulate", "bench", "bench overhead", "bench experiment", "
 @pytest.mark.parametrize("command", EVERY)
 def test_every_command_explains_itself(command):
     assert call(*command.split(), "--help").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["observe", "compare", "emulate"])
+def test_the_usage_of_what_starts_a_job_has_its_command_last(command):
+    usage = call(command, "--help", env={"COLUMNS": "120"}).stdout.strip().splitlines()[0]
+    assert "[OPTIONS]" in usage
+    assert usage.strip(" .]").endswith("-- COMMAND")
 
 
 def test_version_is_printed_by_the_installed_command():
@@ -46,6 +53,8 @@ def test_version_is_printed_by_the_installed_command():
         (["aggregator", "--tls-cert", "cert.pem"], ["tls_key", "all three"]),
         (["aggregator", "--jobs", "0"], ["jobs=0"]),
         (["aggregator", "--token-file", "none"], ["token_file='none'", "can be read"]),
+        (["compare", "/proc/self", "/proc/1"], ["starts a job", "write dynamix report /proc/self /proc/1"]),
+        (["compare", "a/events.jsonl"], ["starts a job", "write dynamix report a/events.jsonl"]),
         (["compare", "--", "torchrum", "train.py"], ["command='torchrum'", "can be started"]),
         (
             ["observe", "train.py"],

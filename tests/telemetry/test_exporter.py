@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import socket
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -134,6 +135,42 @@ def test_every_kind_of_event_begins_at_zero(example: ModuleType, tmp_path: Path)
     told = "".join((ROOT / "src" / "dynamix" / "telemetry" / f"{name}.py").read_text() for name in ("notices", "run"))
     assert set(re.findall(r'\.note\([^"]*"(\w+)"', told)) == set(kinds)
     assert set(kinds.values()) == {0}
+
+
+def test_every_figure_has_a_help_text_with_its_unit(example: ModuleType, tmp_path: Path) -> None:
+    exporter, registry = example.Exporter([simulate(tmp_path / "events.jsonl", windows=2)]), CollectorRegistry()
+    exporter.look()
+    registry.register(exporter)
+    helps = dict(re.findall(r"# HELP (\w+) (.+)", generate_latest(registry).decode()))
+    units = {"seconds": "econds", "samples": "amples", "ratio": "0 to 1", "score": "0 to 1"}
+    for name, text in helps.items():
+        words = name.removeprefix("dynamix_").removesuffix("_total").replace("_", " ")
+        assert text.rstrip(".").lower() != words
+        assert text.endswith(".")
+        assert units.get(words.split()[-1], "") in text
+    assert len(helps) >= 18
+
+
+def test_it_says_once_for_what_it_waits(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exporter = example.Exporter([tmp_path / "late.jsonl"])
+    for _ in range(3):
+        exporter.look()
+    assert capsys.readouterr().err == f"exporter: waits for {tmp_path / 'late.jsonl'}\n"
+    simulate(tmp_path / "late.jsonl", windows=2)
+    assert polled(exporter)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_taken_port_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("sys.argv", ["exporter.py", str(simulate(tmp_path / "a.jsonl")), "--port", str(port)])
+        with pytest.raises(
+            SystemExit, match=rf"^error: cannot listen at 127.0.0.1:{port} \(.+\); choose another --port$"
+        ):
+            runpy.run_path(str(ROOT / "examples" / "exporter.py"), run_name="__main__")
 
 
 def test_it_explains_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

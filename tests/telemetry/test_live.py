@@ -6,6 +6,11 @@ import contextlib
 import itertools
 import json
 import os
+import pty
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -147,6 +152,27 @@ def test_watch_prints_once_if_stdout_is_no_terminal(tmp_path: Path) -> None:
     assert "no line for" not in done.stdout
     os.utime(path, (1e9, 1e9))
     assert "the job has ended, or hangs" in CliRunner().invoke(app, ["watch", str(tmp_path)]).stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("command", "shown"), [(["dashboard", "--port", "0"], "/ (Ctrl-C"), (["watch"], "4 workers")])
+def test_a_signal_is_an_orderly_end(tmp_path: Path, number: signal.Signals, command: list[str], shown: str) -> None:
+    simulate(tmp_path / "events.jsonl", windows=2)
+    terminal, inside = pty.openpty()  # `watch` goes on only in a terminal
+    line = [sys.executable, "-m", "dynamix.cli.app", *command, str(tmp_path)]
+    with (
+        os.fdopen(terminal, "rb", buffering=0) as read,
+        subprocess.Popen(line, stdout=inside, stderr=subprocess.PIPE) as process,
+    ):
+        said = b""
+        while shown.encode() not in said:
+            said += read.read(4096)
+        for address in re.findall(r"http://\S+", said.decode()):
+            get(address)  # once it answers, it takes signals
+        process.send_signal(number)
+        assert process.communicate(timeout=60)[1] == b""
+    os.close(inside)
+    assert process.returncode == 0
 
 
 def test_the_end_of_a_job_cannot_be_told_from_its_events(tmp_path: Path) -> None:

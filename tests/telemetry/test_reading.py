@@ -142,6 +142,21 @@ def test_a_job_that_goes_on_is_one_run_and_one_that_begins_anew_is_another(tmp_p
     assert np.isnan(resumed.series.each("size")[3, 6:]).all()
 
 
+@pytest.mark.parametrize(("paused_s", "noted"), [(12.0, {"pause": 1}), (4.0, {})])
+def test_a_long_pause_is_an_event(tmp_path: Path, paused_s: float, noted: dict[str, int]) -> None:
+    events = read_events(simulate(tmp_path / "all.jsonl", windows=20))
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for index, event in enumerate(events):
+            log.write(**event | {"time_s": event["time_s"] + paused_s * (index >= 7)})
+    (view,) = source(tmp_path / "events.jsonl").views.values()
+    assert view.notices.counts == noted
+    if noted:
+        (notice,) = view.notices.kept
+        assert (notice.window, notice.at_s) == (7, events[6]["time_s"])
+        assert notice.text.startswith("12 s passed outside of measured steps: a pause, ")
+        assert sentences(view)[-1] == "There was 1 long pause."
+
+
 def test_a_run_that_died_is_said_with_its_last_words(tmp_path: Path) -> None:
     simulate(tmp_path / "events.jsonl", windows=2)
     ranks = tmp_path / "ranks" / "0"

@@ -7,7 +7,7 @@ import typer
 
 from dynamix.cli.brought import add_commands_of_others
 from dynamix.cli.compare import compare
-from dynamix.cli.console import ANYTHING, Json, Out, gone, guarded, print_json
+from dynamix.cli.console import ANYTHING, Command, Json, Out, gone, guarded, print_json
 from dynamix.cli.live import dashboard, watch
 from dynamix.cli.policy import policy
 from dynamix.cli.report import report
@@ -23,7 +23,7 @@ app.add_typer(policy, name="policy")
 app.command()(report)
 app.command()(watch)
 app.command()(dashboard)
-app.command(context_settings={"allow_extra_args": True})(compare)
+app.command()(compare)
 app.command("exporter", hidden=True, context_settings=ANYTHING)(
     gone("python examples/exporter.py RUN..., in dynamix's source tree; it needs prometheus-client")
 )
@@ -44,10 +44,10 @@ def _root(
     pass
 
 
-@app.command(context_settings={"allow_extra_args": True})
+@app.command()
 @guarded
 def observe(
-    context: typer.Context,
+    command: Command = None,
     every: Annotated[float | None, typer.Option(min=1, help="Seconds between reports (default: one at end).")] = None,
     read: Annotated[Path | None, typer.Option(help="Start nothing; print the report of this run folder.")] = None,
     out: Out = None,
@@ -62,7 +62,7 @@ def observe(
         found = read_again(read)
         print_json(found) if as_json else typer.echo(wrapped(found["text"]), nl=False)
         return
-    result = run_observed(context.args, out=out, every_s=every)
+    result = run_observed(command or [], out=out, every_s=every)
     if as_json:
         print_json(result)
     raise typer.Exit(int(result["exit_code"]))

@@ -1,12 +1,10 @@
 """Commands of other distributions, by entry point, and messages about those that are missing."""
 
-from collections.abc import Callable
 from typing import Any
 
 import typer
 
-from dynamix.cli.console import ANYTHING, guarded
-from dynamix.errors import UsageError
+from dynamix.cli.console import ANYTHING, refusing
 from dynamix.plugins import COMMANDS, LABORATORY, load_all, named, plug_ins, why
 
 _HOMOMORPHIC = "pip install './homomorphic[cli]'  (in dynamix's source tree)"
@@ -26,7 +24,7 @@ def add_commands_of_others(app: typer.Typer) -> None:
     A plug-in is a function that typer can call, or a `typer.Typer`; one with a single command becomes that command,
     with its settings. A command that is left out is named in one line on stderr.
     """
-    own = _names(app)
+    own = _names(typer.main.get_command(app))
     for name, command in load_all(COMMANDS, own, _say).items():
         *groups, last = name.split(" ")
         above = _group(app, groups)
@@ -35,26 +33,21 @@ def add_commands_of_others(app: typer.Typer) -> None:
             _say(f"{named(plug_ins(COMMANDS, own, lambda _: None)[name])} is left out: {wrong}")
         else:
             _add(above, last, command)
-    there = _names(app)
+    there = _names(typer.main.get_command(app))
     for name, (what, owner, install) in _ELSEWHERE.items():
         *groups, last = name.split(" ")
         above = _group(app, groups)
         if name not in there and above is not None:
             above.command(last, help=f"{what} Needs {owner}.", context_settings=ANYTHING)(
-                _missing(f"dynamix {name} is part of {owner}: {install}")
+                refusing(f"dynamix {name} is part of {owner}: {install}")
             )
 
 
-def _names(app: typer.Typer, before: str = "") -> set[str]:
-    """Every command and group of `app`, by the words that call it."""
+def _names(group: Any, before: str = "") -> set[str]:
+    """Every command and group in `group`, by the words that call it."""
     found = set()
-    for command in app.registered_commands:
-        called = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
-        found.add(before + called)
-    for group in app.registered_groups:
-        found.add(f"{before}{group.name}")
-        if group.typer_instance is not None:
-            found |= _names(group.typer_instance, f"{before}{group.name} ")
+    for name, command in getattr(group, "commands", {}).items():
+        found |= {before + name} | _names(command, f"{before}{name} ")
     return found
 
 
@@ -90,21 +83,13 @@ def _wrong(name: str, command: Any) -> str:
     if not isinstance(command, typer.Typer) and (not callable(command) or isinstance(command, type)):
         return f"{type(command).__name__} is neither a function nor a typer.Typer"
     tried = typer.Typer()
-    tried.command("another")(_missing("another"))  # so that it is a group, whatever is added
+    tried.command("another")(refusing("another"))  # so that it is a group, whatever is added
     try:
         _add(tried, name, command)
         typer.main.get_command(tried)
     except Exception as error:  # third-party code may raise anything
         return why(error)
     return ""
-
-
-def _missing(text: str) -> Callable[[], None]:
-    @guarded
-    def command() -> None:
-        raise UsageError(text)
-
-    return command
 
 
 def _say(text: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix.cli.console import Command, Json, Out, guarded, print_json
 from dynamix.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 POLICIES = "static,lb_bsp,goodput"
 _MINUTES = "End the job (SIGTERM) after so many minutes of training (default: it ends by itself)."
+_ENDED = "compare: ended the job by SIGTERM (signal 15) after {:g} minutes, so a traceback above is no failure"
 _READ = "Start nothing: print the result of this run folder, or of this events file."
 
 
 @guarded
 def compare(
-    context: typer.Context,
+    command: Command = None,
     policies: Annotated[str, typer.Option(help="Comma-separated; all are compared with the first policy.")] = POLICIES,
     minutes: Annotated[float | None, typer.Option(min=0.1, help=_MINUTES)] = None,
     every: Annotated[float, typer.Option(min=1, help="Seconds between lines of progress.")] = 15.0,
@@ -35,7 +36,7 @@ def compare(
     if read is not None:
         result = _told(read / "events.jsonl" if read.is_dir() else read)
     else:
-        result = _run(context.args, policies, 60 * (minutes or math.inf), every, out)
+        result = _run(command or [], policies, 60 * (minutes or math.inf), every, out)
     print_json(result) if as_json else typer.echo(result["text"])
     raise typer.Exit(int(result.get("exit_code", 0)))
 
@@ -50,6 +51,9 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
     from dynamix.runtime.config import OUTSIDE
     from dynamix.telemetry.turns import PolicyTurns
 
+    if command and (Path(command[0]).is_dir() or command[0].endswith(".jsonl")):
+        line = f"dynamix report {' '.join(command)}"
+        raise UsageError(f"dynamix compare starts a job. To compare runs that are there, write {line}")
     check_command(command, "compare")
     by_names(policies)  # a wrong name is reported before anything runs
     with RunFolder("compare", out) as folder:
@@ -69,9 +73,11 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
         env = {**os.environ, OUTSIDE["policy"]: f"compare:{policies}", EVENTS_VARIABLE: str(events)}
         code = run_command(command, env, every_s=every_s, tell=tell)
         turns.refresh()
-        if code and not turns.speeds():
+        if ended:
+            code = 0
+            typer.echo(_ENDED.format(most_s / 60), err=True)
+        elif code and not turns.speeds():
             raise typer.Exit(code)  # the job has printed the reason
-        code = 0 if ended else code
         result = {"schema": SCHEMA, **facts, "exit_code": code, "folder": str(folder.path), **_told(events)}
         folder.write_result(result)
     return result

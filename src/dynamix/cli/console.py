@@ -5,8 +5,7 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -16,13 +15,15 @@ from dynamix.removed import message
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Out = Annotated[Path | None, typer.Option(help="Run folder, new or empty (default: runs/COMMAND-TIME).")]
 
+Command = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="A program and its arguments.")]
+
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
     """Our errors become one line and exit code 2; SIGTERM unwinds like Ctrl-C, so that nothing is left running."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
-        before = signal.signal(signal.SIGTERM, _terminated)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             command(*args, **kwargs)
         except DynamixError as error:
@@ -59,17 +60,18 @@ ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def gone(fix: str) -> Callable[[], None]:
-    """A command of an earlier version: it says what to write now, and ends with exit code 2."""
+    """A command of an earlier version, which says what to write now."""
+    return refusing(message(fix))
+
+
+def refusing(text: str) -> Callable[[], None]:
+    """A command that only says this, as an error with exit code 2."""
 
     @guarded
     def command() -> None:
-        raise UsageError(message(fix))
+        raise UsageError(text)
 
     return command
-
-
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def print_json(result: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """`dynamix watch` and `dynamix dashboard`: runs in progress."""
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -63,7 +64,8 @@ def watch(
     if once or not sys.stdout.isatty():
         console.print(view_of(sources))
         return
-    with Live(view_of(sources), console=console, auto_refresh=False, screen=False) as shown:
+    live = Live(view_of(sources), console=console, auto_refresh=False, screen=False)
+    with contextlib.suppress(KeyboardInterrupt), live as shown:
         while not all(source.ended for source in sources):
             time.sleep(every)
             for source in sources:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -148,7 +149,7 @@ def serve(
     key: Path | None = None,
     tell: Callable[[str], None] = print,
 ) -> None:
-    """Serve until interrupted; `tell` gets the address. `port` 0 chooses a free one.
+    """Serve until interrupted, by Ctrl-C or SIGTERM; `tell` gets the address. `port` 0 chooses a free one.
 
     Raises `ConfigError` if it cannot listen, or if others can reach the host without a token and a certificate.
     """
@@ -164,12 +165,10 @@ def serve(
     app = make_app(runs, token=token)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, **files)
     where = f"[{host}]" if ":" in host else host
-    tell(f"{'https' if certificate else 'http'}://{where}:{sock.getsockname()[1]}/{'?token=...' if token else ''}")
     runs.start()
-    try:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(runs):  # uvicorn repeats the signal that ended it
+        tell(f"{'https' if certificate else 'http'}://{where}:{sock.getsockname()[1]}/{'?token=...' if token else ''}")
         uvicorn.Server(config).run(sockets=[sock])
-    finally:
-        runs.close()
 
 
 def check_host(host: str, token: str, certificate: Path | None) -> None:

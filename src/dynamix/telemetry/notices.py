@@ -1,4 +1,4 @@
-"""Events of a run besides decisions: guards, failures, lost lines, changes of synchronisation, restarts."""
+"""Events of a run besides decisions: guards, failures, lost lines, changes of synchronisation, restarts, pauses."""
 
 from __future__ import annotations
 

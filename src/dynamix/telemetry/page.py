@@ -211,13 +211,8 @@ def _facts(source: RunSource, view: RunView) -> list[list[str]]:
     decided = ", ".join(f"{count:,} {name}" for name, count in view.decisions.most_common())
     facts.append(["decisions", decided])
     facts.append(["a point of a plot", f"{view.series.width:,} window{'s'[: view.series.width > 1]}"])
-    return facts + _device_facts(source)
-
-
-def _device_facts(source: RunSource) -> list[list[str]]:
-    """How often emulated devices were late, by rank."""
     late = ", ".join(f"rank {rank}: {part:.1%}" for rank, part in enumerate(source.overran))
-    return [["device steps that overran", late]] if late else []
+    return facts + ([["device steps that overran", late]] if late else [])
 
 
 def _number(value: float) -> float | None:

@@ -21,6 +21,7 @@ SINGLE = (
     *("compute", "data", "wait", "network", "waiting"),
 )
 EACH = ("size", "compute", "data", "wait", "network")
+PAUSE_S = 5.0  # a shorter pause is not worth a notice
 BLOCK = 64  # windows whose numbers are computed together
 _SHOWN = ("compute", "data", "wait", "communication", "loss", "accuracy")
 
@@ -76,6 +77,8 @@ class RunView:
         took_s = self.seconds - begin_s
         timed = took_s > 0 and (self.windows or self._start is not None)  # 0.2 included the start-up
         told["samples_per_s"] = self._gained / took_s if timed else math.nan
+        if timed and took_s > PAUSE_S:
+            self._find_pause(window, begin_s, took_s)
         self._waiting.append((window, told))
         if len(self._waiting) == BLOCK:
             self.settle()
@@ -120,7 +123,7 @@ class RunView:
     @property
     def mean_waiting(self) -> float:
         """The mean of `waiting` over workers; NaN if unknown."""
-        return _mean(self.waiting)
+        return float(mean_of_known(self.waiting))
 
     def parts(self) -> dict[str, Floats]:
         """Mean seconds of a step by part, (W,) each."""
@@ -177,6 +180,14 @@ class RunView:
         self._time_s = time_s
         self.seconds = max(self.seconds, self._offset_s + time_s)
 
+    def _find_pause(self, window: Window, begin_s: float, took_s: float) -> None:
+        """Note it if steps took less than half of a window's time. Measured times leave out a step with a pause."""
+        step_s = float(step_seconds(window) + np.nan_to_num(mean_of_known(window.data)))
+        apart_s = took_s - step_s * self._gained / max(float(window.global_batch), 1.0)
+        if apart_s > max(PAUSE_S, took_s / 2):
+            text = f"{apart_s:.0f} s passed outside of measured steps: a pause, evaluation, save, or start of an epoch."
+            self.notices.note(begin_s, self.index, "pause", text)
+
     def _follow_workers(self, window: Window) -> None:
         if self._active != window.workers:
             self.settle()  # a block holds only windows with the same number of workers
@@ -229,11 +240,6 @@ def _each(window: Window) -> dict[str, Floats]:
     """Numbers of every worker, (..., W)."""
     named = {name: getattr(window, name) for name in ("compute", "data", "wait")}
     return {**named, "size": window.batch_size.astype(np.float64), "network": window.communication}
-
-
-def _mean(values: Floats) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else math.nan
 
 
 def _weighted(values: Floats, weights: Ints) -> Floats:

@@ -14,7 +14,7 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.events.run_folder import row_folder
 from dynamix.telemetry.reading import EventFollower, Recorded
 from dynamix.telemetry.run import RunView
-from dynamix.telemetry.sentences import percent
+from dynamix.telemetry.sentences import percent, seconds
 
 EVENTS = "events.jsonl"
 MOST_RUNS = 64  # on one page
@@ -88,7 +88,7 @@ class RunSource:
             if self.quiet_s < STALE_S:
                 said.append("The run is still being written: there is no result.json yet.")
             else:
-                ago = _duration(self.quiet_s)
+                ago = seconds(self.quiet_s)
                 said.append(f"There is no result.json and the last line is {ago} old: the run was killed, or hangs.")
         hidden = len(self._current) - len(self.views)
         if hidden > 0:
@@ -243,14 +243,3 @@ def _json(folder: Path | None, name: str) -> dict[str, Any]:
 
 def _exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _duration(seconds: float) -> str:
-    """
-    >>> _duration(75), _duration(7300), _duration(2e6)
-    ('75 s', '2 h', '23 days')
-    """
-    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

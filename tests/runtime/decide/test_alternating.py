@@ -155,12 +155,14 @@ def test_a_job_is_ended_after_so_many_minutes_of_training(tmp_path: Path) -> Non
     script = tmp_path / "script.py"
     script.write_text(TRAINS.format(root=str(Path(__file__).parents[3])))
     out = ["--out", tmp_path / "run"]
-    done = command(
-        *out, "--policies", "static,lb_bsp", "--minutes", "0.1", "--every", "1", "--", sys.executable, script
-    )
+    short = [*out, "--policies", "static,lb_bsp", "--minutes", "0.1", "--every", "1"]
+    done = command(*short, "--", sys.executable, script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("static  1.00")
     assert done.stderr.count("times as fast: static 1.00, lb_bsp 1.8") >= 1
+    *before, last = done.stderr.splitlines()  # after what the job prints of its end
+    assert last.startswith("compare: ended the job by SIGTERM (signal 15) after 0.1 minutes")
+    assert not any("ended the job" in line for line in before)
 
 
 # A job that has trained for 20 s, and would go on.

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dynamix.cli.console import Json, Out, guarded, print_json
+from dynamix.cli.console import Command, Json, Out, guarded, print_json
 from dynamix_lab.commands.group import Mechanism
 
 emulate = typer.Typer()
@@ -24,11 +24,11 @@ def _print_schema(wanted: bool) -> None:
         raise typer.Exit
 
 
-@emulate.command(context_settings={"allow_extra_args": True})
+@emulate.command()
 @guarded
 def _emulate(
-    context: typer.Context,
     scenario: Annotated[str, typer.Argument(help="Shipped scenario or YAML file.")],
+    command: Command = None,
     schema: Annotated[bool, typer.Option("--schema", is_eager=True, callback=_print_schema, help=_SCHEMA)] = False,
     seed: Annotated[int, typer.Option(help="Seed of the disturbance.")] = 0,
     throttle_after: Annotated[float | None, typer.Option(min=0, help=_THROTTLE)] = None,
@@ -45,9 +45,9 @@ def _emulate(
     options: dict[str, Any] = {"seed": seed, "out": out, "throttle_after_s": throttle_after, "timeout_s": timeout}
     options["mechanism"] = mechanism
     if compare is None:
-        result = run_once(scenario, context.args, as_json=as_json, **options)
+        result = run_once(scenario, command or [], as_json=as_json, **options)
     else:
-        result = run_compared(scenario, context.args, compare, as_json=as_json, **options)
+        result = run_compared(scenario, command or [], compare, as_json=as_json, **options)
     raise typer.Exit(int(result["exit_code"]))
 
 
