@@ -97,9 +97,12 @@ class BackgroundLog:
             self._thin()
 
     def _claim(self) -> None:
-        """Lock the file while this job writes it, which tells another job that it is in use. Both go on."""
+        """Lock the file while this process writes it, which tells another job that it is in use. Both go on.
+
+        Workers of a loader, which are forked, do not inherit a lock of this kind.
+        """
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fix = "their lines are mixed, and cannot be told apart. Give each job a file of its own"
             _log.warning("dynamix: another job writes %s, too: %s", self.path, fix)
