@@ -240,9 +240,7 @@ class Bounds:
         if quantum < 1:
             raise ConfigError("quantum", quantum, "1 or more", "use 1 for no grid, or 8 or 32 under torch.compile")
         if not max_change > 1:
-            raise ConfigError(
-                "max_change", max_change, "more than 1", "use 2.0 to at most double or halve per decision"
-            )
+            raise ConfigError("max_change", max_change, "more than 1", "use 2.0 to at most double or halve")
         lows = np.broadcast_to(np.asarray(low, dtype=np.int64), np.broadcast_shapes(np.shape(low), (workers,)))
         highs = np.broadcast_to(np.asarray(high, dtype=np.int64), np.broadcast_shapes(np.shape(high), (workers,)))
         if (lows < 0).any():

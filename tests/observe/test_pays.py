@@ -54,6 +54,7 @@ STARTS: list[tuple[str, str, int, int, str]] = [
     ("aaaa", "0123", 0, 9, "CUDA_VISIBLE_DEVICES=1,2,3 torchrun --nproc-per-node 3 train.py  # your script,"),
     ("aabb", "0101", 3, 9, "CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 1 train.py  # your script,"),
     ("aaab", "0120", 3, 9, "# your command, but nothing"),
+    ("aaaa", "0001", 3, 9, "CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 3 train.py  # your script,"),
     ("aabb", "----", 3, 9, "torchrun --nproc-per-node 1 train.py  # your script,"),
     ("aabb", "3210", 3, 0, "CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 1 train.py  # your script,"),
 ]
@@ -75,7 +76,7 @@ def test_the_line_to_start_names_the_devices(
 
 
 @pytest.mark.parametrize(
-    ("visible", "named"), [(None, "1,2"), ("", "1,2"), ("4,5,6", "5,6"), ("GPU-a,GPU-b,c", "GPU-b,c")]
+    ("visible", "named"), [(None, "1,2"), ("", "1,2"), ("4, 5, 6", "5,6"), ("GPU-a,GPU-b,c", "GPU-b,c")]
 )
 def test_gpus_are_named_as_a_new_process_must_name_them(
     visible: str | None, named: str, monkeypatch: pytest.MonkeyPatch

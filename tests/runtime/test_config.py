@@ -50,7 +50,7 @@ ADAPTIVE: dict[str, Any] = {"global_batch": "adaptive"}
             "global_batch='adaptive' .* and this policy; say global_batch='fixed', or take a policy that decides",
         ),
         ({"policy": "pollux"}, "global_batch='fixed' .* 'adaptive' with 'pollux', .* or take lb_bsp or goodput"),
-        ({"guard": "yes"}, "guard='yes' .* True, False, None; leave it out: learned policies are then watched"),
+        ({"guard": "yes"}, "guard='yes' .* True, False, None; leave it out: learned policies get one"),
     ],
 )
 def test_what_cannot_be_is_refused_as_a_whole(told: dict[str, Any], says: str) -> None:

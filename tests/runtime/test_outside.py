@@ -83,14 +83,17 @@ def test_each_variable_stands_for_its_argument(monkeypatch: pytest.MonkeyPatch) 
 def test_a_variable_that_is_nearly_one_of_ours_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for other in ("HOST", "DEVICE", "OBSERVE", "OBSERVE_STEPS", "ROW", "EVENTS", "STARTUP", "BPF", "EMULATED", "MINE"):
+    for other in ("HOST", "DEVICE", "OBSERVE", "OBSERVE_STEPS", "ROW", "STARTUP", "BPF", "EMULATED", "MINE"):
         monkeypatch.setenv(f"DYNAMIX_{other}", "1")
+    monkeypatch.setenv("DYNAMIX_MEET", "gradients")
     monkeypatch.setenv("MY_DYNAMIX_POLICY", "static")
-    job_of()
+    dynamix.Controller("lb_bsp", 8)
     assert caplog.text == ""
     monkeypatch.setenv("DYNAMIX_POLICIES", "static")
-    job_of()
+    monkeypatch.setenv("dynamix_events", "events.jsonl")
+    dynamix.Controller("lb_bsp", 8)
     assert "DYNAMIX_POLICIES means nothing to dynamix: did you mean DYNAMIX_POLICY?" in caplog.text
+    assert "dynamix_events means nothing to dynamix: did you mean DYNAMIX_EVENTS?" in caplog.text
 
 
 def test_settings_say_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_a_long_pause_is_an_event(tmp_path: Path, paused_s: float, noted: dict[s
         (notice,) = view.notices.kept
         assert (notice.window, notice.at_s) == (7, events[6]["time_s"])
         assert notice.text.startswith("12 s passed outside of measured steps: a pause, ")
-        assert sentences(view)[-1] == "There was 1 long gap between steps."
+        assert sentences(view)[-1] == "There was 1 long time outside of measured steps."
 
 
 def test_a_run_that_died_is_said_with_its_last_words(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,7 +52,8 @@ def _run(command: list[str], policies: str, most_s: float, every_s: float, out: 
     from dynamix.runtime.config import OUTSIDE
     from dynamix.telemetry.turns import PolicyTurns
 
-    if command and (Path(command[0]).is_dir() or command[0].endswith(".jsonl")):
+    run = command and (Path(command[0]).is_dir() or command[0].endswith(".jsonl"))
+    if run and shutil.which(command[0]) is None:  # a program may have the name of a folder
         line = f"dynamix report {' '.join(command)}"
         raise UsageError(f"dynamix compare starts a job. To compare runs that are there, write {line}")
     check_command(command, "compare")

@@ -83,7 +83,8 @@ class BackgroundLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished(self.path)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._claim()
+            if stat.S_ISREG(os.fstat(self._fd).st_mode):
+                self._claim()
         before = os.fstat(self._fd).st_size
         try:
             rest = memoryview(line)
@@ -99,7 +100,8 @@ class BackgroundLog:
     def _claim(self) -> None:
         """Lock the file while this process writes it, which tells another job that it is in use. Both go on.
 
-        Workers of a loader, which are forked, do not inherit a lock of this kind.
+        Workers of a loader, which are forked, do not inherit a lock of this kind. If this process opens and closes the
+        file elsewhere, the lock is gone, and only the warning is lost.
         """
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

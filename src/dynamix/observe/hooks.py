@@ -205,7 +205,7 @@ class Observer:
 
 def gpus(model: Any) -> str:
     """The model's GPUs as the value of CUDA_VISIBLE_DEVICES that gives a process these; empty without any."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
     used = sorted({parameter.get_device() for parameter in model.parameters() if parameter.is_cuda})
     return ",".join(named[at] if at < len(named) and named[at] else str(at) for at in used)
 
@@ -278,7 +278,12 @@ def optimizers(torch: Any, watch: Observer) -> None:
 
     def unless_compiling(method: Callable[[], None]) -> Callable[..., None]:
         hook = never_fatal(watch, method)
-        return lambda *_: None if torch.compiler.is_compiling() else hook()
+
+        def call(*_: Any) -> None:  # torch allows it to return nothing else
+            if not torch.compiler.is_compiling():
+                hook()
+
+        return call
 
     module.register_optimizer_step_pre_hook(unless_compiling(watch.before_update))
     module.register_optimizer_step_post_hook(unless_compiling(watch.updated))

@@ -156,7 +156,7 @@ def _start(job: Joined, rank: int | None, *, alone: bool) -> str:
     where = f"on host {own.get('host', f'of rank {rank}')}{'' if alone else ', any other host as before'}"
     if not kept:
         return f"    # your command, but nothing {where}"
-    named = ",".join(one["gpus"] for one in kept if one.get("gpus"))
+    named = ",".join(dict.fromkeys(one["gpus"] for one in kept if one.get("gpus")))  # ranks may share a GPU
     program = f"CUDA_VISIBLE_DEVICES={named} torchrun" if named else "torchrun"
     return f"    {program} --nproc-per-node {len(kept)} train.py  # your script, {where}"
 

@@ -155,8 +155,7 @@ def _description(path: str | Path) -> dict[str, Any]:
     if not isinstance(about, dict):
         raise PolicyFileError("policy", str(sidecar), "a JSON object", _AGAIN)
     if about.get("schema") != FILE_SCHEMA:
-        of_0_1 = about.get("schema") in (1, 2)
-        fix = f"{'it is of version 0.1; ' if of_0_1 else ''}train one for this version with `dynamix policy train`"
+        fix = "train one for this version with `dynamix policy train`"
         raise PolicyFileError("schema", about.get("schema"), f"{FILE_SCHEMA} in {sidecar}", fix)
     kind = about.get("kind")
     known = [*_KINDS, *plug_ins(POLICY_FILES, _KINDS)]

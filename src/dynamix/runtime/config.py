@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynamix.errors import ConfigError, nearest, spelling
+from dynamix.errors import ConfigError, spelling
 from dynamix.events.replay import recorded
 from dynamix.model.auto_sync import AutoSync
 from dynamix.model.rounds import MOST, LocalSteps, RoundSize
@@ -121,8 +121,7 @@ class JobConfig:
     @property
     def loop_batches(self) -> dict[str, int]:
         """The sizes that the loop's batches may have at the start, by argument name."""
-        piece = {} if self.micro_batch is None else {"micro_batch": self.micro_batch}
-        return {"batch_size": self.batch_size, **piece}
+        return {"batch_size": self.batch_size} | ({} if self.micro_batch is None else {"micro_batch": self.micro_batch})
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -194,8 +193,7 @@ class JobConfig:
             if value is not None and not (isinstance(value, (int, float)) and float(value).is_integer()):
                 raise ConfigError(name, value, "a whole number, 1 or more", whole(name, value))
         if not isinstance(self.limits.max_change, (int, float, np.number)):
-            fix = "use 2.0 to at most double or halve"
-            raise ConfigError("max_change", self.limits.max_change, "a number, more than 1", fix)
+            raise ConfigError("max_change", self.limits.max_change, "a number, more than 1", "use 2.0, say")
 
     def _sizes(self) -> tuple[Bounds, Ints]:
         """`bounds` and `start`. `batch_size`, workers' bounds and `quantum` are per micro-batch, totals per round.
@@ -248,8 +246,7 @@ class JobConfig:
             fix = "say global_batch='adaptive', or take lb_bsp or goodput"
             raise ConfigError("global_batch", "fixed", allowed, fix)
         if self.guard not in (None, True, False):
-            fix = "leave it out: learned policies are then watched"
-            raise ConfigError("guard", self.guard, "True, False, None", fix)
+            raise ConfigError("guard", self.guard, "True, False, None", "leave it out: learned policies get one")
         if getattr(self.own_policy, "alternates", False):
             self._check_turns()
         if self._sizes_rounds and peers_of(self.own_policy) is not None:
@@ -304,18 +301,13 @@ def from_outside(given: Mapping[str, Any]) -> dict[str, Any]:
     >>> from_outside({"policy": "dynamix", "meet": "gradients"})
     {'policy': 'dynamix', 'meet': 'gradients'}
     """
-    for variable in os.environ:
-        before, _, name = variable.lower().partition("dynamix_")
-        if not before and (meant := nearest(name, (*OUTSIDE, "events")) or name) != name:
-            _log.warning("%s means nothing to dynamix: did you mean DYNAMIX_%s?", variable, meant.upper())
     told: dict[str, Any] = {name: said for name, variable in OUTSIDE.items() if (said := os.environ.get(variable))}
-    if not told:
-        return dict(given)
-    _log.info("set from outside: %s", ", ".join(f"{OUTSIDE[name]}={value}" for name, value in told.items()))
+    if told:
+        _log.info("set from outside: %s", ", ".join(f"{OUTSIDE[name]}={value}" for name, value in told.items()))
     if told.get("policy") == OFF:
         told = {**_off(given), **told, "policy": Static(anew=True)}
     chosen = {**given, **told}
-    if chosen.get("global_batch") == "fixed" and isinstance(limits := given.get("limits"), Limits):
+    if told.get("global_batch") == "fixed" and isinstance(limits := given.get("limits"), Limits):
         chosen["limits"] = replace(limits, min_global_batch=None, max_global_batch=None)
     return chosen
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dynamix.errors import ConfigError, DynamixError, UsageError, WorkerLostError
+from dynamix.errors import ConfigError, DynamixError, UsageError, WorkerLostError, nearest
 from dynamix.events.background import background_log
 from dynamix.policies import Policy
 from dynamix.removed import NO_LEARNING, message, removed_arguments
 from dynamix.runtime import connecting
-from dynamix.runtime.config import UNSAID, JobConfig, job_config
+from dynamix.runtime.config import OUTSIDE, UNSAID, JobConfig, job_config
 from dynamix.runtime.feeding import Feeding
 from dynamix.runtime.job import open_job
 from dynamix.runtime.limits import Limits
@@ -373,6 +373,11 @@ class Controller(Feeding, ControllerStatus):
 
 def _warn(config: JobConfig, at_once: int, *, unsaid: bool) -> None:
     """On the first rank: warn of assumptions. `at_once`: samples of the steps that all workers take simultaneously."""
+    for name in os.environ:
+        if name.upper().startswith("DYNAMIX_"):
+            meant = nearest(name[8:], (*OUTSIDE, "events"))
+            if meant and name != (ours := f"DYNAMIX_{meant.upper()}"):
+                _log.warning("dynamix: the variable %s means nothing to dynamix: did you mean %s?", name, ours)
     own = (config.meet == "parameters" and config.micro_batch) or config.batch_size * config.accumulate
     if config.rate_for is None and config.lr_rule != "none" and at_once != own:
         meant = f"the learning rate is assumed to fit steps of {at_once} samples, the sum over all workers"
@@ -382,8 +387,7 @@ def _warn(config: JobConfig, at_once: int, *, unsaid: bool) -> None:
         far = f"the global batch of {at_once} samples is more than {FAR} times rate_for={config.rate_for}"
         _log.warning("dynamix: %s: if training then has few steps, no learning rate replaces the missing ones", far)
     if config.shares_only:
-        name = config.facts["policy"]
-        why = f"the policy {name} only moves shares between workers, so global_batch='adaptive' has no effect"
+        why = f"the policy {config.facts['policy']} only moves shares, so global_batch='adaptive' has no effect"
         fix = "Leave global_batch out, or take a policy that adapts it: goodput, dynamix or stigmergic"
         warnings.warn(f"{why}. {fix}", RuntimeWarning, stacklevel=4)
     if unsaid:

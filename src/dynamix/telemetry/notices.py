@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST = 200  # notices that are kept; further ones are only counted
+MOST_PAUSES = 3  # of them: a job that evaluates after each epoch has many
 
 _REASONS = {
     "worse": "the policy had lost more than its patience",
@@ -38,7 +39,7 @@ class Notices:
     def note(self, at_s: float, window: int, kind: str, text: str) -> None:
         """Add a notice."""
         self.counts[kind] += 1
-        if len(self.kept) < MOST:
+        if len(self.kept) < MOST and (kind != "pause" or self.counts[kind] <= MOST_PAUSES):
             self.kept.append(Notice(at_s, window, kind, text))
 
     def of_line(self, fields: dict[str, Any], at_s: float, window: int) -> None:

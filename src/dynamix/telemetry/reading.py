@@ -21,7 +21,6 @@ _HEAD = 64  # bytes
 _KINDS = {  # the fault of a line -> text with their number
     "broken": "{} no event (damaged, or of another program)",
     "future": "{} of a later version of dynamix than this one, which reads schema {schema}",
-    "old": "{} of version 0.1, whose events this version does not read",
     "window": "{} without a window that can be used",
 }
 
@@ -160,8 +159,5 @@ def _shortened(line: bytes) -> bytes:
 
 def _kind(error: str) -> str:
     """The kind of fault in `_KINDS`, from the message of `parse_event`: in particular another schema number."""
-    _, found, number = error.partition("event has schema ")
-    said = number.partition(",")[0].partition(" ")[0]
-    if not found or not said.isdigit():
-        return "broken"
-    return "future" if int(said) > EVENTS_SCHEMA else "old" if int(said) == 1 else "broken"
+    said = error.partition("event has schema ")[2].partition(",")[0]
+    return "future" if said.isdigit() and int(said) > EVENTS_SCHEMA else "broken"

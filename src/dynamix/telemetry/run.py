@@ -77,7 +77,7 @@ class RunView:
         took_s = self.seconds - begin_s
         timed = took_s > 0 and (self.windows or self._start is not None)  # 0.2 included the start-up
         told["samples_per_s"] = self._gained / took_s if timed else math.nan
-        if timed and took_s > PAUSE_S:
+        if self.windows and took_s > PAUSE_S:  # the first window has the first step, which is slow
             self._find_pause(window, begin_s, took_s)
         self._waiting.append((window, told))
         if len(self._waiting) == BLOCK:
@@ -185,8 +185,8 @@ class RunView:
         step_s = float(step_seconds(window) + np.nan_to_num(mean_of_known(window.data)))
         apart_s = took_s - step_s * self._gained / max(float(window.global_batch), 1.0)
         if apart_s > max(PAUSE_S, took_s / 2):
-            text = f"{apart_s:.0f} s passed outside of measured steps: a pause, evaluation, save, or start of an epoch."
-            self.notices.note(begin_s, self.index, "pause", text)
+            text = "s passed outside of measured steps: a pause, evaluation, save, new epoch or compilation."
+            self.notices.note(begin_s, self.index, "pause", f"{apart_s:.0f} {text}")
 
     def _follow_workers(self, window: Window) -> None:
         if self._active != window.workers:

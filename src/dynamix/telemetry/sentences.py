@@ -105,7 +105,7 @@ _TROUBLE = {
     "fault": ("fault of the policy", "faults of the policy"),
     "dropped": ("gap in the events file", "gaps in the events file"),
     "restart": ("restart", "restarts"),
-    "pause": ("long gap between steps", "long gaps between steps"),
+    "pause": ("long time outside of measured steps", "long times outside of measured steps"),
     "guard": ("switch between policy and rule", "switches between policy and rule"),
     "workers": ("change of the number of workers", "changes of the number of workers"),
 }

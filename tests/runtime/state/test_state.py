@@ -113,7 +113,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("source.position", lambda s: s["source"].update(position=10**6)),
     ("source.taken", lambda s: s["source"].update(taken=[1, 2])),
     ("source.unused", lambda s: s["source"].update(unused=[-1])),
-    ("source.unused", lambda s: s["source"].update(unused=[1])),
+    (r"Averaging\(early=True\), removed", lambda s: s["source"].update(unused=[1])),
     ("ledger_sizes", lambda s: s.update(ledger_sizes=[[0]])),
     ("ledger_rounds", lambda s: s.update(ledger_rounds=[10**9])),
     ("base_batch", lambda s: s.update(base_batch="8")),
@@ -394,9 +394,10 @@ def test_a_state_of_another_policy_is_called_by_its_name(theirs: str, mine: str,
     controller.load_state_dict(state, policy=False)
 
 
+@pytest.mark.parametrize("options", [{}, {"interval": "auto"}, {"guard": True}])
 @pytest.mark.parametrize("mine", ["dynamix", "lb_bsp", "goodput"])
-def test_a_job_saved_while_adaptation_was_off_goes_on_under_any_policy(mine: str) -> None:
-    state, (controller, _, _) = saved("static"), job(mine)
+def test_a_job_saved_under_a_policy_that_remembers_nothing_goes_on_under_any(mine: str, options: Any) -> None:
+    state, (controller, _, _) = saved("static", **options), job(mine)
     controller.load_state_dict(state)
     assert controller.samples_seen == state["progress"]["samples"] > 0
 

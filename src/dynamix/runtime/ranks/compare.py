@@ -52,7 +52,7 @@ def require_same(
     rows: Callable[[torch.Tensor, str], Any],
     what: str,
     fixes: Mapping[str, str],
-    near: Mapping[str, float] | None = None,
+    near: Mapping[str, float],
 ) -> None:
     """Raise `UsageError` on every rank if `facts` (plain values by field) differ. A collective call.
 
@@ -71,7 +71,6 @@ def require_same(
     packed = torch.from_numpy(np.frombuffer(whole.encode().ljust(longest), dtype=np.uint8).copy())
     told = [json.loads(bytes(row)) for row in rows(packed, _COMPARING).astype(np.uint8)]
     fields = list(dict.fromkeys(name for of_rank in told for name in of_rank))
-    near = near or {}
     differing = [name for name in fields if _differs(name, [of_rank.get(name) for of_rank in told], near.get(name))]
     if not differing:
         return

@@ -72,7 +72,7 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
         fix = "Pass the same arguments to Controller(...) on every rank; a value for each rank goes in a list"
         fixes = {"": fix, VERSION: "Install one and the same version of dynamix for every rank"}
         facts = {VERSION: sys.modules["dynamix"].__version__, **given}
-        require_same(facts, ranks.rows, "Controller(...) got different arguments on some ranks", fixes)
+        require_same(facts, ranks.rows, "Controller(...) got different arguments on some ranks", fixes, {})
     except Exception as error:
         watch.leave_with(error)
         raise
@@ -100,9 +100,8 @@ def require_no_launcher() -> None:
     started = os.environ.get("WORLD_SIZE", "")
     if started.isdigit() and int(started) > 1:
         alone = f"this is one of {started} processes (WORLD_SIZE={started}), but there is no process group yet"
-        why = "every process would train alone"
         fix = "move torch.distributed.init_process_group(...) above dynamix.Controller(...)"
-        raise UsageError(f"{alone}, so {why}: {fix}")
+        raise UsageError(f"{alone}, so every process would train alone: {fix}")
 
 
 def timeout_of(group: dist.ProcessGroup) -> Any:

@@ -127,7 +127,7 @@ class Ranks:
         """
         self.agreed = True
         self._watch.errors.agreeing(FIRST_PASS)
-        require_same(facts, self.rows, "The ranks do not begin training with the same settings", FIXES)
+        require_same(facts, self.rows, "The ranks do not begin training with the same settings", FIXES, {})
 
     def forget_agreement(self) -> None:
         """The ranks' state may differ until they `agree` again. After the end no agreement is needed."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamix.errors import StateError, shown
 from dynamix.policies import Policy
-from dynamix.policies.wrappers import own_part
+from dynamix.policies.wrappers import own_part, unguarded
 from dynamix.runtime.facts.progress import Progress
 from dynamix.runtime.measure.recorder import Recorder
 from dynamix.runtime.part import FIX, Part, fields, of_type, whole, wholes, wrong
@@ -101,14 +101,19 @@ class JobState:
         resumed = division.resumed(saved)
         states["progress"] = {**saved["progress"], "opens": resumed.opens}
         states |= {name: mine[name] for name in own if resumed.same or name != "recorder"}
-        # If every rank decides for itself, each resumes with its own memory. Policies that remember nothing, such as
-        # `static`, save an empty state: the job's own policy begins anew beside it.
-        if policy and (known := (resumed.same and mine.get("policy")) or saved["policy"]):
+        if policy:
+            # If every rank decides for itself, each resumes with its own memory.
+            known = (resumed.same and mine.get("policy")) or saved["policy"]
             owner, its, of_turns = self._users[0].policy, known, {"compared", "turns"}
             if isinstance(known, dict) and (getattr(owner, "begins_anew", False) or of_turns <= known.keys()):
                 its = own_part(owner, known)
             states["policy"] = Remembered(known if its is None else its, resumed.same and its is not None)
-            self._check({"policy": states["policy"]})
+            try:
+                self._check({"policy": states["policy"]})
+            except StateError:
+                if not isinstance(known, dict) or unguarded(known):
+                    raise
+                del states["policy"]  # its policy remembers nothing, as `static`: this one begins anew
         division.warn_of_batch(saved)
         users = [part for part in self._users if part.name in states]
         load_atomically([taking for part in users for taking in part.takings(states[part.name])])
@@ -166,8 +171,8 @@ def _read(state: Any, names: Iterable[str]) -> dict[str, Any]:
     if not isinstance(source, dict) or not source.keys() >= {*_OF_SOURCE}:
         wrong("source", source, f"a dict with {' and '.join(_OF_SOURCE)}")
     source = source | {name: unpack(source[name], name) for name in _OF_SOURCE}
-    if any(unused := wholes("source.unused", source.pop("unused", []))):  # from 0.2
-        wrong("source.unused", unused, "zeros: workers met early. Save it with dynamix 0.2 at the end of an epoch")
+    if any(wholes("source.unused", source.pop("unused", []))):  # from 0.2
+        raise StateError("a state of Averaging(early=True), removed in 0.3: save it with 0.2 at the end of an epoch")
     return {**values, "source": source}
 
 

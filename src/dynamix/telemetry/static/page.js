@@ -169,7 +169,7 @@ const changesFigure = (run) => {
 };
 
 const noticesFigure = (run) => {
-  const caption = "Takeovers by the guard, failures, late decisions, gaps, restarts, other ways of meeting.";
+  const caption = "Takeovers by the guard, failures, late decisions, gaps, restarts, pauses, other ways of meeting.";
   if (!run.notices.length) return null;
   const total = Object.values(run.notice_counts).reduce((a, b) => a + b, 0);
   const rows = page.all ? run.notices : run.notices.slice(0, 12);
