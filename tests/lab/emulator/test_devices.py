@@ -314,7 +314,8 @@ def test_no_exchange_is_hidden_that_a_device_would_not_hide(tmp_path: Path) -> N
         # Half of DDP's bytes, the last layer's, are under way while the first is computed.
         assert whole - 0.016 < rank["ddp"] < 1.3 * whole
         assert rank["fsdp"] > whole
-        assert rank["buffers"] > 0.036 + 0.06  # rank 0 begins late and sends its buffers then: nobody computes before
+        # Rank 0 begins late and sends its buffers then: nobody computes before. Ranks end a step milliseconds apart.
+        assert rank["buffers"] > 0.036 + 0.06 - 0.006
 
 
 @pytest.mark.emulator
