@@ -289,7 +289,7 @@ def job_config(workers: int, given: Mapping[str, Any]) -> JobConfig:
     except ConfigError as error:
         if not os.environ.get(variable := OUTSIDE.get(error.name, "")):
             raise
-        raise type(error)(variable, error.value, error.allowed, error.fix) from error
+        raise type(error)(variable, error.value, error.allowed, error.fix) from None
 
 
 def from_outside(given: Mapping[str, Any]) -> dict[str, Any]:
