@@ -97,7 +97,7 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path) -> None:
         for agent in agents.values():
             agent.join(120)
         assert [agent.exitcode for agent in agents.values()] == [0, 0]
-        assert "dynamix: asked to stop, the job ends at step" in (tmp_path / "a.log").read_text()  # when "b" came back
+        assert "dynamix: the job stops at step" in (tmp_path / "a.log").read_text()  # when "b" came back
     finally:
         for agent in agents.values():
             agent.terminate()
@@ -115,7 +115,7 @@ def test_a_stop_that_was_asked_for_is_logged(caplog: pytest.LogCaptureFixture) -
         job.train(x, y)
     with pytest.raises(SystemExit):
         elastic.leave(job.controller)
-    assert "asked to stop, the job ends at step 7, sample 56, to be started again" in caplog.text
+    assert "the job stops at step 7, sample 56, to be started again" in caplog.text
 
 
 JOBS = [

@@ -74,9 +74,9 @@ def leave(controller: Controller | None = None) -> NoReturn:
     then exit with 75: an exit with 0 would tell torchrun that the job is done.
     """
     if controller is not None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if controller.rank == 0:
             at = controller.metrics()["step"], controller.samples_seen
-            _log.warning("dynamix: asked to stop, the job ends at step %d, sample %d, to be started again", *at)
+            _log.warning("dynamix: the job stops at step %d, sample %d, to be started again", *at)
         controller.close()
     if dist.is_initialized():
         dist.destroy_process_group()
