@@ -131,7 +131,7 @@ def test_wheels_do_what_they_are_for_with_what_they_ask_for(built: Path, tmp_pat
     line = ["emulate", "demo", "--mechanism", "duty-cycle", "--out", str(tmp_path / "run"), "--json", "--"]
     ran = there.run(there.command, *line, there.python, "-c", "import dynamix; dynamix.make_policy('pollux')")
     assert json.loads(ran.stdout)["exit_code"] == 0
-    for words in (["bench", "stepcount"], ["demo"], ["policy", "evaluate"]):
+    for words in (["bench", "overhead"], ["demo"], ["policy", "evaluate"]):
         there.refused(2, "pip install ./homomorphic './lab[bench]'", *words)
 
 
