@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 import dynamix
 from dynamix import features
 from dynamix.window import Window
-from tests.processes import call, run
+from tests.processes import LAUNCH, ONE_HOST, call, run
 
 SUBMODULES = ("compression", "data", "errors", "events", "integrations", "model", "policies", "probes", "runtime")
 SUBMODULES += ("window",)
@@ -61,6 +63,14 @@ def test_importing_the_package_changes_nothing_and_leaves_the_rest_until_it_is_u
         "heavy = {'matplotlib', 'pyroute2', 'gymnasium', 'mnist1d', 'typer', 'fastapi', 'numba'} & set(sys.modules)\n"
         "assert not heavy, heavy\n",
     )
+
+
+def test_a_script_without_a_function_ends_without_a_word(tmp_path: Path) -> None:
+    """Its objects live until the interpreter takes modules apart: callbacks that ran then ended in a traceback."""
+    (script := tmp_path / "train.py").write_text(
+        f'import torch.distributed as dist\ndist.init_process_group("gloo")\n{TRAIN}dist.destroy_process_group()\n'
+    )
+    assert "ignored" not in run(*LAUNCH, 2, script, env=ONE_HOST).stderr
 
 
 def test_the_public_names_are_these() -> None:

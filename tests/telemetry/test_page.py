@@ -189,6 +189,8 @@ def test_the_command_writes_the_page_and_says_what_it_shows(tmp_path: Path) -> N
     CliRunner().invoke(app, ["report", str(folder)])
     assert (folder / "report.html").read_text() == "a page of the demo's own"
     assert (folder / "dynamix-report.html").exists()
+    both = CliRunner().invoke(app, ["report", str(folder), str(folder / "events.jsonl")])
+    assert (both.exit_code, (folder / "comparison.html").exists()) == (0, True), both.output
     single = CliRunner().invoke(app, ["report", str(folder / "events.jsonl"), "--out", str(tmp_path / "page.html")])
     assert single.exit_code == 0
     found = json.loads(CliRunner().invoke(app, ["report", str(folder), "--json"]).stdout)
@@ -199,6 +201,7 @@ def test_the_command_refuses_what_is_no_run(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 2
     assert "holds events.jsonl" in done.stderr
+    assert "a path that exists" in CliRunner().invoke(app, ["report", str(tmp_path / "none")]).stderr
     simulate(tmp_path / "events.jsonl", windows=2)
     done = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "no/such/page.html")])
     assert done.exit_code == 2

@@ -13,7 +13,7 @@ Runs = Annotated[list[Path], typer.Argument(help="Run folders, or events files; 
 @guarded
 def report(
     runs: Runs,
-    out: Annotated[Path | None, typer.Option(help="File to write (default: report.html in the first folder).")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write (default: report.html beside the run).")] = None,
     title: Annotated[str | None, typer.Option(help="Title of the page (default: the runs' names).")] = None,
     as_json: Json = False,
 ) -> None:
@@ -29,7 +29,7 @@ def report(
     if as_json:
         print_json(page_data(sources, title=title))
         return
-    target = out or _default(runs[0])
+    target = out or _default(*runs)
     try:
         data = write_page(sources, target, title=title)
     except OSError as error:
@@ -41,8 +41,10 @@ def report(
     typer.echo(f"wrote {target}")
 
 
-def _default(run: Path) -> Path:
-    """report.html of a folder; for an events file a page with its name, so that two files have two pages."""
+def _default(run: Path, *others: Path) -> Path:
+    """report.html of a folder; a page with an events file's name. A page of several runs replaces that of none."""
+    if others:
+        return (run if run.is_dir() else run.parent) / "comparison.html"
     if run.is_dir():
         made_by_run = run / "report.html"  # the demo and the suites write their own, which must not be overwritten
         return run / "dynamix-report.html" if made_by_run.exists() and not _ours(made_by_run) else made_by_run

@@ -43,6 +43,7 @@ class Loader(DataLoader[Any]):
         self._drawn = generator is None
         super().__init__(dataset, batch_sampler=sampler, generator=generator or torch.Generator(), **kept)
         self.cut = sampler
+        object.__setattr__(self, "sampler", sampler)  # for loops that call `loader.sampler.set_epoch(epoch)`
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order the next iteration uses."""

@@ -32,8 +32,8 @@ from dynamix.window import Bounds
 def connect(job: TrainingJob, model: nn.Module, optimizer: Optimizer, options: Options) -> None:
     """`Controller.wrap`."""
     group = job.loss_weight.group
-    refuse_fsdp1(model)
     require_pair(model, optimizer, group)
+    refuse_fsdp1(model)
     apart = job.facts.sync_schedule.steps_apart
     if isinstance(model, DistributedDataParallel):
         require_own_reduction(model, options.weighting, apart=apart)

@@ -204,12 +204,12 @@ def _sources_of(path: Path) -> list[RunSource]:
     asked = _json(path, "run.json").get("compare")
     if isinstance(asked, list) and asked:
         return _compared(path, [str(name) for name in asked])
-    inside = sorted(path.glob(f"*/{EVENTS}")) if path.is_dir() else []
-    if inside:
+    if inside := sorted(path.glob(f"*/{EVENTS}")):
         return [RunSource(events, events.parent.name) for events in inside]
     if (path / "run.json").exists():  # a run before its first window
         return [RunSource(path / EVENTS, path.resolve().name)]
-    allowed = "an events file, or a folder that holds events.jsonl or whose sub-folders do"
+    kinds = "an events file, or a folder that holds events.jsonl or whose sub-folders do"
+    allowed = kinds if path.exists() else "a path that exists, and this one does not"
     raise ConfigError("RUN", str(path), allowed, "name what a run has written, such as runs/emulate-TIME")
 
 

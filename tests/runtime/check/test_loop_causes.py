@@ -153,6 +153,11 @@ def _a_list_of_optimizers(job: Job) -> None:
     job.controller.wrap(job.ddp, parts)  # type: ignore[arg-type]
 
 
+@wrong("got a DistributedDataParallel where an optimizer belongs")
+def _the_arguments_in_the_other_order(job: Job) -> None:
+    job.controller.wrap(job.optimizer, job.ddp)  # type: ignore[arg-type]
+
+
 @wrong("make the optimizer from model.parameters()")
 def _the_optimizer_of_another_model(job: Job) -> None:
     job.controller.wrap(job.ddp, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import dynamix
 from dynamix.errors import UsageError
@@ -119,6 +120,42 @@ def test_parameters_that_one_rank_moves_alone_end_all_ranks_within_two_windows()
             assert "parameters are no longer equal on all ranks at optimizer step" in said, case
             assert "of rank 1 differs from rank 0 by" in said, case
             assert int(said.split()[1].strip(":")) <= FROM + 2 * INTERVAL + 1, case
+
+
+def _without_ddp(rank: int, *, averages: bool) -> str:
+    """A net that no DDP reduces, whose loss is weighted as the loop may."""
+    controller = dynamix.Controller("static", 8, interval=INTERVAL, process_group=dist.new_group())
+    data = classes(8 * 30 * controller.world_size)
+    loader = controller.loader(DataLoader(data, batch_size=8, shuffle=True))
+    net = _deep()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"Sequential is no DDP model: write wrap\(DDP\(net\), optimizer\)"):
+        controller.wrap(net, optimizer)
+    controller.wrap(net, optimizer, weighting="loss")
+    try:
+        for x, y in loader:
+            controller.weight(nn.functional.cross_entropy(net(x), y)).backward()
+            for p in net.parameters() if averages else ():
+                assert p.grad is not None
+                dist.all_reduce(p.grad.div_(controller.world_size))
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step()
+    except UsageError as error:
+        return str(error)
+    controller.close()
+    return "silent"
+
+
+def _without_ddp_both(rank: int) -> list[str]:
+    return [_without_ddp(rank, averages=averages) for averages in (True, False)]
+
+
+def test_a_model_that_nothing_averages_ends_the_job_unless_the_loop_averages_it() -> None:
+    for averaged, left in run_ranks(_without_ddp_both, 2):
+        assert averaged == "silent"
+        assert "parameters are no longer equal on all ranks" in left
+        assert "nothing averages their gradients (write DDP(net)" in left
 
 
 def test_every_policy_compares_settings_and_parameters() -> None:

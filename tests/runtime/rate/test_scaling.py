@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import dynamix
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.rate.scaling import LearningRate, SampleSchedule
 from dynamix.runtime.rules import RULES
 from dynamix.runtime.rules import rule_of as rule
@@ -254,6 +254,11 @@ class TestSampleSchedule:
         assert schedule_of(before)[1].advance(500) == 50
         assert schedule_of(chain)[1].advance(500) == 4
 
+    def test_a_loop_that_steps_it_is_told_that_the_controller_does(self) -> None:
+        _, schedule = schedule_of(lambda o: lr_scheduler.StepLR(o, 3))
+        with pytest.raises(UsageError, match=r"leave scheduler.step\(\) out of the loop"):
+            schedule.step()
+
     def test_resuming_goes_on_at_the_same_sample(self) -> None:
         def make(o: torch.optim.Optimizer) -> Any:
             return lr_scheduler.StepLR(o, 3, gamma=0.1)
@@ -292,7 +297,7 @@ class TestSampleSchedule:
             schedule.scheduler.step()
             schedule.advance(10)
         schedule.scheduler.step()
-        with pytest.warns(UserWarning, match="and so did the loop"):
+        with pytest.warns(RuntimeWarning, match="and so did the loop"):
             schedule.advance(10)
 
     def test_bad_input(self) -> None:

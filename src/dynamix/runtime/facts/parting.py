@@ -34,9 +34,8 @@ _ROUNDING = 4.0  # elements may differ by this many times their precision more p
 _WINDOWS = 16  # after which the reference for differences is renewed
 _REDRAW = 128  # windows after which elements are drawn again, of other parameters if there are many
 _WHY = (
-    "Gradients are equal on all ranks, so something else changes parameters: a layer that was unfrozen or added after "
-    "DDP was made, and that DDP does not average (make DDP after it), or code that writes parameters or optimizers on "
-    "some ranks only (run it on all)"
+    "Either nothing averages their gradients (write DDP(net), after all layers were added and unfrozen), or code "
+    "writes parameters or optimizers on some ranks only (run it on all ranks)"
 )
 
 
@@ -131,7 +130,7 @@ class Parting:
         # From a CPU it arrives at once; from a device it arrives with a later row.
         self._read.send([*own, *late], (drawn.key, place[PLACE[0]], len(own)))
         seen, (key, step, elements) = self._read.here
-        others = _NO_OTHERS if self._beside is None else self._figures(self._beside)
+        others = [math.nan] * 4 if self._beside is None else self._figures(self._beside)
         told = [digest_of(settings), digest_of(seen[elements:]), float(step), key, *others, *seen[:elements]]
         return told + [math.nan] * (len(HELD) - len(told))
 
@@ -263,8 +262,8 @@ def draw(optimizers: Iterable[Optimizer], models: Iterable[nn.Module], turn: int
 
 
 def _whole(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Parameters, by name, that every rank holds whole and whose gradients DDP reduces."""
-    ignored = getattr(model, "parameters_to_ignore", ())
+    """Parameters, by name, that every rank holds whole and that should be equal; DDP's own list excludes others."""
+    ignored = getattr(model, "parameters_to_ignore", getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, p in getattr(model, "module", model).named_parameters():
         plain = type(p) is nn.Parameter and p.layout == torch.strided and p.device.type in ("cpu", "cuda")
         if name not in ignored and plain and p.is_floating_point() and p.dtype.itemsize > 1 and p.numel():
@@ -288,4 +287,3 @@ def _alike(values: Floats) -> bool:
 
 _SPREAD = 0x9E3779B1  # a prime near 2**32 over the golden ratio: multiples of it spread over any number of elements
 _LATE = "(on its device)"
-_NO_OTHERS = [math.nan] * 4

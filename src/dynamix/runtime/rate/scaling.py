@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dynamix.data import Round
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.limits import check_counts
 from dynamix.runtime.rules import rule_of
 
@@ -169,14 +169,18 @@ class SampleSchedule:
         self._carry: float = 0
         self._epoch, self._moved = self._now(), 0  # where this object left the scheduler; times that others moved it
 
+    def step(self, *_: object) -> None:
+        """Raises `UsageError`, because `Controller.step` calls `advance`."""
+        raise UsageError("controller.step() advances this schedule: leave scheduler.step() out of the loop")
+
     def advance(self, samples: float) -> int:
         """Add global samples just trained on, or what they taught. Returns how often the scheduler was stepped."""
         if samples < 0:
             raise ConfigError("samples", samples, "0 or more", "pass the samples of this optimizer step")
         self._moved += self._now() != self._epoch
         if self._moved == _OTHERS:
-            fix = "Leave scheduler.step() out of the loop, or the schedule ends too early"
-            warnings.warn(f"controller.scheduler() steps this schedule, and so did the loop. {fix}", stacklevel=2)
+            why = "controller.scheduler() steps this schedule, and so did the loop. Leave scheduler.step() out there"
+            warnings.warn(f"{why}, or the schedule ends too early", RuntimeWarning, stacklevel=2)
         self._epoch = self._now()
         self.samples += samples
         self._carry += samples

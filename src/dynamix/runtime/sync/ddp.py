@@ -164,7 +164,7 @@ def attach(
         if alone:
             return SingleWorker(model, around)
         recorder.times.see_no_communication()
-        return Sync(model, recorder)
+        return Sync(model, recorder, alike=True)
     device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
     inner = InnerHook(group, options.hook, options.hook_state, device=device)
     check = around.watch(reduces=not alone, hooked=inner.chained)
@@ -225,5 +225,5 @@ def _needs_loss_side(model: nn.Module) -> str | None:
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm's backward mixes gradients of all ranks before any communication hook sees them"
     if not isinstance(model, DistributedDataParallel):
-        return f"{type(model).__name__} is not a DistributedDataParallel model, so it has no communication hook"
+        return f"{type(model).__name__} is no DDP model: write wrap(DDP(net), optimizer). If you average gradients"
     return None

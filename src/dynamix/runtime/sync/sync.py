@@ -28,13 +28,12 @@ class Sync(Part):
 
     exchanges   what is exchanged, and how, equal on all ranks; `settings`: details by name, plain values
     owners      objects made for it: parts with their own state and process groups, including `averagings`
-    alike       its parameters are known to be equal on all ranks after every optimizer step
+    alike       its parameters must be equal on all ranks after every optimizer step
     settled     training passes need no check before they begin
     comes_first   its forward hook must run before all others
     crossed     synchronised backward passes so far
     """
 
-    alike = False
     settled = True
     comes_first = False
     crossed = 0
@@ -46,10 +45,11 @@ class Sync(Part):
         *owners: Any,
         exchanges: str = "none",
         settings: dict[str, Any] | None = None,
+        alike: bool = False,
     ) -> None:
         self.model, self.recorder, self.owners = model, recorder, owners
         self.averagings = [owner for owner in owners if isinstance(owner, ParameterAveraging)]
-        self.exchanges, self.settings = exchanges, settings or {}
+        self.exchanges, self.settings, self.alike = exchanges, settings or {}, alike
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Add an optimizer of the model. Raises `UsageError` for one that this kind of synchronisation cannot serve."""
