@@ -9,6 +9,7 @@ also take less time than the best rule under the learned schedule, the interval 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -82,7 +83,8 @@ class AgentSuite(Suite):
         return ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=torch.set_num_threads, initargs=(1,))
 
     def cells(self) -> list[Cell]:
-        jobs = [Cell(f"jobs-{what}-{i}", ("jobs", what, i)) for what in SEEDS for i in range(self._parts(what))]
+        sets = ("learn", "test", "choose")
+        jobs = [Cell(f"jobs-{what}-{i}", ("jobs", what, i)) for what in sets for i in range(self._parts(what))]
         blocks = [(name, i) for name in LEARNERS for i in range(len(self.plan.of_learner(name)))]
         learning = [Cell(f"{name}-{i}", ("learn", name, i)) for name, i in blocks]
         first = self._parts("learn")
@@ -137,6 +139,8 @@ class AgentSuite(Suite):
 
     def _ask(self, context: Context, what: str) -> dict[str, Any]:
         jobs, rows = self._jobs(context.found, what), self.rows(context.found)
+        if what == "choose":  # the halves of an agent explain the test
+            rows = {name: row for name, row in rows.items() if not name.endswith("only")}
         repeats = range(self.plan.repeats if what == "test" else 1)
         found = costs(context.means, list(rows.values()), jobs, repeats).mean(2)
         return {"kinds": [job.kind for job in jobs], "costs": dict(zip(rows, found.tolist(), strict=True))}
@@ -171,7 +175,7 @@ class AgentSuite(Suite):
     def table(self, result: Mapping[str, Any]) -> str:
         kinds = list(next(iter(result["kinds"].values())))
         rows = [
-            [name, f"{result['choose_over_rule'][name]:.2f}", _text(result["whole"][name])]
+            [name, f"{result['choose_over_rule'].get(name, math.nan):.2f}", _text(result["whole"][name])]
             + [_text(result["kinds"][name][kind]) for kind in kinds]
             for name in result["whole"]
         ]
