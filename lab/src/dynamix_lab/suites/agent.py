@@ -47,7 +47,7 @@ class AgentPlan:
     """
 
     learn: int = 64
-    choose: int = 256
+    choose: int = 128
     test: int = 32
     updates: float = 1.0
     repeats: int = 2
