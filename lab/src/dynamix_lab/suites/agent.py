@@ -50,7 +50,7 @@ class AgentPlan:
     choose: int = 128
     test: int = 32
     updates: float = 1.0
-    repeats: int = 2
+    repeats: int = 1
 
     @classmethod
     def of(cls, *, quick: bool) -> AgentPlan:
