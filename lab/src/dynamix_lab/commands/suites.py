@@ -68,21 +68,6 @@ def bench_observe(
     conducted(context, ObserveSuite(plan), out=out, resume=resume, as_json=as_json)
 
 
-@bench.command("agent")
-@guarded
-def bench_agent(
-    context: typer.Context,
-    quick: Annotated[bool, typer.Option("--quick", help="Few jobs, one update of each learner.")] = False,
-    resume: Resume = False,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """Whether an agent that sets batch and rate, learned on small real jobs, beats the best rule on other kinds."""
-    from dynamix_lab.suites.agent import AgentPlan, AgentSuite
-
-    conducted(context, AgentSuite(AgentPlan.of(quick=quick)), out=out, resume=resume, as_json=as_json)
-
-
 @bench.command("disturbance")
 @guarded
 def bench_disturbance(
