@@ -16,7 +16,7 @@ def tell_of_uncaught(listener: Listener) -> None:
     Listeners that were added last are called first.
     """
     # Without a callback, which the interpreter would call at its end, when the modules that it needs are gone.
-    _listeners[:] = [*(known for known in _listeners if known() is not None), weakref.WeakMethod(listener)]
+    _listeners.append(weakref.WeakMethod(listener))
     if not _before:
         _before.append(sys.excepthook)
         sys.excepthook = _print
