@@ -69,7 +69,7 @@ def test_sync_batch_norm_on_the_loss_side_equals_one_big_batch() -> None:
 
 REFUSED = {
     "syncbn": "SyncBatchNorm's backward mixes gradients",
-    "plain": "not a DistributedDataParallel model",
+    "plain": "is no DDP model: write wrap(DDP(net), optimizer)",
     "hooked": "already has a communication hook",
 }
 
