@@ -93,14 +93,17 @@ class Exporter:
     def collect(self):
         return self.told
 
+    def wait(self, path):
+        if path not in self.waits:
+            print(f"exporter: waits for {path}", file=sys.stderr)
+        self.waits.add(path)
+
     def look(self):
         for path in self.paths:
             try:
                 found = find_sources([path])
             except ConfigError:  # nothing is there yet
-                if path not in self.waits:
-                    print(f"exporter: waits for {path}", file=sys.stderr)
-                self.waits.add(path)
+                self.wait(path)
                 continue
             for source in found:
                 if source.name in [known.name for known in self.sources.values()]:
@@ -109,6 +112,8 @@ class Exporter:
         metrics = {}
         for source in self.sources.values():
             source.refresh()
+            if not source.views and not source.absent:
+                self.wait(source.events)
             for view in source.views.values():
                 run = self.runs.setdefault(view.name, Run())
                 for kind, name, label, values in run.figures(view, time.time() - source.quiet_s):

@@ -1,12 +1,14 @@
+import functools
 import json
 import os
+import resource
 
 import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
 from dynamix.cli.console import read_token
-from tests.processes import run
+from tests import processes
 
 runner = CliRunner()
 
@@ -31,7 +33,7 @@ def test_the_usage_of_what_starts_a_job_has_its_command_last(command):
 
 
 def test_version_is_printed_by_the_installed_command():
-    assert run("-m", "dynamix.cli.app", "--version").stdout[:10] == "dynamix 0."
+    assert processes.run("-m", "dynamix.cli.app", "--version").stdout[:10] == "dynamix 0."
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,15 @@ def test_bad_input_is_one_line_on_stderr_exit_code_2_and_nothing_left(arguments,
     assert result.stderr.count("\n") == 1
     for text in named:
         assert text in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_line_and_nothing_is_left(tmp_path):
+    full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (0, 0))  # the kernel refuses every byte
+    command = ["-m", "dynamix.cli.app", "observe", "--out", tmp_path / "run", "--", "true"]
+    done = processes.call(*command, preexec_fn=full)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: [Errno 27] File too large\n"
     assert list(tmp_path.iterdir()) == []
 
 

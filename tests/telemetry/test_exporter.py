@@ -109,6 +109,17 @@ def test_it_starts_before_its_runs_and_finds_those_that_appear_later(example: Mo
     assert list(exporter.runs) == ["early", "late", str(tmp_path / "other" / "late" / "events.jsonl")]
 
 
+def test_it_says_once_what_it_waits_for(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    begun, none = tmp_path / "begun", tmp_path / "none"
+    begun.mkdir()
+    (begun / "run.json").write_text("{}")
+    exporter = example.Exporter([begun, none])
+    exporter.look()
+    exporter.look()
+    waits = [f"exporter: waits for {path}" for path in (none, begun / "events.jsonl")]
+    assert capsys.readouterr().err.splitlines() == waits
+
+
 def test_what_needs_earlier_windows_is_left_out_of_the_first_poll(example: ModuleType, tmp_path: Path) -> None:
     compared = {"dynamix_expected_step_seconds", "dynamix_worker_individual_perf_score"}
     lines = simulate(tmp_path / "all.jsonl", windows=4).read_bytes().splitlines(keepends=True)

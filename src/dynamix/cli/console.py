@@ -1,5 +1,6 @@
 """What all commands share: options, one-line errors, and JSON alone on stdout."""
 
+import errno
 import functools
 import json
 import signal
@@ -14,19 +15,25 @@ from dynamix.removed import message
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Out = Annotated[Path | None, typer.Option(help="Run folder, new or empty (default: runs/COMMAND-TIME).")]
-
 Command = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="A program and its arguments.")]
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}  # the disk takes no more
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Our errors become one line and exit code 2; SIGTERM unwinds like Ctrl-C, so that nothing is left running."""
+    """Our errors, and a full disk, become one line and exit code 2.
+
+    SIGTERM unwinds like Ctrl-C, so that nothing is left running.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             command(*args, **kwargs)
-        except DynamixError as error:
+        except (DynamixError, OSError) as error:
+            if not isinstance(error, DynamixError) and error.errno not in _FULL:
+                raise
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:

@@ -77,7 +77,11 @@ class RunFolder:
         """Write one file as a whole: until it is complete, an earlier one stays."""
         target = self.path / name
         unfinished = target.with_suffix(".unfinished")
-        unfinished.write_text(content, encoding="utf-8")
+        try:
+            unfinished.write_text(content, encoding="utf-8")
+        except OSError:  # the disk is full
+            unfinished.unlink(missing_ok=True)
+            raise
         unfinished.replace(target)
 
 

@@ -75,12 +75,8 @@ def _result(job: Joined, found: Findings, gains: Gains, pays: Pays) -> dict[str,
     of_found = ("verdict", "rank", "part", "step_s", "busy_s", "wait_s", "parts", "slow_link", "link_ratio")
     told = {name: getattr(job, name) for name in of_job} | {name: getattr(found, name) for name in of_found}
     slow = None if found.slow is None else dataclasses.asdict(found.slow)
-    told |= {
-        "exchange_s": found.transfer_s,
-        "slow": slow,
-        "gains": dataclasses.asdict(gains) | dataclasses.asdict(pays),
-    }
-    return dict(plain(told))
+    told |= {"exchange_s": found.transfer_s, "slow": slow}
+    return dict(plain(told | {"gains": dataclasses.asdict(gains) | dataclasses.asdict(pays)}))
 
 
 def say(folder: Path, out: TextIO | None = None, **about: Any) -> dict[str, Any] | None:

@@ -40,15 +40,7 @@ def load_policy(path: str | Path, **options: Any) -> Policy:
 
 def describe_policy(path: str | Path) -> dict[str, Any]:
     """The description of a policy file that can be loaded. Raises `PolicyFileError` if it cannot."""
-    about: dict[str, Any] = getattr(load_policy(path), "about", {})
-    return about
-
-
-def add_facts(path: str | Path, **facts: Any) -> dict[str, Any]:
-    """Add how it was made (command, commit, version) to the description of a policy file. Returns the description."""
-    described = {**describe_policy(path), **facts}
-    Path(path).with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-    return described
+    return dict(getattr(load_policy(path), "about", {}))
 
 
 def trained_as(kind: str) -> str:

@@ -183,7 +183,7 @@ class JobConfig:
     def _check_totals(self) -> None:
         """Raise `ConfigError` for an unknown `global_batch`, and for limits of it that are not numbers."""
         if self.global_batch not in (known := ("adaptive", "fixed")):
-            fix = spelling(self.global_batch, known)
+            fix = spelling(self.global_batch, known, "set a size by batch_size=, the samples of one worker")
             raise ConfigError("global_batch", self.global_batch, "'adaptive' or 'fixed'", fix)
         for name in ("min_global_batch", "max_global_batch"):
             value: object = getattr(self.limits, name)

@@ -22,6 +22,7 @@ SAMPLES = 500
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
+        ({"global_batch": 64}, ["global_batch=64", "set a size by batch_size="]),
         ({"global_batch": "constant"}, ["global_batch='constant'", "'adaptive' or 'fixed'"]),
         ({"global_batch": "fixed", "max_global_batch": 64}, ["max_global_batch=64", "leave max_global_batch out"]),
         ({"global_batch": "fixed", "min_global_batch": 1}, ["min_global_batch=1", "global_batch='adaptive'"]),

@@ -1,5 +1,6 @@
 """`dynamix policy train` and `dynamix policy evaluate`. Libraries are imported when a command runs."""
 
+import json
 import os
 import shlex
 import tempfile
@@ -46,7 +47,6 @@ def policy_train(
     """Learn a policy in the simulator: minutes on 2 cores."""
     from dynamix import __version__
     from dynamix.events.run_folder import commit
-    from dynamix.policies.files import add_facts
     from dynamix_lab.training.dynamix_policy import choice
     from dynamix_lab.training.shipped import meanings_of, recipe_of, settings_of, train_shipped
 
@@ -60,10 +60,11 @@ def policy_train(
     need_bench("dynamix policy train", ("scipy",))
     _check_writable(out)
     with progress("training") as tell:
-        train_shipped(name, out, seed=seed, settings=settings or (), progress=tell, checkpoint=checkpoint)
+        about = train_shipped(name, out, seed=seed, settings=settings or (), progress=tell, checkpoint=checkpoint)
     changed = "".join(f" --set {shlex.quote(setting)}" for setting in settings or ())
     command = f"dynamix policy train --policy {name} --seed {seed}{changed}"
-    about = add_facts(out, command=command, commit=commit(), version=__version__)
+    about |= {"command": command, "commit": commit(), "version": __version__}  # how it was made
+    out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     if name == "dynamix" and (said := choice(about)):
         typer.echo(said, err=True)
     print_json(about) if as_json else typer.echo(f"wrote {out}; dynamix policy show {out}")
