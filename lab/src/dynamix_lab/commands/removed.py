@@ -10,6 +10,7 @@ from dynamix_lab.commands.group import bench
 _KEPT = "results/{}/table.md keeps what was measured"
 _TABLE = "nothing: " + _KEPT
 REMOVED = {
+    "ablations": "nothing: no result of it was recorded",
     "aggregator": "dynamix bench fuzz for damaged frames; " + _KEPT.format("aggregator-2026-11-24"),
     "changecost": "nothing: what a new size costs is a constant of the simulated hosts",
     "cost": "dynamix bench overhead --decision-only, under either commit",
@@ -25,6 +26,7 @@ REMOVED = {
     "lengths": _TABLE.format("lengths-2026-11-24"),
     "live-learning": "nothing: no policy learns on the job",
     "netcosts": "nothing: no suite simulates these nets",
+    "network-speed": "dynamix bench compression, which times exchanges on emulated hosts",
     "quality": "dynamix bench first-run-told --settings match, for scores at equal samples",
     "reaction": _TABLE.format("reaction-2026-11-26"),
     "rounds": _TABLE.format("how-often-2026-11-24"),
