@@ -17,7 +17,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 Out = Annotated[Path | None, typer.Option(help="Run folder, new or empty (default: runs/COMMAND-TIME).")]
 Command = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="A program and its arguments.")]
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}  # the disk takes no more
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}  # the disk takes no more, or nothing at all
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
