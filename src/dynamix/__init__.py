@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dynamix.runtime.sync.parameter_averaging import Averaging
     from dynamix.window import Bounds, Window
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Averaging",

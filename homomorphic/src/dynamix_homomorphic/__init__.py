@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dynamix_homomorphic.aggregator.wire import AggregatorWire
     from dynamix_homomorphic.lossy import ErrorFeedback, LossyState, lossy_hook, lossy_topk_hook
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"
 
 __all__ = ["Aggregator", "AggregatorWire", "ErrorFeedback", "LossyState", "lossy_hook", "lossy_topk_hook"]
 
