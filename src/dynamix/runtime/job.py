@@ -280,8 +280,7 @@ class TrainingJob:
 
     def _exchanged(self, payload: Callable[[], float] | None) -> tuple[int, float]:
         """What a window's row says about the exchange: see `WindowCloser`."""
-        crossed = sum(model.crossed for model in self.models)
-        return crossed, payload() if payload else self.boundary.payload
+        return sum(model.crossed for model in self.models), payload() if payload else self.boundary.payload
 
     # ------------------------------------------------------------ of all ranks
 

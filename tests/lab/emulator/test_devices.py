@@ -359,6 +359,7 @@ def test_a_summary_says_where_nothing_was_paced(tmp_path: Path) -> None:
 FOREVER = (
     PRELUDE
     + """
+plain()  # the first step takes longer
 print("started", flush=True)
 while True:
     plain()

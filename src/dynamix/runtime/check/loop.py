@@ -208,8 +208,7 @@ class LoopCheck(Loop, Part):
         if source is None or not source.exhausted or source.batches_consumed >= source.batches_issued:
             return
         left = source.batches_issued - source.batches_consumed
-        updates = max((check.updates for check in self._checks), default=0)
-        if self._turns.all_forwarded(source) or updates >= left:
+        if self._turns.all_forwarded(source) or max((check.updates for check in self._checks), default=0) >= left:
             self.fail(f"the epoch ended, but controller.step() was not called for {left} of its batches: {STEP}")
 
     def look_at(self, piece: Piece, inputs: tuple[Any, ...]) -> None:

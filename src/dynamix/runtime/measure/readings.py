@@ -130,8 +130,7 @@ def _tensor(given: Any, names: Sequence[str]) -> Tensor:
     if isinstance(given, Mapping):
         raise ValueError(f"it has none of the keys {', '.join(names)}")
     if isinstance(given, (tuple, list)) and any(isinstance(part, Tensor) for part in given):
-        least = 0 if names is _LOSS else 1
-        return next(part for part in given if isinstance(part, Tensor) and part.dim() >= least)
+        return next(part for part in given if isinstance(part, Tensor) and part.dim() >= (0 if names is _LOSS else 1))
     return torch.as_tensor(given)
 
 

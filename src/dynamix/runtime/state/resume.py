@@ -217,8 +217,7 @@ class Division(Part):
         if same:
             ahead = zip(sizes[first:], pieces[first:], strict=True)
             to_come = [project(of, job.sync_schedule.bounds_of(piece, bounds)) for of, piece in ahead]
-            fits = all(map(np.array_equal, to_come, sizes[first:]))
-            if fits and not np.remainder(sizes, job.accumulate).any():
+            if all(map(np.array_equal, to_come, sizes[first:])) and not np.remainder(sizes, job.accumulate).any():
                 return Resumed(same, saved["progress"]["opens"], {"steps": rounds, "sizes": sizes, "pieces": pieces})
             within, piece = to_come[-1], pieces[-1]
         else:

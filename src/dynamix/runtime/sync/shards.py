@@ -104,8 +104,7 @@ class Shards:
                     stack.enter_context(holding(group, post_forward_mesh_info=None, reshard_after_backward=False))
                 yield
         finally:
-            root = self.model._get_fsdp_state()
-            if getattr(root, "_auto_reshard_after_forward", False):
+            if getattr(self.model._get_fsdp_state(), "_auto_reshard_after_forward", False):
                 for group in _groups_of(self.model):
                     group.post_forward_mesh_info = None  # as set by its first pass, which was inside
 

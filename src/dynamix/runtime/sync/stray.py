@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Set
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -98,8 +101,7 @@ class StrayCollectives:
         """Find the groups in which this rank could wait for others."""
         self._known, found = len(_all_groups()), []
         for group in _all_groups():
-            shared = set(self._ranks).intersection(dist.get_process_group_ranks(group))
-            if len(shared) > 1 and group.group_desc != OURS:
+            if len(set(self._ranks).intersection(dist.get_process_group_ranks(group))) > 1 and group.group_desc != OURS:
                 # Some backends have no counter or no timeout, so their collectives cannot be detected.
                 with contextlib.suppress(RuntimeError, AttributeError):
                     group._get_sequence_number_for_group()
@@ -109,24 +111,26 @@ class StrayCollectives:
         self._groups = found
 
 
-def _frames() -> dict[int, Any]:
-    """The frame in which each thread is, by the thread's number.
+def _stacks(threads: Set[int | None]) -> list[list[FrameType]]:
+    """The frames in which each of these threads is, the innermost first.
 
-    Python up to 3.11.8 may wait for itself for ever if garbage is collected meanwhile (cpython issue 106883).
+    Python 3.11 may collect garbage while it makes the object of a frame. If a destructor then lets that frame's thread
+    run, Python may wait for itself for ever (cpython issue 106883), or read freed memory.
     """
     with _ASKS:
         collects = gc.isenabled()
         gc.disable()
-        frames = sys._current_frames()
+        frames = [frame for thread, frame in sys._current_frames().items() if thread in threads]
+        stacks = [[at for at, _ in traceback.walk_stack(frame)] for frame in frames]
         if collects:
             gc.enable()
-    return frames
+    return stacks
 
 
 def _others_talk(thread: int) -> bool:
     """Whether a thread other than `thread` and dynamix's own is in torch.distributed."""
-    stacks = (traceback.walk_stack(frame) for other, frame in _frames().items() if other != thread)
-    names = (" ".join(at.f_globals.get("__name__", "") for at, _ in stack) for stack in stacks)
+    others = {other.ident for other in threading.enumerate() if not other.name.startswith("dynamix")} - {thread}
+    names = (" ".join(at.f_globals.get("__name__", "") for at in stack) for stack in _stacks(others))
     return any(" torch.distributed." in f" {of}" and " dynamix." not in f" {of}" for of in names)
 
 
@@ -135,14 +139,16 @@ def _collective(thread: int) -> tuple[str, Any, int]:
 
     The name is empty if the loop runs none, or one that dynamix or torch has called.
     """
-    found, frame = None, _frames().get(thread)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
-        if frame.f_globals["__name__"] == "torch.distributed.distributed_c10d" and frame.f_code.co_name in _ALL_CALL:
+    found = None
+    for frame in itertools.chain(*_stacks({thread})):
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith("torch.distributed."):
+            if found is None or name.startswith(("dynamix.", "torch.")):
+                break
+            return found.f_code.co_name, found.f_locals.get("group") or dist.group.WORLD, id(found)
+        if name == "torch.distributed.distributed_c10d" and frame.f_code.co_name in _ALL_CALL:
             found = frame
-        frame = frame.f_back
-    if found is None or frame is None or frame.f_globals.get("__name__", "").startswith(("dynamix.", "torch.")):
-        return "", None, 0
-    return found.f_code.co_name, found.f_locals.get("group") or dist.group.WORLD, id(found)
+    return "", None, 0
 
 
 def _all_groups() -> dict[Any, Any]:
