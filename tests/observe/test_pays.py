@@ -45,7 +45,7 @@ def test_of_two_with_one_at_a_tenth_the_other_alone_is_faster(tmp_path: Path) ->
     assert (gains["best"], gains["alone"]["rank"], gains["without"]) == ("do not distribute", 1, None)
     assert gains["alone"]["median"] == pytest.approx((10 * OWN_S + TRANSFER_S) / (2 * OWN_S), rel=0.02)  # 5.0
     after_head = text.splitlines()[2:4]
-    assert after_head[0].endswith("one worker alone is at least as fast as all that synchronise in every step.")
+    assert after_head[0].endswith("one worker alone is at least as fast as all together.")
     assert after_head[1] == "    torchrun --nproc-per-node 1 train.py  # your script, on host of rank 1"  # older files
 
 
@@ -146,7 +146,7 @@ def test_where_slowness_came_and_went_balance_is_what_shares_of_the_window_befor
     assert gains["balance"]["median"] == pytest.approx(4.429 / 3.665, rel=0.02)
     assert gains["alone"]["median"] == pytest.approx((27 * 0.137 + 30 * 0.07) / (57 * 3 * OWN_S), rel=0.02)
     assert gains["best"] == "balance"
-    assert "with shares that follow the speeds a window later, if rank 2 is slow as often as in this run" in text
+    assert "with shares that follow the speeds some steps later, if rank 2 is slow as often as in this run" in text
 
 
 def test_one_process_has_nothing_to_distribute(tmp_path: Path) -> None:

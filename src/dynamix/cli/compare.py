@@ -33,7 +33,7 @@ def compare(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Say how many times as fast each policy is, in one job of yours: dynamix compare -- torchrun ... train.py."""
+    """Compare the speed of policies in one job of yours: dynamix compare -- torchrun ... train.py."""
     if read is not None:
         result = _told(read / "events.jsonl" if read.is_dir() else read)
     else:

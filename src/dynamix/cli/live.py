@@ -24,7 +24,7 @@ def dashboard(
     key: Annotated[Path | None, typer.Option(help="PEM file with the certificate's private key.")] = None,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two reads of the files.")] = 1.0,
 ) -> None:
-    """Serve the page of runs that go on, live, until interrupted. It reads only what they write."""
+    """Serve the page of running jobs, and keep it up to date, until Ctrl-C. It only reads their files."""
     from dynamix.telemetry import find_sources
 
     try:
@@ -36,7 +36,7 @@ def dashboard(
     token = read_token(token_file)
     for file in (certificate, key):
         if file is not None and not file.is_file():
-            raise ConfigError("certificate", str(file), "a PEM file that can be read", "check the path")
+            raise ConfigError("key" if file is key else "certificate", str(file), "a PEM file", "check the path")
     live = LiveRuns(find_sources(runs), every_s=every)
     serve(live, host=host, port=port, token=token, certificate=certificate, key=key, tell=_tell)
 

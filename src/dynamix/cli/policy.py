@@ -6,7 +6,7 @@ import typer
 
 from dynamix.cli.console import ANYTHING, Json, gone, guarded, print_json
 
-policy = typer.Typer(help="Learn, score and inspect policies.", no_args_is_help=True)
+policy = typer.Typer(help="Train, score and show policies.", no_args_is_help=True)
 
 
 @policy.command("show")

@@ -228,8 +228,8 @@ class CompressionState:
         line.again()
         if not self._said_mixed:
             self._said_mixed = True
-            count = "state.statistics.dense_after['mixed'] counts them"
-            _log.warning("dynamix: ranks disagreed about bucket %d, so it went dense: %s", line.exchange.index, count)
+            count = "state.statistics.dense_after['mixed'] counts such buckets"
+            _log.warning("dynamix: ranks disagreed about bucket %d, so it was dense: %s", line.exchange.index, count)
 
     def _reroute(self) -> None:
         """All ranks do this at the same step, because no exchange is pending between two backward passes."""

@@ -145,5 +145,5 @@ def registry() -> Registry:
         try:
             found = found.with_those_of(register)
         except Exception as error:  # whatever its error, gradients are exchanged without it
-            _log.warning("dynamix: the compression ways of %s are left out: %s", name, why(error))
+            _log.warning("dynamix: the compression methods of %s are left out: %s", name, why(error))
     return found

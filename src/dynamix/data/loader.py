@@ -110,7 +110,7 @@ def order_of(loader: DataLoader[Any]) -> LoaderOrder:
     if type(loader) is not DataLoader:
         kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
         fix = "pass the plain DataLoader, before a framework prepares it"
-        raise UsageError(f"controller.loader() takes torch's own DataLoader, but this is a {kind}: {fix}, or {OWN}")
+        raise UsageError(f"controller.loader() takes torch's own DataLoader, but this is a {kind}: {fix}; or {OWN}")
     if isinstance(loader.dataset, IterableDataset):
         fix = "for batch in controller.stream(dataset, collate_fn=...)"
         raise UsageError(f"an IterableDataset has no indices that could be dealt out: write {fix}")
@@ -164,7 +164,7 @@ def require_batch_size(loader: DataLoader[Any], allowed: dict[str, int]) -> None
     """
     if (size := batch_size_of(loader)) not in allowed.values():
         told = " and ".join(f"{name}={value}" for name, value in allowed.items())
-        fix = f"say Controller(batch_size={size}), or build the loader with the controller's"
+        fix = f"write Controller(batch_size={size}), or give the loader the controller's"
         raise ConfigError("the loader's batch_size", size, f"the controller's, {told}", fix)
 
 

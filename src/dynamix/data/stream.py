@@ -183,7 +183,7 @@ class Stream(SampleOrder):
                 "samples in the stream",
                 0,
                 "2 or more on every rank",
-                f"give rank {int(np.argmax(empty))} a part of the data: without a sample it cannot join in",
+                f"give rank {int(np.argmax(empty))} a part of the data",
             )
         if dry.all() and not held.any():
             return None

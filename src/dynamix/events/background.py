@@ -117,7 +117,7 @@ class BackgroundLog:
             self._most_bytes = records.MOST_BYTES
         except (OSError, StateError) as error:  # for example no room for a second file: retry at twice the length
             self._most_bytes *= 2
-            _log.warning("dynamix: %s cannot be thinned (%s) and grows", self.path, error)
+            _log.warning("dynamix: old windows cannot be removed from %s (%s), so it grows", self.path, error)
         self._shut()
 
     def _drop(self, why: str) -> None:

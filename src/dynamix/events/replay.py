@@ -33,7 +33,7 @@ def recorded(path: str | os.PathLike[str], workers: int) -> dict[int, dict[str, 
         raise StateError(f"{os.fspath(path)} has no decision to replay; {fix}")
     if workers not in worlds:
         fix = "replay with as many workers as the run had"
-        raise ConfigError("replay", f"{max(worlds)} workers", str(workers), fix)
+        raise ConfigError("replay", f"{max(worlds)} workers", f"a run of {workers}", fix)
     return answers
 
 

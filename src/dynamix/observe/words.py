@@ -131,7 +131,7 @@ def _best(job: Joined, gains: Gains, pays: Pays) -> list[str]:
     if best == PLAIN:
         return [f"Nothing to gain: stay with plain {job.facts[0].get('stack', 'DDP')}. There is nothing to write."]
     if best == ALONE and alone is not None:
-        said = "Do not distribute this job: one worker alone is at least as fast as all that synchronise in every step."
+        said = "Do not distribute this job: one worker alone is at least as fast as all together."
         return [said, _start(job, alone.rank, alone=True)]
     if best == WITHOUT and without is not None:
         times = f"{without.median:.2f} times as many samples a second as all ranks do now"
@@ -169,18 +169,18 @@ def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[st
         why = "while the network stays as slow" if found.verdict == "network" else holds
         told.append(f"Rank {pays.alone.rank} alone, in steps of its own batch:{fits} {_times(pays.alone)}, {why}.")
     if pays.without is not None:
-        kept = "the others' batches and the exchange as they are"
+        kept = "if the others' batches and the exchange stay as they are"
         told.append(f"Without rank {pays.without.rank}, {kept}: {_times(pays.without)}, {holds}.")
     if pays.balance is not None:
         shares, unit = "", "" if gains.sizes_known else " thousandths of today's batch"
         if pays.follows:
-            shares = ", with shares that follow the speeds a window later"
+            shares = ", with shares that follow the speeds some steps later"
         elif pays.balance.worth_it:
             shares = f", with shares of {_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)}"
         told.append(f"Balance: {_times(pays.balance)}{shares}, {holds}.")
         if not pays.balance.worth_it and gains.grounded and slow is not None and slow.steady:
             told[-1] += f" The batch size hardly changes how slow rank {slow.rank} is: a smaller batch does not help."
-        meeting = f"Adapt and choose how to meet, every {gains.apart:.0f} steps in the mean"
+        meeting = f"Adapt and choose how to meet, every {gains.apart:.0f} steps on average"
         for name, gain in (("Adapt, twice the global batch", gains.adapt), (meeting, gains.meet)):
             if gain is not None and gain.median >= WORTH * max(pays.balance.median, 1.0):
                 told.append(f"{name}: {_times(gain)} in time alone, while the network stays as it is.")

@@ -106,7 +106,7 @@ def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | No
         theirs, ours = (dist.get_process_group_ranks(g) for g in (model.process_group, group))
         if theirs != ours:
             fix = "write DDP(net, process_group=group) and Controller(process_group=group) with one group"
-            raise UsageError(f"DDP reduces over ranks {theirs}, the controller weights for ranks {ours}: {fix}")
+            raise UsageError(f"DDP averages over ranks {theirs}, but the controller has ranks {ours}: {fix}")
 
 
 def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None, *, apart: bool) -> None:

@@ -381,11 +381,11 @@ def _warn(config: JobConfig, at_once: int, *, unsaid: bool) -> None:
     own = (config.meet == "parameters" and config.micro_batch) or config.batch_size * config.accumulate
     if config.rate_for is None and config.lr_rule != "none" and at_once != own:
         meant = f"the learning rate is assumed to fit steps of {at_once} samples, the sum over all workers"
-        write = f"If so, Controller(rate_for={at_once}) says it; if it is for one worker's, write rate_for={own}"
+        write = f"If so, write Controller(rate_for={at_once}); if it fits the samples of one worker, rate_for={own}"
         _log.warning("dynamix: %s. %s", meant, write)
     if config.rate_for is not None and at_once > FAR * config.rate_for:
         far = f"the global batch of {at_once} samples is more than {FAR} times rate_for={config.rate_for}"
-        _log.warning("dynamix: %s: if training then has few steps, no learning rate replaces the missing ones", far)
+        _log.warning("dynamix: %s: few steps cost score at any learning rate. Lower batch_size, or train longer", far)
     if config.shares_only:
         why = f"the policy {config.facts['policy']} only moves shares, so global_batch='adaptive' has no effect"
         fix = "Leave global_batch out, or take a policy that adapts it: goodput, dynamix or stigmergic"

@@ -374,8 +374,8 @@ class TrainingJob:
         if not (gather or alike):
             return state.save()
         if ranks.group is None and self.allocations.workers > 1:
-            need = "state_dict(gather=True) needs the ranks' control group"
-            raise UsageError(f"{need}: call it on every rank of a live job")
+            need = "state_dict(gather=True) needs the other ranks"
+            raise UsageError(f"{need}: call it on every rank, before controller.close()")
         with ranks.setting_up():
             ranks.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
             saved = state.save(ranks.of_all)

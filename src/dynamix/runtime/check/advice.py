@@ -22,7 +22,7 @@ PASS_OVER = (
 )
 SHORT = (
     "the loop stopped at an old len(loader): batch sizes have changed since, and {} samples of the epoch were not "
-    "trained. Iterate the loader to its end, test controller.epoch_done, or use the adapter in dynamix.integrations"
+    "trained. Iterate the loader to its end, or until controller.epoch_done, or use the adapter in dynamix.integrations"
 )
 BY_HAND = (
     "only loss.backward() through the DDP module averages a gradient over the ranks; a gradient of torch.autograd.grad "

@@ -104,14 +104,14 @@ class Strangers:
         if apart and not parameters_of(optimizer) <= _trained(self.checks):
             left = f"an optimizer ({kind}) in this loop was not given to controller.wrap()"
             own = "the parameters that it trains are not averaged, so they differ by worker"
-            warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
+            warnings.warn(f"{left}: {own}; {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
         if not apart and (alone := self._reduced_by_nobody(optimizer)):
             left = f"an optimizer ({kind}) that was not given to controller.wrap() trains"
             own = "and DDP does not average their gradients: they will differ by rank unless your loop averages them"
-            warnings.warn(f"{left} {', '.join(alone[:3])}, {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
+            warnings.warn(f"{left} {', '.join(alone[:3])}, {own}; {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
         if (name := unconnected_of(optimizer)) is not None:
             why = f"its {name} model was not given either, so large and small batches would get equal weights"
-            loop.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}")
+            loop.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}; {WRAP_ONCE}")
 
     def _reduced_by_nobody(self, optimizer: Optimizer) -> list[str]:
         """Names of its parameters that belong to connected models, but that those models do not reduce."""

@@ -143,7 +143,7 @@ class Decider:
         if event["decision"] == "new":
             sizes = np.asarray(event["allocation"], dtype=np.int64)
             if sizes.shape != self.job.closing.sizes.shape:
-                here = str(self.job.closing.sizes.size)
+                here = f"a run of {self.job.closing.sizes.size}"
                 raise ConfigError("replay", f"{sizes.size} workers", here, "replay with as many workers as the run had")
             piece = event.get("piece", 0)
             bounds = self.job.sync_schedule.bounds_of(piece, self.job.bounds)

@@ -23,7 +23,7 @@ SKETCHED = "parameters: "  # begins a parameter's name; its value is (sum of eve
 NEAR = 1e-3  # tolerance of those sums, relative to the norm: unlike devices differ in last bits
 LONGEST_VALUE = 80  # characters of a value in a message
 _SAMPLER = "Write controller.batch_sampler(dataset, seed=0) with the same data set, seed and options on every rank"
-_LOAD = "Load the checkpoint of one step on every rank: controller.load_state_dict(state) with one and the same file"
+_LOAD = "Load the checkpoint of the same step on every rank: controller.load_state_dict(state)"
 _POSITION = ("position", "finished", "taken", "consumed", "batch sizes", "progress", "base batch")
 FIXES = {
     "": "Make the same calls with the same arguments on every rank before training",

@@ -25,7 +25,7 @@ from dynamix.runtime.ranks.watch import CLOSED, LOOK_EVERY, LOOK_EVERY_S, Aborta
 _PARTED = {
     "": "Set optimizer values in the same way on every rank: from the step number, not from what one rank measures",
     GROUPS: "Make the same calls of add_param_group on every rank",
-    **dict.fromkeys(PLACE, "Train every batch that the loader gives, on every rank, and load one state on all"),
+    **dict.fromkeys(PLACE, "Train every batch that the loader gives, on every rank, and load one checkpoint on all"),
 }
 
 

@@ -179,7 +179,7 @@ class SampleSchedule:
             raise ConfigError("samples", samples, "0 or more", "pass the samples of this optimizer step")
         self._moved += self._now() != self._epoch
         if self._moved == _OTHERS:
-            why = "controller.scheduler() steps this schedule, and so did the loop. Leave scheduler.step() out there"
+            why = "controller.step() advances this schedule, and so did the loop. Leave scheduler.step() out"
             warnings.warn(f"{why}, or the schedule ends too early", RuntimeWarning, stacklevel=2)
         self._epoch = self._now()
         self.samples += samples
@@ -252,15 +252,15 @@ class SchedulerWatch:
         if self._done or self._changes < 2 or usual or not done.regular:
             return  # one change may be a loaded state, or the user's own decision
         self._done = True
-        do = "let it follow samples: scheduler = controller.scheduler(scheduler), without scheduler.step() in the loop"
+        do = "scheduler = controller.scheduler(scheduler), and leave scheduler.step() out of the loop"
         problem = "a learning-rate scheduler counts optimizer steps"
         if self.apart:
             problem += ", and faster workers take more of them, so rates differ by rank"
         else:
             moves = f"{done.samples} samples a step now, {self.base_batch} at the start"
-            problem += f", but the global batch moves: {moves}, so the schedule ends too early or too late"
-            do += "; or keep the global batch: Controller(global_batch='fixed')"
-        warnings.warn(f"{problem}. Write: {do}", RuntimeWarning, stacklevel=5)
+            problem += f", but the global batch changes ({moves}), so the schedule ends too early or too late"
+            do += "; or Controller(global_batch='fixed')"
+        warnings.warn(f"{problem}. Write {do}", RuntimeWarning, stacklevel=5)
 
 
 def rate_of(group: dict[str, Any]) -> Any:

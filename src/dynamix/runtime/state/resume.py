@@ -243,7 +243,7 @@ class Division(Part):
             return
         why = f"the loaded state goes on with a global batch of {began} samples, with which its job began"
         mine = f"{here} (batch_size={here / workers / accumulate:g}, accumulate={accumulate} on {workers} workers)"
-        fix = f"Write batch_size={began / workers / theirs:g}, accumulate={theirs}, or load no state, to keep yours"
+        fix = f"Write batch_size={began / workers / theirs:g}, accumulate={theirs}; or, to keep yours, load no state"
         warnings.warn(f"{why}; this script asks for {mine}, which is ignored. {fix}", RuntimeWarning, stacklevel=5)
 
 

@@ -76,7 +76,7 @@ class InOrder(Part):
     def _require_alike(self, name: str, saved: Any, mine: Any) -> None:
         """Raise `StateError` unless both have the same keys, with values of the same types."""
         if not isinstance(saved, dict) or not saved.keys() <= mine.keys() <= {*saved, *_SINCE_0_3}:
-            fix = "make the objects that the saved job had, and load it after that"
+            fix = "make the objects that the saved job had, and then load the state"
             raise StateError(f"the controller's state has {name} for an object of another kind: {fix}")
         for key in saved.keys() - set(self.varies):
             one, other = saved[key], mine[key]

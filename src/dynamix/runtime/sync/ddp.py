@@ -225,5 +225,5 @@ def _needs_loss_side(model: nn.Module) -> str | None:
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm's backward mixes gradients of all ranks before any communication hook sees them"
     if not isinstance(model, DistributedDataParallel):
-        return f"{type(model).__name__} is no DDP model: write wrap(DDP(net), optimizer). If you average gradients"
+        return f"{type(model).__name__} is no DDP model: write wrap(DDP(net), optimizer), or average gradients yourself"
     return None

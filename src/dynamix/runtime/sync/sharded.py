@@ -302,7 +302,7 @@ def attach_sharded(model: nn.Module, options: Options, around: Around) -> Sync:
         return _unhooked(model, shards, around)
     if shards is not None and (theirs := shards.wrong_ranks(ours := dist.get_process_group_ranks(group))) is not None:
         fix = "give both the data-parallel dimension of one mesh: process_group=mesh.get_group()"
-        raise UsageError(f"FSDP reduces over ranks {theirs}, the controller weights for ranks {ours}: {fix}")
+        raise UsageError(f"FSDP averages over ranks {theirs}, but the controller has ranks {ours}: {fix}")
     if shards is None or (reason := _cannot_weigh(model, shards)) is not None:
         reason = reason if shards is not None else "dynamix cannot read how this torch holds FSDP's parameters"
         if options.weighting == "hook":
