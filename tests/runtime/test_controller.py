@@ -72,7 +72,7 @@ class _Talkative(Script):
 def test_what_fails_after_a_decision_ends_no_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     controller = dynamix.Controller(_Talkative([[8]]), 8, interval=4, events=tmp_path / "events.jsonl")
     assert sum(_loop(Training(controller, classes(240)))) == 240
-    assert "what follows a decision has failed" in caplog.text
+    assert "recording a decision has failed" in caplog.text
 
 
 class Count(IterableDataset[Any]):

@@ -132,8 +132,8 @@ def test_devices_that_overran_are_said_and_beyond_the_limit_there_is_no_verdict(
     runs = [write(tmp_path / n, steady(100.0), device_steps=many if i == at else few) for i, n in enumerate(names)]
     compared = made(*runs)["comparison"]
     assert f"No verdict for {names[at]}: 3 % of a rank's device steps overran, more than 1 %" in compared["headline"]
-    assert f"{names[at]}: on a rank up to 3 % of the device's steps overran." in compared["notes"]
-    assert "lb_bsp: on a rank up to 0.5 % of the device's steps overran." in compared["notes"]
+    assert f"{names[at]}: up to 3 % of a rank's device steps overran." in compared["notes"]
+    assert "lb_bsp: up to 0.5 % of a rank's device steps overran." in compared["notes"]
     without = [row["name"] for row in compared["rows"] if row["over_first"] is None]
     assert without == (names if at == 0 else ["goodput"])  # with the first none can be compared
 

@@ -78,7 +78,7 @@ class Epochs:
     def __len__(self) -> int:
         if (steps := self._steps()) is None:
             fix = "size schedules by samples: controller.scheduler(scheduler, nominal_batch_size=...)"
-            raise TypeError(f"an epoch has no fixed number of steps while the global batch changes: {fix}")
+            raise TypeError(f"a rank has no fixed number of batches in an epoch here: {fix}")
         return steps
 
     def __iter__(self) -> Iterator[Any]:

@@ -226,5 +226,5 @@ def require_equal(state: dict[str, Any], **mine: object) -> None:
         if state.get(name) != value:
             raise StateError(
                 f"{name}={state.get(name)!r} in the checkpoint, {name}={value!r} here: the order of samples would "
-                f"differ; construct the sampler or stream with {name}={state.get(name)!r}"
+                "differ; make the data and the sampler or stream as the saved job did"
             )

@@ -70,7 +70,7 @@ def reader_of(sampler: object) -> BatchReader:
                 fix = "a loaded controller goes on where it was, so iterate the loader without skip_first_batches"
                 raise UsageError(f"{kind} would leave samples out that the controller has not dealt yet: {fix}")
             fix = "leave it out of prepare(), or write dynamix.integrations.accelerate.prepare(...)"
-            raise UsageError(f"{kind} would share the controller's batches out among the ranks a second time: {fix}")
+            raise UsageError(f"prepare() would split this loader's batches among the ranks a second time: {fix}")
         if isinstance(caller, TorchBatchSampler) and getattr(caller, "sampler", None) is sampler:
             fix = "write DataLoader(dataset, batch_sampler=sampler, ...), without batch_size, shuffle and drop_last"
             raise UsageError(f"DataLoader(sampler=...) would make batches of whole batches: {fix}")

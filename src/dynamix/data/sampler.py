@@ -209,7 +209,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         if lengths and self.costs is not None and lengths != self.costs.checksum:
             raise StateError(
                 f"lengths have the checksum {lengths} in the checkpoint, {self.costs.checksum} here: they are of "
-                "another data set; pass batch_sampler(dataset, lengths=...) those that saved it, or none"
+                "another data set; pass batch_sampler(dataset, lengths=...) the saved job's, or none"
             )
         saved = state["regions"]
         if saved is not None and saved.get("rules") != RULES_VERSION:

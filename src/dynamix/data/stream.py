@@ -103,7 +103,7 @@ class Stream(SampleOrder):
         if self.sharded and len(state["taken"]) != self.world_size:
             raise StateError(
                 f"a sharded stream saved by {len(state['taken'])} ranks cannot go on with {self.world_size}: the "
-                "shards belong to the ranks; resume with the same world size, or use sharded=False"
+                "shards belong to the ranks; resume with the same number of ranks, or begin anew"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -167,7 +167,7 @@ def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[st
     if pays.alone is not None:
         fits = " if the model fits it," if job.facts[0].get("stack") == "FSDP2" else ""
         why = "while the network stays as slow" if found.verdict == "network" else holds
-        told.append(f"Rank {pays.alone.rank} alone, in steps of its own batch:{fits} {_times(pays.alone)}, {why}.")
+        told.append(f"Rank {pays.alone.rank} alone, with its own batch:{fits} {_times(pays.alone)}, {why}.")
     if pays.without is not None:
         kept = "if the others' batches and the exchange stay as they are"
         told.append(f"Without rank {pays.without.rank}, {kept}: {_times(pays.without)}, {holds}.")

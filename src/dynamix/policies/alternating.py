@@ -104,7 +104,7 @@ def by_names(names: str) -> Alternating:
     policies: dict[str, Policy] = {}
     for name in filter(None, map(str.strip, names.split(","))):
         if name == "local" or name.rpartition(":")[2] in _SUFFIXES:
-            allowed = "a policy that moves shares of a fixed global batch: others train another mathematics"
+            allowed = "a policy that moves shares of a fixed global batch: others change the training, too"
             raise ConfigError("policies", name, allowed, WHOLE_RUNS)
         again = sum(known.partition(" (")[0] == name for known in policies)
         policy = make_policy(name)
@@ -126,5 +126,5 @@ def _require_turns(name: str, policy: Policy) -> None:
         why = "it is a comparison itself"
     else:
         return
-    allowed = f"policies that decide after every window, in one place; of {name} {why}"
+    allowed = f"policies that decide after every window, in one place ({name}: {why})"
     raise ConfigError("policies", name, allowed, f"leave it out, or {WHOLE_RUNS}")

@@ -116,12 +116,12 @@ def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None, *, apa
     for module in model.modules():
         if apart and is_fully_sharded(module):
             why = "FSDP spreads the parameters over ranks, so no worker has a model of its own to train"
-            raise UsageError(f"meet='parameters' does not fit this model: {why}. Use DDP, or meet='gradients'")
+            raise UsageError(f"local steps do not fit this model: {why}. Use DDP, or meet='gradients'")
         # FSDP2 keeps the gathered parameters from a round's first piece to its last.
         crosses = is_fully_sharded(module) and Shards.of(module) is None
         if crosses or isinstance(module, nn.SyncBatchNorm):
             why = f"{type(module).__name__} communicates in its forward pass, but ranks run unequal numbers of them"
-            unfit = "micro_batch= and meet='parameters' do not fit this model"
+            unfit = "micro_batch= and local steps do not fit this model"
             raise UsageError(f"{unfit}: {why}. Use accumulate= instead")
 
 

@@ -193,7 +193,7 @@ def _notes(views: Sequence[RunView], overran: Sequence[Sequence[float]]) -> list
             ended = f"{view.name} ended at sample {view.samples:,.0f}, {first.name} at sample {first.samples:,.0f}"
             said.append(f"{ended}: they are compared by what both reached.")
         if max(late, default=0.0) > 0:
-            said.append(f"{view.name}: on a rank up to {percent(max(late))} of the device's steps overran.")
+            said.append(f"{view.name}: up to {percent(max(late))} of a rank's device steps overran.")
     return said
 
 

@@ -138,7 +138,7 @@ def _unfrozen_while_gradients_accumulate(job: Job) -> None:
         job.step()
 
 
-@wrong("optimizer.step() of 0.weight, which is not reduced")
+@wrong("optimizer.step() of unreduced 0.weight")
 def _unfrozen_on_one_rank_alone(job: Job) -> None:
     """Its loop is another one: the rest wait for its gradients, and it for them."""
     job.net[0].requires_grad_(False)

@@ -91,7 +91,7 @@ def one_waits_where_others_decide(ranks: Any) -> Any:
 def test_ranks_that_wait_for_unlike_things_all_end(told: Told, name: str) -> None:
     for words in told(name):
         assert words.startswith("UsageError: ")
-        assert "make a call that waits for all ranks on every rank" in words
+        assert "make such a call on every rank" in words
 
 
 # ---------------------------------------------------------------- errors

@@ -8,8 +8,8 @@ from torch import Tensor
 from dynamix.runtime.facts.losses import nodes_before, shapes_of, walk
 
 _FIX = (
-    "if the loss is over the remaining n samples, write wrap(..., weighting='loss') and "
-    "controller.weight(loss, count=n).backward(); if it is a mean over all {0}, write controller.step(count={0})"
+    "if the loss is over the n samples left, write wrap(..., weighting='loss') and "
+    "controller.weight(loss, count=n).backward(); if it is a mean over all N = {0}, write controller.step(count=N)"
 )
 
 

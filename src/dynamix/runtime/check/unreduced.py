@@ -69,7 +69,7 @@ class Unreduced:
             name = known.get(id(parameter), f"parameter {number} beside the model, of shape {list(parameter.shape)}")
             if sums(before):
                 told[name] = sketch(before).tolist(), sketch(parameter.detach() - before).tolist()
-        every = self._gather(told, f"optimizer.step() of {next(iter(told), 'nothing')}, which is not reduced")
+        every = self._gather(told, f"optimizer.step() of unreduced {next(iter(told), 'nothing')}")
         apart = [name for name in dict.fromkeys(name for of in every for name in of) if self._part(name, every)]
         if not apart:
             return None

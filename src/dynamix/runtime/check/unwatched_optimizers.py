@@ -107,8 +107,8 @@ class Strangers:
             warnings.warn(f"{left}: {own}; {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
         if not apart and (alone := self._reduced_by_nobody(optimizer)):
             left = f"an optimizer ({kind}) that was not given to controller.wrap() trains"
-            own = "and DDP does not average their gradients: they will differ by rank unless your loop averages them"
-            warnings.warn(f"{left} {', '.join(alone[:3])}, {own}; {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
+            own = "and DDP does not average their gradients: average them, or unfreeze and add layers before DDP(net)"
+            warnings.warn(f"{left} {', '.join(alone[:3])}, {own}", RuntimeWarning, stacklevel=6)
         if (name := unconnected_of(optimizer)) is not None:
             why = f"its {name} model was not given either, so large and small batches would get equal weights"
             loop.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}; {WRAP_ONCE}")

@@ -211,7 +211,7 @@ def write_down(write: Callable[[], None]) -> None:
     try:
         write()
     except Exception:
-        _log.warning("dynamix: what follows a decision has failed; training goes on", exc_info=True)
+        _log.warning("dynamix: recording a decision has failed; training goes on", exc_info=True)
 
 
 def ours(error: Exception, what: str) -> DynamixError:

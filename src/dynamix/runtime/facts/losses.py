@@ -24,7 +24,7 @@ _TWICE = (
 )
 _NEVER = (
     "wrap(weighting='given') says that the loss carries the weights already, but it does not follow the workers' "
-    "shares of the batch: leave weighting= out, or divide by the count of all workers and multiply by their number"
+    "shares of the batch: leave weighting= out, or divide its sum by all ranks' samples, times the number of ranks"
 )
 _OF_ALL = (
     "the loss is made of the samples of all ranks (features gathered from them, or a statistic of the global batch), "

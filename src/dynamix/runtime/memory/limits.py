@@ -117,7 +117,7 @@ class Memory:
         if (found == 0).any():
             at = int(np.argmin(found))
             allowed = f"what fits the memory of rank {at}, where not even {max(int(bounds.low[at]), 2)} samples do"
-            fix = "lower min_batch_size, or use a smaller model, activation checkpointing, or a worker with more memory"
+            fix = "lower min_batch_size if set, or use a smaller model, checkpointing, or a worker with more memory"
             raise ConfigError("min_batch_size", int(max(bounds.low[at], 1)), allowed, fix)
         return found
 
@@ -193,7 +193,7 @@ def within(bounds: Bounds, caps: Ints, *, may_fall: bool = False) -> Bounds:
         bounds = dataclasses.replace(bounds, total_low=total_low)
     if int(bounds.total_low) > int(high.sum()):
         allowed = f"at most {int(high.sum())}, which is what fits: {caps.tolist()}"
-        fix = "lower min_global_batch, or accumulate more micro-batches"
+        fix = "lower batch_size, and min_global_batch if it is set"
         raise ConfigError("min_global_batch", int(bounds.total_low), allowed, fix)
     total = {"total_low": bounds.total_low, "total_high": bounds.total_high}
     return Bounds.of(len(caps), bounds.low, high, **total, quantum=bounds.quantum, max_change=bounds.max_change)

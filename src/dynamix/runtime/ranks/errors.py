@@ -9,7 +9,7 @@ from dynamix.errors import DynamixError, MemoryLimitError, StateError, UsageErro
 
 FIRST_PASS = "a comparison before the first forward pass"  # since the start, a load, or a loop left early
 UNTRAINED = "controller.step() for a batch that had no forward pass"
-ALIKE = "make a call that waits for all ranks on every rank, after the same optimizer step"
+ALIKE = "make such a call on every rank, after the same optimizer step"
 _KINDS: dict[str, type[DynamixError]] = {kind.__name__: kind for kind in (StateError, MemoryLimitError)}
 
 

@@ -69,7 +69,7 @@ def open_ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> Ranks:
     watch = RankWatch(job_store(), members.index(dist.get_rank()), len(members), prefix=prefix)
     try:
         ranks = Ranks(beside(functools.partial(open_control, members, timeout), AbortableWait(watch).look), watch)
-        fix = "Pass the same arguments to Controller(...) on every rank; a value for each rank goes in a list"
+        fix = "Pass the same arguments to Controller(...) on every rank; a bound for each rank goes in a list"
         fixes = {"": fix, VERSION: "Install one and the same version of dynamix for every rank"}
         facts = {VERSION: sys.modules["dynamix"].__version__, **given}
         require_same(facts, ranks.rows, "Controller(...) got different arguments on some ranks", fixes, {})

@@ -225,7 +225,7 @@ class GradientHook(Part):
         counts = piece.round.counts
         if self.reductions > piece.number + 1 and weight.applied is None and (counts != counts[0]).any():
             # Every later pass rescales reduced gradients by its weights, whose sum is not 1 here.
-            several = "several synchronised backward passes of a batch, in an optimizer step of unlike batches"
+            several = "several synchronised backward passes of a batch, in a step of batches that differ in size"
             self.loop.fail(f"{several}: write (loss1 + loss2).backward(), or all but the last under model.no_sync()")
 
     def _summed(self, weight: GradientWeight, bucket: Bucket) -> Future[Tensor] | None:

@@ -138,5 +138,5 @@ def _require_no_step(hook: Any) -> None:
     """Raise `UsageError` for a hook of torch that steps, if some reductions skip the user's hook."""
     if (name := getattr(hook, "__qualname__", "")).startswith(_HOOKS_THAT_STEP):
         does = f"{name.partition('.')[0]} steps the optimizer inside the communication hook"
-        lost = "which some reductions do without (the first ones, and one in 50), so those steps would be left out"
+        lost = "which some reductions skip (the first ones, and one in 50), so those steps would be left out"
         raise UsageError(f"{does}, {lost}: pass the hook inside it, and call optimizer.step() in the loop")

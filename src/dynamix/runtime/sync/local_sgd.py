@@ -28,7 +28,7 @@ def attach_apart(model: nn.Module, options: Options, around: Around) -> Sync:
     for name, usual in (("hook", None), ("weighting", "hook"), ("batchnorm", "rank0")):
         if (value := getattr(options, name)) != usual:
             given = f"wrap({name}={value!r}) is about meeting over gradients"
-            fix = "leave it out: with meet='parameters' moves and buffers are averaged by samples; see averaging="
+            fix = "leave it out: with meet='parameters' models are averaged by samples; see averaging="
             raise UsageError(f"{given}: {fix}")
     if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
         first = "pass a batch through it before controller.wrap(model, optimizer)"

@@ -70,7 +70,7 @@ class LossWeight:
         if placeholder is not None or piece.round.counts.all():
             return
         why = "some rank has no samples in this step, and a loss with weighting='given' would count its placeholder"
-        fail(f"{why}: say what becomes of it, controller.loader(..., placeholder=lambda batch: ...)")
+        fail(f"{why}: mask its labels, controller.loader(..., placeholder=lambda batch: ...)")
 
     def in_loss(self, piece: Piece) -> float:
         """A loss as the loop reports it, divided by its mean."""

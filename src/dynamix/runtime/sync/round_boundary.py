@@ -77,7 +77,7 @@ class RoundBoundary(Part):
     def require_no(self, what: str) -> None:
         """Raise `UsageError` if workers take local steps, whose losses need no weights."""
         if self.steps_apart:
-            why = "with meet='parameters' a loss is the mean over the worker's own samples; models are weighted later"
+            why = "with local steps a loss is the mean over the worker's own samples; models are weighted later"
             raise UsageError(f"{what}: {why}. Call loss.backward()")
 
     def warn_between(self) -> None:
