@@ -146,7 +146,7 @@ def test_where_slowness_came_and_went_balance_is_what_shares_of_the_window_befor
     assert gains["balance"]["median"] == pytest.approx(4.429 / 3.665, rel=0.02)
     assert gains["alone"]["median"] == pytest.approx((27 * 0.137 + 30 * 0.07) / (57 * 3 * OWN_S), rel=0.02)
     assert gains["best"] == "balance"
-    assert "with shares that follow the speeds some steps later, if rank 2 is slow as often as in this run" in text
+    assert "with shares that lag the speeds by some steps, if rank 2 is slow as often as in this run" in text
 
 
 def test_one_process_has_nothing_to_distribute(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ class SampleOrder(Issuable):
 def require_known(name: str) -> None:
     """Raise `StateError` if a state names an order that this version does not know."""
     if name not in ("", COMPUTED):
-        raise StateError(f"the samples' order is called {name!r}: go on with the version of dynamix that saved it")
+        raise StateError(f"no known order is called {name!r}: go on with the version of dynamix that saved it")
 
 
 def require_equal(state: dict[str, Any], **mine: object) -> None:

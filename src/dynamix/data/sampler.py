@@ -204,12 +204,12 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             if (theirs := state.get(name, "")) != mine:
                 told = [f"have the checksum {of}" if of else "were not given" for of in (theirs, mine)]
                 why = f"{name} {told[0]} in the checkpoint, and {told[1]} here: it would train on other samples"
-                raise StateError(f"{why}; {'pass those that saved it' if theirs else f'leave {name} out'}")
+                raise StateError(f"{why}; {'pass those of that job' if theirs else f'leave {name} out'}")
         lengths = state["lengths"]
         if lengths and self.costs is not None and lengths != self.costs.checksum:
             raise StateError(
                 f"lengths have the checksum {lengths} in the checkpoint, {self.costs.checksum} here: they are of "
-                "another data set; pass batch_sampler(dataset, lengths=...) the saved job's, or none"
+                "another data set; pass batch_sampler the saved job's lengths=, or leave it out"
             )
         saved = state["regions"]
         if saved is not None and saved.get("rules") != RULES_VERSION:

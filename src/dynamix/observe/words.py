@@ -174,7 +174,7 @@ def _promises(job: Joined, found: Findings, gains: Gains, pays: Pays) -> list[st
     if pays.balance is not None:
         shares, unit = "", "" if gains.sizes_known else " thousandths of today's batch"
         if pays.follows:
-            shares = ", with shares that follow the speeds some steps later"
+            shares = ", with shares that lag the speeds by some steps"
         elif pays.balance.worth_it:
             shares = f", with shares of {_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)}"
         told.append(f"Balance: {_times(pays.balance)}{shares}, {holds}.")

@@ -262,7 +262,7 @@ class JobConfig:
             ("global_batch", self.global_batch, "fixed", f"set {OUTSIDE['global_batch']}=fixed, or {WHOLE_RUNS}"),
             ("meet", self.meet, "gradients", f"set {OUTSIDE['meet']}=gradients, or {WHOLE_RUNS}"),
             ("interval", self.interval, numbers, "write interval=5: windows have five steps here"),
-            ("guard", self.guard or None, None, "leave it out; guarded:NAME watches a policy"),
+            ("guard", self.guard or None, None, "leave it out; or compare guarded:NAME"),
             ("replay", self.replay, None, "leave it out"),
             ("max_change", self.limits.max_change, math.inf, "leave it out while policies take turns"),
         ):

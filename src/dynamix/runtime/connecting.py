@@ -121,7 +121,7 @@ def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None, *, apa
         crosses = is_fully_sharded(module) and Shards.of(module) is None
         if crosses or isinstance(module, nn.SyncBatchNorm):
             why = f"{type(module).__name__} communicates in its forward pass, but ranks run unequal numbers of them"
-            unfit = "micro_batch= and local steps do not fit this model"
+            unfit = "micro_batch= and meet= do not fit this model"
             raise UsageError(f"{unfit}: {why}. Use accumulate= instead")
 
 

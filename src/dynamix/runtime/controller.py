@@ -385,7 +385,7 @@ def _warn(config: JobConfig, at_once: int, *, unsaid: bool) -> None:
         _log.warning("dynamix: %s. %s", meant, write)
     if config.rate_for is not None and at_once > FAR * config.rate_for:
         far = f"the global batch of {at_once} samples is more than {FAR} times rate_for={config.rate_for}"
-        _log.warning("dynamix: %s: too few steps lower the score at any rate. Lower batch_size, or train longer", far)
+        _log.warning("dynamix: %s: too few steps lower the score at any lr. Lower batch_size, or train longer", far)
     if config.shares_only:
         why = f"the policy {config.facts['policy']} only moves shares, so global_batch='adaptive' has no effect"
         fix = "Leave global_batch out, or take a policy that adapts it: goodput, dynamix or stigmergic"

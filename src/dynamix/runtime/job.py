@@ -242,7 +242,7 @@ class TrainingJob:
         piece = source.current or source.piece()
         mine = piece.samples
         if count is not None and mine and count != mine:
-            fix = "Use controller.weight(loss, count=...).backward() when batches can shrink after sampling"
+            fix = "Use controller.weight(loss, count=...) with weighting='loss', and step() without count"
             wrong = f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly"
             raise UsageError(f"{wrong}. {fix}")
         if self.ranks.workers > 1 and not self.models:

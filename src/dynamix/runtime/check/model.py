@@ -197,7 +197,7 @@ class ModelCheck:
             after = "backward() came after controller.step(), so its gradient would get another batch's weight"
             loop.fail(f"{after}: {REPEATED if loop.epoch_over() else ONCE}; {STEP}")
         if piece is not None and (piece.round.apart or (piece.by_size and not piece.last and not self.inside)):
-            crossed = "backward() exchanged gradients within a round, in which ranks have different numbers of batches"
+            crossed = "backward() exchanged gradients in the middle of a round, when other ranks may send none"
             loop.fail(f"{crossed}: {LOCAL}")
         if self.shards is not None:
             older = self._held_since is not None and self._held_since < loop.group

@@ -24,7 +24,7 @@ _TWICE = (
 )
 _NEVER = (
     "wrap(weighting='given') says that the loss carries the weights already, but it does not follow the workers' "
-    "shares of the batch: leave weighting= out, or divide its sum by all ranks' samples, times the number of ranks"
+    "shares of the batch: leave weighting= out, or make it (its sum * number of ranks / samples of all ranks)"
 )
 _OF_ALL = (
     "the loss is made of the samples of all ranks (features gathered from them, or a statistic of the global batch), "

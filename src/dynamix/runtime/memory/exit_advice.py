@@ -11,7 +11,7 @@ _ADVICE = (
     "rank {rank} ran out of memory in a pass of {samples} samples: call controller.find_limits(step_fn, example) "
     "before training, which measures what fits every rank; or cut batches into pieces that fit, by "
     "Controller(micro_batch={pieces}) and `if controller.optimizer_due: optimizer.step()`; "
-    "or pass Controller(max_batch_size=[...]), one number per rank, below {samples} for rank {rank}"
+    "or pass Controller(max_batch_size=[...], batch_size=...), both below {samples} on rank {rank}"
 )
 
 

@@ -202,7 +202,7 @@ def require_descriptors(sockets: int, workers: int) -> None:
             return
     allowed = f"{wanted} or more for a job of {workers} workers"
     raise ConfigError(
-        "limit of open files", soft, allowed, f"run `ulimit -n {2 ** math.ceil(math.log2(wanted))}` first"
+        "limit of open files", soft, allowed, f"run `ulimit -n {2 ** math.ceil(math.log2(wanted))}` as root"
     )
 
 

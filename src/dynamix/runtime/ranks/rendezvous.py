@@ -178,9 +178,9 @@ class Rendezvous:
     def _lost(self, timeout_s: float) -> WorkerLostError:
         places = {rank: self._said(rank).get("ranks") for rank in self.ranks}
         lost = tuple(rank for rank in self.ranks if places[rank] != self.ranks)
-        text = f"no Controller was made on ranks {list(lost)} within {timeout_s:.0f} s"
+        text = f"ranks {list(lost)} made no such Controller within {timeout_s:.0f} s"
         if elsewhere := [rank for rank in lost if places[rank]]:
-            text += f", but one over ranks {places[elsewhere[0]]} on rank {elsewhere[0]}: {_FIX}"
+            text += f", but rank {elsewhere[0]} made one over ranks {places[elsewhere[0]]}: {_FIX}"
         return WorkerLostError(text, lost)
 
     def _said(self, rank: int) -> dict[str, Any]:
