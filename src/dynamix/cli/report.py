@@ -13,7 +13,7 @@ Runs = Annotated[list[Path], typer.Argument(help="Run folders, or events files; 
 @guarded
 def report(
     runs: Runs,
-    out: Annotated[Path | None, typer.Option(help="File (default: report.html, or comparison.html).")] = None,
+    out: Annotated[Path | None, typer.Option(help="File (default: report.html; several: comparison.html).")] = None,
     title: Annotated[str | None, typer.Option(help="Title of the page (default: the runs' names).")] = None,
     as_json: Json = False,
 ) -> None:

@@ -228,8 +228,8 @@ class CompressionState:
         line.again()
         if not self._said_mixed:
             self._said_mixed = True
-            count = "state.statistics.dense_after['mixed'] counts such buckets"
-            _log.warning("dynamix: ranks disagreed about bucket %d, so it was dense: %s", line.exchange.index, count)
+            why = "so it was sent densely: state.statistics.dense_after['mixed'] counts such buckets"
+            _log.warning("dynamix: ranks disagreed about bucket %d, %s", line.exchange.index, why)
 
     def _reroute(self) -> None:
         """All ranks do this at the same step, because no exchange is pending between two backward passes."""
