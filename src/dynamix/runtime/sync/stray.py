@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Set
+from collections.abc import Iterator
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -99,20 +97,19 @@ class StrayCollectives:
 
     def _find(self) -> None:
         """Find the groups in which this rank could wait for others."""
-        self._known, found = len(_all_groups()), []
+        self._known, self._groups = len(_all_groups()), []
         for group in _all_groups():
             if len(set(self._ranks).intersection(dist.get_process_group_ranks(group))) > 1 and group.group_desc != OURS:
                 # Some backends have no counter or no timeout, so their collectives cannot be detected.
                 with contextlib.suppress(RuntimeError, AttributeError):
                     group._get_sequence_number_for_group()
-                    for device in group._device_types:
-                        backend = group._get_backend(device)
-                        found.append((group, backend, backend.options._timeout))
-        self._groups = found
+                    for backend in map(group._get_backend, group._device_types):
+                        self._groups.append((group, backend, backend.options._timeout))
 
 
-def _stacks(threads: Set[int | None]) -> list[list[FrameType]]:
-    """The frames in which each of these threads is, the innermost first.
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """For looking at the frames of other threads, with no garbage collection meanwhile.
 
     Python 3.11 may collect garbage while it makes the object of a frame. If a destructor then lets that frame's thread
     run, Python may wait for itself for ever (cpython issue 106883), or read freed memory.
@@ -120,27 +117,30 @@ def _stacks(threads: Set[int | None]) -> list[list[FrameType]]:
     with _ASKS:
         collects = gc.isenabled()
         gc.disable()
-        frames = [frame for thread, frame in sys._current_frames().items() if thread in threads]
-        stacks = [[at for at, _ in traceback.walk_stack(frame)] for frame in frames]
-        if collects:
-            gc.enable()
-    return stacks
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
+@_uncollected()
 def _others_talk(thread: int) -> bool:
     """Whether a thread other than `thread` and dynamix's own is in torch.distributed."""
     others = {other.ident for other in threading.enumerate() if not other.name.startswith("dynamix")} - {thread}
-    names = (" ".join(at.f_globals.get("__name__", "") for at in stack) for stack in _stacks(others))
+    stacks = [traceback.walk_stack(frame) for other, frame in sys._current_frames().items() if other in others]
+    names = (" ".join(at.f_globals.get("__name__", "") for at, _ in stack) for stack in stacks)
     return any(" torch.distributed." in f" {of}" and " dynamix." not in f" {of}" for of in names)
 
 
+@_uncollected()
 def _collective(thread: int) -> tuple[str, Any, int]:
     """The collective that the loop runs in `thread`: its name, its group, and an identifier of this call.
 
     The name is empty if the loop runs none, or one that dynamix or torch has called.
     """
     found = None
-    for frame in itertools.chain(*_stacks({thread})):
+    for frame, _ in traceback.walk_stack(sys._current_frames().get(thread)):  # None: this thread's, which is dynamix's
         name = frame.f_globals.get("__name__", "")
         if not name.startswith("torch.distributed."):
             if found is None or name.startswith(("dynamix.", "torch.")):
