@@ -238,6 +238,21 @@ def test_the_next_start_sweeps_what_is_provably_abandoned_and_nothing_else(tmp_p
         assert alive in traces()
 
 
+def test_two_may_remove_the_same_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an emulation's keeper and the next start."""
+    (tmp_path / "dynamix-gone" / "host0").mkdir(parents=True)
+    scan = os.scandir
+
+    def removed_by_another(folder: str) -> object:
+        if Path(folder).name == "host0":
+            os.rmdir(folder)
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", removed_by_another)
+    assert keeper.remove("dynamix-gone", [tmp_path])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_large_host_gets_as_many_busy_processes_as_its_neighbour_may_use(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")

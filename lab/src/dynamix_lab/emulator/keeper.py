@@ -74,9 +74,9 @@ def remove(name: str, roots: Sequence[Path], *, timeout_s: float = 10.0) -> bool
         pids = set(marked_processes().get(name, []))
         for group in groups:
             inside: set[int] = set()
-            for procs in group.rglob("cgroup.procs"):
+            for folder, _, _ in os.walk(group):  # unlike glob, it may find that another sweep has removed some
                 with contextlib.suppress(OSError):
-                    inside.update(map(int, procs.read_text().split()))
+                    inside.update(map(int, Path(folder, "cgroup.procs").read_text().split()))
             for pid in inside:
                 # First out of the group: throttled they die slowly, and an unreaped zombie keeps its group busy.
                 with contextlib.suppress(OSError):
@@ -86,10 +86,9 @@ def remove(name: str, roots: Sequence[Path], *, timeout_s: float = 10.0) -> bool
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if not pids:
-            inner = (folder for group in groups for folder in group.rglob("*") if folder.is_dir())
-            for folder in [*sorted(inner, reverse=True), *groups]:
+            for folder in (each for group in groups for each, _, _ in os.walk(group, topdown=False)):
                 with contextlib.suppress(OSError):
-                    folder.rmdir()
+                    os.rmdir(folder)
             shutil.rmtree(private_folder(name), ignore_errors=True)
             if not any(group.is_dir() for group in groups):
                 return True
