@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 import warnings
 from typing import Any
 
@@ -102,7 +103,7 @@ def trainer(job: Naive) -> None:
     import transformers
 
     known = {"num_train_epochs": 2, "per_device_train_batch_size": 8, **QUIET_TRANSFORMERS}
-    args = transformers.TrainingArguments("unused", **known)
+    args = transformers.TrainingArguments(tempfile.gettempdir(), **known)
 
     class Steps(transformers.TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -173,7 +174,7 @@ def transformers(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
 
     quiet = {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
     usual = {"remove_unused_columns": False, "dataloader_pin_memory": False, "num_train_epochs": 1}
-    args = hf.TrainingArguments("unused", per_device_train_batch_size=BATCH, **quiet, **usual)
+    args = hf.TrainingArguments(tempfile.gettempdir(), per_device_train_batch_size=BATCH, **quiet, **usual)
     model = Model()
     trainer = hf.Trainer(model, args, train_dataset=Named(sleeps, STEPS * BATCH * dist.get_world_size()))
     trainer.train()

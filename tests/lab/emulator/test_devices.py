@@ -359,10 +359,10 @@ def test_a_summary_says_where_nothing_was_paced(tmp_path: Path) -> None:
 FOREVER = (
     PRELUDE
     + """
-plain()  # the first step takes longer
-print("started", flush=True)
 while True:
+    began = time.perf_counter()
     plain()
+    print(time.perf_counter() - began, flush=True)
 """
 )
 
@@ -370,24 +370,33 @@ while True:
 def test_the_speed_follows_the_schedule_and_counts_outlive_the_rank(tmp_path: Path) -> None:
     scenario = {
         "hosts": [{"cpu": 1.0}],
-        "schedule": [{"at_s": 1.5, "cpu": 0.25}],
+        "schedule": [{"at_s": 2.0, "cpu": 0.25}],
         "device": {"fixed_ms": 20, "per_sample_ms": 0},
     }
+
+    def times() -> list[float]:
+        return [float(line) for line in (tmp_path / "rank0.out").read_text().splitlines()]
+
     with Emulation(scenario, run_dir=tmp_path, mechanism="duty-cycle") as cluster:
-        (rank,) = cluster.launch([sys.executable, "-c", FOREVER], cwd=tmp_path)
-        while not (tmp_path / "rank0.out").read_text():
+        environment = {"DYNAMIX_DEVICE_CREDIT": "0"}
+        (rank,) = cluster.launch([sys.executable, "-c", FOREVER], cwd=tmp_path, env=environment)
+        while not times():
             time.sleep(0.05)
         cluster.start_clock()
-        time.sleep(1.0)
-        (fast,), began = cluster.overruns(), cluster.time_s() or 0.0
-        time.sleep(1.0)
-        middle, turned = cluster.overruns()[0].steps, cluster.time_s() or 0.0
-        time.sleep(1.0)
+        before = len(times())
+        time.sleep(1.8)
+        turns = len(times())
+        time.sleep(0.4)
+        assert cluster.speeds() == [0.25]
+        turned = len(times())
+        while len(times()) < turned + 8:
+            time.sleep(0.05)
         os.killpg(rank.pid, signal.SIGKILL)
         cluster.wait(10)
-        (slow,), over = cluster.overruns(), cluster.time_s() or 0.0
-        assert 0.3 * began / 0.020 < fast.steps <= began / 0.020 + 1
-        assert 0.3 * (over - turned) / 0.080 < slow.steps - middle <= (over - turned) / 0.080 + 1
+        # The shortest, as a busy machine makes steps longer. The first of each part may have begun earlier.
+        assert 0.020 <= min(times()[before + 1 : turns]) < 0.080 <= min(times()[turned + 1 :])
+        (counted,) = cluster.overruns()
+        assert abs(counted.steps - len(times()[before:])) <= 2
         cluster.start_clock()
         assert cluster.overruns() == [DeviceSteps()]
 
