@@ -288,10 +288,11 @@ def late(step=train(normed)):
     time.sleep(0.06 if dist.get_rank() == 0 else 0.0)
     step()
 
-cases["buffers"] = late
 for _ in range(2):
     late()  # DDP makes its buckets anew once, and waits in that
 times = {name: least(step, 4) for name, step in cases.items()}
+# The mean of some: a rank that this machine lets begin a step late would find that step short.
+times["buffers"] = least(lambda: [late() for _ in range(4)], 1) / 4
 dist.barrier()  # a rank that ends while the other is in an exchange would break it
 dist.destroy_process_group()
 print(json.dumps(times))
@@ -314,7 +315,7 @@ def test_no_exchange_is_hidden_that_a_device_would_not_hide(tmp_path: Path) -> N
         # Half of DDP's bytes, the last layer's, are under way while the first is computed.
         assert whole - 0.016 < rank["ddp"] < 1.3 * whole
         assert rank["fsdp"] > whole
-        # Rank 0 begins late and sends its buffers then: nobody computes before. Ranks end a step milliseconds apart.
+        # Rank 0 begins late and sends its buffers then: nobody computes before. Ranks begin milliseconds apart.
         assert rank["buffers"] > 0.036 + 0.06 - 0.006
 
 
