@@ -291,7 +291,7 @@ def late(step=train(normed)):
 for _ in range(2):
     late()  # DDP makes its buckets anew once, and waits in that
 times = {name: least(step, 4) for name, step in cases.items()}
-# The mean of some: a rank that this machine lets begin a step late would find that step short.
+# The mean of some: if this machine delays a rank between two steps, the second one looks short.
 times["buffers"] = least(lambda: [late() for _ in range(4)], 1) / 4
 dist.barrier()  # a rank that ends while the other is in an exchange would break it
 dist.destroy_process_group()

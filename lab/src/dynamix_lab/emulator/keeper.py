@@ -74,7 +74,7 @@ def remove(name: str, roots: Sequence[Path], *, timeout_s: float = 10.0) -> bool
         pids = set(marked_processes().get(name, []))
         for group in groups:
             inside: set[int] = set()
-            for folder, _, _ in os.walk(group):  # unlike glob, it may find that another sweep has removed some
+            for folder, _, _ in os.walk(group):  # glob fails if another sweep removes some meanwhile
                 with contextlib.suppress(OSError):
                     inside.update(map(int, Path(folder, "cgroup.procs").read_text().split()))
             for pid in inside:
