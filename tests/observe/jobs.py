@@ -194,7 +194,7 @@ def main() -> None:
     stack, part, slow = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    train(stack, {part: 0.03} if int(slow) == dist.get_rank() else {})
+    train(stack, {part: 0.1} if int(slow) == dist.get_rank() else {})
     dist.destroy_process_group()
 
 

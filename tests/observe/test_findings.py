@@ -151,6 +151,29 @@ def test_a_pause_is_left_out_and_said(tmp_path: Path) -> None:
     assert "1 step had a pause" in result["text"]
 
 
+def test_a_rank_that_is_slow_now_and_then_is_named_by_its_slow_steps(tmp_path: Path) -> None:
+    """Its loader runs dry in every tenth step; in most others, too, its forward pass is somewhat late by chance."""
+    write(tmp_path, [{"loader": 0.4}, {}, {}], when=lambda step: step % 10 == 5)
+    path = tmp_path / "ranks/0/rank0.steps"
+    rows = np.fromfile(path, dtype="<f4").reshape(-1, len(FIELDS))
+    rows[np.arange(len(rows)) % 10 < 5, FIELDS.index("forward")] += 0.01
+    rows.tofile(path)
+    found = find(join(tmp_path))
+    assert (found.rank, found.part) == (0, "data")
+    assert found.slow.often > 0.5
+
+
+def test_a_machine_that_stands_still_at_times_does_not_change_the_named_part(tmp_path: Path) -> None:
+    write(tmp_path, [{"forward": 0.03}, {}], steps=30)
+    path = tmp_path / "ranks/0/rank0.steps"
+    rows = np.fromfile(path, dtype="<f4").reshape(-1, len(FIELDS))
+    rows[[8, 14, 19, 26], FIELDS.index("backward")] += [0.20, 0.17, 0.19, 0.21]
+    rows.tofile(path)
+    result = conclude(tmp_path)
+    assert (result["rank"], result["part"], result["pauses"]) == (0, "forward", [])
+    assert "(forward +30 ms compared with the others, as the median of its slow steps)" in result["text"]
+
+
 @pytest.mark.parametrize(("passes", "line"), [(1, "batch_size=32)"), (4, "batch_size=8, accumulate=4)")])
 def test_the_lines_to_write_are_those_of_the_loop_that_was_seen(passes: int, line: str, tmp_path: Path) -> None:
     write(tmp_path, [{}, {"forward": 0.06}], passes=passes)

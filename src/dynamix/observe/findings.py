@@ -29,7 +29,7 @@ class Slow:
     busy_s     of its step, without waiting; `others_s` the median of the others
     late       part of the steps in which it arrived last
     often      part of the steps in which it was slow
-    excess_s   by part, its seconds above the median of the others
+    excess_s   by part, its seconds above the median of the others; medians over the steps in which it was slowest
     """
 
     rank: int
@@ -91,40 +91,42 @@ def find(job: Joined) -> Findings:
     wait_s, transfer = job.waits
     mean_busy = np.nanmean(busy, 0)
     step_s = float(np.nanmean(np.nansum([busy, exchange], 0)))
-    slow, changing = _slow(job, busy, parts, mean_busy, step_s)
-    ends, ratio = slow_link(job.ranks, job.facts)
+    slow, changing = _slow(job.ranks, series, busy, step_s)
     lost, moved = float(np.nanmean(wait_s)), float(transfer[0])
     verdict = "rank" if slow is not None else "changing" if changing else "even"
     if moved > LEAST_TRANSFER * step_s and (verdict == "even" or moved > lost):
         verdict = "network"
-    return Findings(verdict, step_s, mean_busy, wait_s, moved, parts, slow, ends, ratio)
+    return Findings(verdict, step_s, mean_busy, wait_s, moved, parts, slow, *slow_link(job.ranks, job.facts))
 
 
-def _slow(
-    job: Joined, busy: Floats, parts: dict[str, Floats], mean_busy: Floats, step_s: float
-) -> tuple[Slow | None, bool]:
+def _slow(ranks: list[int], series: dict[str, Floats], busy: Floats, step_s: float) -> tuple[Slow | None, bool]:
     """The slow rank, if there is one; and whether there is one at each time, but not always the same."""
-    if len(job.ranks) < 2:
+    if len(ranks) < 2:
         return None, False
-    last = np.bincount(np.nan_to_num(busy, nan=-1.0).argmax(-1), minlength=len(job.ranks)) / len(busy)
+    last = np.bincount(np.nan_to_num(busy, nan=-1.0).argmax(-1), minlength=len(ranks)) / len(busy)
+    mean_busy = np.nanmean(busy, 0)
     at = int(mean_busy.argmax())
     others = _others(mean_busy, at)
     if mean_busy[at] - others < LEAST_EXCESS * step_s:
         apart = float(np.nanmean(np.nanmax(busy, -1) - np.nanmedian(busy, -1)))
         return None, apart > LEAST_EXCESS * step_s
-    excess = {name: float(values[at]) - _others(values, at) for name, values in parts.items()}
     later = busy[:, at] - np.nanmedian(np.delete(busy, at, -1), -1)
     often = float((later >= LEAST_EXCESS * step_s).mean())
-    part = _part(parts, at, excess)
-    return Slow(job.ranks[at], part, float(mean_busy[at]), others, float(last[at]), often, excess), False
+    # Medians: a mean over few steps would name the part in which the machine stood still a few times. Of the slowest
+    # steps: a rank that is slow in every tenth step would be named by the chance of the others.
+    slow = later >= min((mean_busy[at] - others) / 2, np.nanmax(later))
+    usual = {name: np.nanmedian(values[slow], 0) for name, values in series.items()}
+    excess = {name: float(values[at]) - _others(values, at) for name, values in usual.items()}
+    part = _part(usual, at, excess)
+    return Slow(ranks[at], part, float(mean_busy[at]), others, float(last[at]), often, excess), False
 
 
-def _part(parts: dict[str, Floats], at: int, excess: dict[str, float]) -> str:
-    """The part that makes rank number `at` slow."""
+def _part(usual: dict[str, Floats], at: int, excess: dict[str, float]) -> str:
+    """The part that makes rank number `at` slow, from all ranks' usual seconds in its slow steps."""
     largest = max(excess, key=lambda name: excess[name])
     if largest not in ("forward", "backward"):
         return largest
-    factors = [float(parts[name][at]) / max(_others(parts[name], at), 1e-9) for name in ("forward", "backward")]
+    factors = [float(usual[name][at]) / max(_others(usual[name], at), 1e-9) for name in ("forward", "backward")]
     both = min(factors) > 1.1 and min(excess["forward"], excess["backward"]) > 0.15 * excess[largest]
     return "computing" if both and max(factors) < ALIKE * min(factors) else largest
 

@@ -74,7 +74,7 @@ def _slow(slow: Slow, step_s: float) -> list[str]:
     factor = slow.busy_s / max(slow.others_s, 1e-9)
     excess = {name: seconds for name, seconds in slow.excess_s.items() if abs(seconds) >= 0.0005}
     by_part = ", ".join(f"{_SHORT[name]} {1e3 * seconds:+.0f} ms" for name, seconds in excess.items())
-    compared = f" ({by_part} compared with the others)" if excess else ""
+    compared = f" ({by_part} compared with the others, as the median of its slow steps)" if excess else ""
     return [
         f"Rank {slow.rank} {said}{'' if slow.steady else ' at times'}: its own work takes {_ms(slow.busy_s)} a step, "
         f"that of the others {_ms(slow.others_s)} ({factor:.2f} times as long).",
