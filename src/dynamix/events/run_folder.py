@@ -124,8 +124,10 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        # `git describe --dirty` writes the index. If a job is killed then, the lock stays and stops the next commit.
+        asked = ["git", "--no-optional-locks", "-C", str(root), "status", "--porcelain=v2", "--branch", "-uno"]
         done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+    head, *others = done.stdout.splitlines()
+    return head.split()[-1][:12] + ("-dirty" if any(line[0] != "#" for line in others) else "")
