@@ -21,7 +21,7 @@ import dynamix
 from dynamix import elastic
 from dynamix.errors import UsageError
 from tests.elastic_job import BATCH, EVERY, SAMPLES
-from tests.ranks import refusal, run_ranks, start_script
+from tests.ranks import free_port, refusal, run_ranks, start_script
 from tests.runtime.jobs import Training, classes
 
 JOB, AGENT = (Path(__file__).parent / name for name in ("elastic_job.py", "torchrun.py"))
@@ -71,9 +71,7 @@ def _uneven(said: dict[str, Any], times: float = 1.5) -> bool:
 @pytest.mark.multiproc
 @pytest.mark.slow
 def test_a_host_is_lost_and_comes_back(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     agents = {"a": _torchrun(tmp_path, "a", port)}
     _until(tmp_path, lambda: _listens(port))  # the first host is the one that the others ask
     agents["b"] = _torchrun(tmp_path, "b", port)

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ranks import free_port
+
 ROOT = Path(__file__).parents[2]
 needed = ("slurmctld", "slurmd", "sbatch", "srun")
 pytestmark = [
@@ -51,12 +53,7 @@ PartitionName=all Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Path]:
     """A folder with the log of each daemon; SLURM's commands find it by SLURM_CONF, which is its slurm.conf."""
-    probes = [socket.socket() for _ in range(3)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
+    ports = [free_port() for _ in range(3)]
     for name in ("controller", "node1", "node2"):
         (tmp_path / name).mkdir()
     config = tmp_path / "slurm.conf"

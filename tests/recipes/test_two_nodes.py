@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import start_script
+from tests.ranks import free_port, start_script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.multiproc
 def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     line = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
     line += ["--rdzv-endpoint", f"localhost:{port}", str(ROOT / "examples/elastic.py")]
     line += ["--folder", str(tmp_path), "--epochs", "1"]
